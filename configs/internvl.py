@@ -2,8 +2,8 @@
 
     python -m mmjax.plan internvl llm=34b cluster=h100x8x8 units=auto
 
-llm: 8b (Llama 3), 20b (InternLM2: `internvl_26b`), 34b (Yi) or 70b (Llama 3). It names no data: to train it, name
-yours.
+llm: 8b (Llama 3), 20b (InternLM2: `internvl_26b`), 34b (Yi) or 70b (Llama 3). It names no data: to
+train it, name yours.
 """
 
 from dataclasses import replace
@@ -52,7 +52,9 @@ def config(llm: str) -> Config:
         base,
         name=f"internvl_6_{llm}",
         model=ModelConfig(llm=decoder, encoders={"vision": replace(vision, connector=connector)}),
-        batch=replace(base.batch, size=replace(base.batch.size, count=512), rows={"llm": 64, "vision": 64}),
+        batch=replace(
+            base.batch, size=replace(base.batch.size, count=512), rows={"llm": 64, "vision": 64}
+        ),
         training=replace(base.training, steps=10_000),  # 5M samples: fine-tuning
         schedule=replace(base.schedule, warmup=300),  # 3% of the steps
         mesh=MeshConfig(data=-1, fsdp=64),

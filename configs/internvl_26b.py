@@ -1,6 +1,7 @@
 """A vision LLM of 26B parameters: InternViT-6B and InternLM2-20B, InternVL-Chat-1.5 (OmniBal, table 2).
 
-Look at it with ``python -m mmjax.plan internvl_26b cluster=a100x8x8``. It names no data: to train it, name yours.
+Look at it with ``python -m mmjax.plan internvl_26b cluster=a100x8x8``. It names no data: to train
+it, name yours.
 """
 
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """internvl_26b on units: two nodes of H100, one for the vision tower and one for the LLM in four stages.
 
-Its vision tower takes as long as its LLM: four patches for each token, and a quarter of the parameters. It names no
+Its vision tower takes as long as its LLM: four patches for each token, and a quarter of the
+parameters. It names no
 data: to train it, name yours.
 """
 

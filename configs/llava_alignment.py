@@ -3,8 +3,9 @@
     python -m mmjax.train llava_alignment tower=clip-vit-large-patch14-336 llm=Qwen2.5-7B-Instruct \
         data=blip_laion_cc_sbu_558k.json images=images
 
-tower: a folder with CLIP, SigLIP or InternViT. llm: one with a decoder, its tokenizer and chat template; image says
-which of its special tokens stands for images. The recipe is LLaVA-1.5's first stage: batch 256, learning rate 1e-3.
+tower: a folder with CLIP, SigLIP or InternViT. llm: one with a decoder, its tokenizer and chat
+template; image says which of its special tokens stands for images. The recipe is LLaVA-1.5's first
+stage: batch 256, learning rate 1e-3.
 """
 
 from dataclasses import replace
@@ -25,9 +26,13 @@ from mmjax.config import (
 from mmjax.hf.families import compose, encoder_from_hf, from_hf
 
 
-def config(tower: str, llm: str, data: str, images: str = "", image: str = "<|image_pad|>") -> Config:
+def config(
+    tower: str, llm: str, data: str, images: str = "", image: str = "<|image_pad|>"
+) -> Config:
     vision = encoder_from_hf(tower)
-    vision = replace(vision, connector=replace(vision.connector, merge=1, norm="none", activation="gelu"))
+    vision = replace(
+        vision, connector=replace(vision.connector, merge=1, norm="none", activation="gelu")
+    )
     chat = ChatFormat(llm, placeholders={"image": Placeholder(image)})
     return Config(
         name="llava_alignment",

@@ -2,8 +2,9 @@
 
     python -m mmjax.train llava_dpo checkpoint=llava-1.5-7b-hf data=pairs.jsonl images=photos
 
-data: TRL's preference format (docs/preferences.md); validation: such a file to measure while training. All but the
-adapters is frozen, so the model without them is the reference, and images are encoded once for both.
+data: TRL's preference format (docs/preferences.md); validation: such a file to measure while
+training. All but the adapters is frozen, so the model without them is the reference, and images are
+encoded once for both.
 """
 
 from dataclasses import replace

@@ -1,8 +1,10 @@
 """Low-rank adapters on the LLM of a checkpoint; its connector trains whole, its encoder not at all.
 
-    python -m mmjax.train llava_lora checkpoint=llava-1.5-7b-hf data=llava_v1_5_mix665k.json images=images
+    python -m mmjax.train llava_lora checkpoint=llava-1.5-7b-hf data=llava_v1_5_mix665k.json
+    images=images
 
-Arguments as for llava_style. The recipe is LLaVA-1.5's: rank 128, alpha 256, learning rate 2e-4, the connector's 2e-5.
+Arguments as for llava_style. The recipe is LLaVA-1.5's: rank 128, alpha 256, learning rate 2e-4,
+the connector's 2e-5.
 """
 
 from dataclasses import replace
@@ -14,7 +16,12 @@ full = sibling(__file__, "llava_style")
 
 
 def config(
-    checkpoint: str, data: str, images: str = "", validation: str = "", audio: str = "", videos: str = ""
+    checkpoint: str,
+    data: str,
+    images: str = "",
+    validation: str = "",
+    audio: str = "",
+    videos: str = "",
 ) -> Config:
     base = full.config(checkpoint, data, images, validation, audio, videos)
     lora = {"llm": LoraConfig(("llm.layers.*",), rank=128, alpha=256.0)}

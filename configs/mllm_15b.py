@@ -15,11 +15,18 @@ def config() -> Config:
         base,
         name="mllm_15b",
         model=ModelConfig(
-            llm=replace(base.model.llm, layers=40, width=5120, heads=40, kv_heads=40, mlp_width=13_824),
-            encoders={"vision": replace(vision, connector=replace(vision.connector, mlp_width=5120))},
+            llm=replace(
+                base.model.llm, layers=40, width=5120, heads=40, kv_heads=40, mlp_width=13_824
+            ),
+            encoders={
+                "vision": replace(vision, connector=replace(vision.connector, mlp_width=5120))
+            },
             generators={
                 "picture": replace(
-                    picture, size=(64, 64), connector=replace(picture.connector, mlp_width=5120), remat="none"
+                    picture,
+                    size=(64, 64),
+                    connector=replace(picture.connector, mlp_width=5120),
+                    remat="none",
                 )
             },
         ),

@@ -1,8 +1,9 @@
 """An LLM of 72B parameters that sees and makes images: MMScale's MLLM-72B, ViT-Huge, Llama 3 and Stable Diffusion 2.1.
 
-Images of 1,024 pixels are made by a UNet behind the LLM. Look at it with
-``python -m mmjax.plan mllm_72b cluster=a800x120x8``. It names no data: to train it, name your sources, the weights of
-the UNet (``model.generators.picture.weights``) and of the VAE (``model.generators.picture.latents.weights``).
+Images of 1,024 pixels are made by a UNet behind the LLM. Look at it with ``python -m mmjax.plan
+mllm_72b cluster=a800x120x8``. It names no data: to train it, name your sources, the weights of the
+UNet (``model.generators.picture.weights``) and of the VAE
+(``model.generators.picture.latents.weights``).
 """
 
 from mmjax.config import (
@@ -82,7 +83,8 @@ def config() -> Config:
             bad_numbers="skip",
         ),
         mesh=MeshConfig(data=-1, fsdp=64),
-        # Small, for towers that have been trained before; warm-up over 3% of the steps, then a cosine to zero.
+        # Small, for towers that have been trained before; warm-up over 3% of the steps, then a
+        # cosine to zero.
         optimizer=AdamW(learning_rate=1e-5),
         schedule=Schedule(warmup=240, final=0.0),
     )

@@ -15,9 +15,15 @@ def config() -> Config:
         base,
         name="mllm_9b",
         model=ModelConfig(
-            llm=replace(base.model.llm, layers=32, width=4096, heads=32, kv_heads=32, mlp_width=11_008),
-            encoders={"vision": replace(vision, connector=replace(vision.connector, mlp_width=4096))},
-            generators={"picture": replace(picture, connector=replace(picture.connector, mlp_width=4096))},
+            llm=replace(
+                base.model.llm, layers=32, width=4096, heads=32, kv_heads=32, mlp_width=11_008
+            ),
+            encoders={
+                "vision": replace(vision, connector=replace(vision.connector, mlp_width=4096))
+            },
+            generators={
+                "picture": replace(picture, connector=replace(picture.connector, mlp_width=4096))
+            },
         ),
         mesh=MeshConfig(data=-1, fsdp=16),
     )

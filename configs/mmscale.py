@@ -3,8 +3,9 @@
 python -m mmjax.train mmscale trained=llm init_from=runs/tiny_draw
 python -m mmjax.plan mmscale base=mllm_9b trained=generator cluster=a800x120x8
 
-`trained` is `projectors` (nothing else; the default), `encoder`, `llm` or `generator`; `base` any config beside this
-one. What is frozen should start from weights: those that the base names, or a run of it.
+`trained` is `projectors` (nothing else; the default), `encoder`, `llm` or `generator`; `base` any
+config beside this one. What is frozen should start from weights: those that the base names, or a
+run of it.
 """
 
 from dataclasses import replace

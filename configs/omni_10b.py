@@ -15,7 +15,9 @@ def config() -> Config:
         base,
         name="omni_10b",
         model=ModelConfig(
-            llm=replace(base.model.llm, layers=28, width=3584, heads=28, kv_heads=4, mlp_width=18_944),
+            llm=replace(
+                base.model.llm, layers=28, width=3584, heads=28, kv_heads=4, mlp_width=18_944
+            ),
             encoders={
                 "vision": replace(
                     vision,

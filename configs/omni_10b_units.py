@@ -17,7 +17,9 @@ def config() -> Config:
     return replace(
         base,
         name="omni_10b_units",
-        batch=replace(base.batch, size=size, rows={"llm": 2, "vision": 6, "audio": 6}, microbatches=32),
+        batch=replace(
+            base.batch, size=size, rows={"llm": 2, "vision": 6, "audio": 6}, microbatches=32
+        ),
         mesh=MeshConfig(),
         units={
             "vision": Unit(data=3, fsdp=2),

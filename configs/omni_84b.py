@@ -1,6 +1,7 @@
 """A vision and audio LLM of 84B parameters: OrchMLLM's MLLM-84B (table 1), with Qwen2's 72B as the LLM.
 
-Look at it with ``python -m mmjax.plan omni_84b cluster=h100x320x8``. It names no data: to train it, name your sources.
+Look at it with ``python -m mmjax.plan omni_84b cluster=h100x320x8``. It names no data: to train it,
+name your sources.
 """
 
 from mmjax.config import (
@@ -63,26 +64,32 @@ def config() -> Config:
             },
         ),
         batch=BatchConfig(  # 8 samples and one row of each module on each of 2,560 devices
-            Samples(20_480), {"llm": 2560, "vision": 2560, "audio": 2560}, grouping=NoGrouping(chunk_steps=8)
+            Samples(20_480),
+            {"llm": 2560, "vision": 2560, "audio": 2560},
+            grouping=NoGrouping(chunk_steps=8),
         ),
         training=TrainingConfig(
-            # 120B LLM tokens in steps of 9.3M (the plan's line `data`): what InternVL2.5-78B was trained on in all its
-            # stages (arXiv:2412.05271), from a language model and encoders that were trained before, as here.
+            # 120B LLM tokens in steps of 9.3M (the plan's line `data`): what InternVL2.5-78B was
+            # trained on in all its stages (arXiv:2412.05271), from a language model and encoders
+            # that were trained before, as here.
             steps=13_000,
             precision="bfloat16",
             # A dozen points of the validation curve; an evaluation is a few steps' work.
             evaluate_every=1000,
             evaluate_samples=512,
-            # At about 4 s a step a save every half hour. Llama 3's 16,384 GPUs failed every 3 hours (arXiv:2407.21783,
-            # table 5), so 2,560 may about once a day, and then lose a quarter of an hour. A checkpoint is 1 TB.
+            # At about 4 s a step a save every half hour. Llama 3's 16,384 GPUs failed every 3 hours
+            # (arXiv:2407.21783, table 5), so 2,560 may about once a day, and then lose a quarter of
+            # an hour. A checkpoint is 1 TB.
             checkpoint_every=500,
             keep=3,
             keep_every=5000,
-            # 2,560 devices should not wait for a person because of one step: it is left out, and its samples are named.
+            # 2,560 devices should not wait for a person because of one step: it is left out, and
+            # its samples are named.
             bad_numbers="skip",
         ),
         mesh=MeshConfig(data=-1, fsdp=128),
-        # Small, for towers that have been trained before; warm-up over 3% of the steps, then a cosine to zero.
+        # Small, for towers that have been trained before; warm-up over 3% of the steps, then a
+        # cosine to zero.
         optimizer=AdamW(learning_rate=1e-5),
         schedule=Schedule(warmup=400, final=0.0),
     )

@@ -16,5 +16,7 @@ omni = sibling(__file__, "tiny_omni")
 
 def config() -> Config:
     base = omni.config()
-    encoders = {name: replace(encoder, frozen=True) for name, encoder in base.model.encoders.items()}
+    encoders = {
+        name: replace(encoder, frozen=True) for name, encoder in base.model.encoders.items()
+    }
     return replace(base, name="tiny_frozen", model=replace(base.model, encoders=encoders))

@@ -3,8 +3,9 @@
     python -m mmjax.train
     python -m mmjax.train configs/tiny_omni.py training.steps=300 batch.size.count=32
 
-The data is made from a seed: handwritten digits, keypad tones and questions about them. On two CPU cores it takes about
-four and a half minutes and answers 97 % of the questions about images, 97 % about clips and 93 % about both.
+The data is made from a seed: handwritten digits, keypad tones and questions about them. On two CPU
+cores it takes about four and a half minutes and answers 97 % of the questions about images, 97 %
+about clips and 93 % about both.
 """
 
 from mmjax.config import (

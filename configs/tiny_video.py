@@ -4,10 +4,11 @@
     python -m mmjax.evaluate runs/tiny_video
     python -m mmjax.evaluate runs/tiny_video data.sources.clips.arguments.shuffled=true   # can only guess the direction
 
-Clips are made from a seed: four frames in which one digit crosses the picture to the left, right, top or bottom, over
-noise. Their frames in random order still show the digit and its path, so that the direction is one of two. It answers
-98 % of the questions about test clips, whose digits it has not seen, 37 % with their frames in random order. Its 500
-steps took 13 minutes on one core that others used too.
+Clips are made from a seed: four frames in which one digit crosses the picture to the left, right,
+top or bottom, over noise. Their frames in random order still show the digit and its path, so that
+the direction is one of two. It answers 98 % of the questions about test clips, whose digits it has
+not seen, 37 % with their frames in random order. Its 500 steps took 13 minutes on one core that
+others used too.
 """
 
 import hashlib
@@ -56,7 +57,9 @@ class Clips:
         return self.samples
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"clips-1 {self.split} {self.samples} {self.shuffled}".encode()).hexdigest()
+        return hashlib.sha256(
+            f"clips-1 {self.split} {self.samples} {self.shuffled}".encode()
+        ).hexdigest()
 
     def facts(self, index: int) -> SampleLengths:
         answer = self.question(index).answer
@@ -75,7 +78,9 @@ class Clips:
         """Return a clip with its question."""
         digit, move = self._draw(index)[:2]
         text = Text(encode_characters(QUESTION), np.zeros(len(QUESTION), np.float32))
-        return Question("video", "video.move", Sample((*self._clip(), text)), f"{digit} {move}", ("vision",))
+        return Question(
+            "video", "video.move", Sample((*self._clip(), text)), f"{digit} {move}", ("vision",)
+        )
 
     def item(self, index: int, number: int) -> np.ndarray:
         """Draw a temporal patch of a clip, uint8 `[PATCH_FRAMES, SIDE, SIDE, 1]`."""

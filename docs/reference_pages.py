@@ -23,7 +23,15 @@ from mkdocs.structure.pages import Page
 
 from mmjax.cli import COMMANDS
 from mmjax.config import Config
-from mmjax.config.codec import defaults, expected, field_hints, join, required, text_of, union_members
+from mmjax.config.codec import (
+    defaults,
+    expected,
+    field_hints,
+    join,
+    required,
+    text_of,
+    union_members,
+)
 from mmjax.config.meanings import field_comments
 
 ROOT = Path(__file__).parent.parent
@@ -59,12 +67,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             target = f"source/{path}.txt"  # browsers show a .txt, and save a .py
             if files.get_file_from_path(target) is None:
                 files.append(File.generated(config, target, content=(ROOT / path).read_text()))
-        return f"]({posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or '.')}{match[2]})"
+        return (
+            f"]({posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or '.')}{match[2]})"
+        )
 
     return LINK.sub(link, markdown)
 
 
-# ------------------------------------------------------------------------------------------------------------ config
+# ------------------------------------------------------------------------------------------------------------
+# config
 
 CONFIG_HEAD = """# Config reference
 
@@ -107,12 +118,24 @@ def section(cls: type, places: list[str]) -> str:
     table = ["| key | value | default | meaning |", "|---|---|---|---|"]
     tree = defaults(cls, "")
     for name, hint in field_hints(cls).items():
-        nested = [f"[{member.__name__}](#{member.__name__.lower()})" for member, _ in members(hint, name)]
+        nested = [
+            f"[{member.__name__}](#{member.__name__.lower()})" for member, _ in members(hint, name)
+        ]
         kinds = ", ".join(dict.fromkeys(nested))
-        value = f"by name: {kinds}" if kinds and get_origin(hint) is dict else kinds or expected(hint)
-        cells = [f"`{name}`", value, default(name, hint, cls, tree), field_comments(cls).get(name, "")]
+        value = (
+            f"by name: {kinds}" if kinds and get_origin(hint) is dict else kinds or expected(hint)
+        )
+        cells = [
+            f"`{name}`",
+            value,
+            default(name, hint, cls, tree),
+            field_comments(cls).get(name, ""),
+        ]
         table.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n\n".join(filter(None, [*text, "\n".join(table) if len(table) > 2 else "Has no keys."])) + "\n"
+    return (
+        "\n\n".join(filter(None, [*text, "\n".join(table) if len(table) > 2 else "Has no keys."]))
+        + "\n"
+    )
 
 
 def default(name: str, hint: Any, cls: type, tree: dict[str, Any]) -> str:
@@ -125,13 +148,16 @@ def default(name: str, hint: Any, cls: type, tree: dict[str, Any]) -> str:
     return f"`{text_of(hint, value)}`" if value != "" else "empty"
 
 
-# ---------------------------------------------------------------------------------------------------------- commands
+# ----------------------------------------------------------------------------------------------------------
+# commands
 
 
 def commands_page() -> str:
     """Show the help of every command, and of every benchmark."""
     os.environ["COLUMNS"] = "100"
-    text = ["# Commands\n\nWhat `--help` prints. `mmjax COMMAND` and `python -m mmjax.COMMAND` are the same.\n"]
+    text = [
+        "# Commands\n\nWhat `--help` prints. `mmjax COMMAND` and `python -m mmjax.COMMAND` are the same.\n"
+    ]
     for name in COMMANDS:
         text.append(f"## {name}\n\n```text\n{help_of(name)}```\n")
     for name in re.findall(r"^ {4}([a-z][\w-]*)(?= |$)", help_of("bench"), re.M):

@@ -78,11 +78,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(prog="python -m mmjax.bench", description=__doc__, allow_abbrev=False)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, benchmark in sorted((COMPARISONS | MEASUREMENTS).items()):
-        options = names.add_parser(name, help=benchmark.__doc__, description=benchmark.__doc__, allow_abbrev=False)
+        options = names.add_parser(
+            name, help=benchmark.__doc__, description=benchmark.__doc__, allow_abbrev=False
+        )
         json_type = "list" if name in COMPARISONS else "object"
-        options.add_argument("--json", action="store_true", help=f"print one JSON {json_type} and nothing else")
+        options.add_argument(
+            "--json", action="store_true", help=f"print one JSON {json_type} and nothing else"
+        )
         if name in MEASUREMENTS:
-            options.add_argument("--out", type=Path, metavar="F.npz", help="write what the figures follow from")
+            options.add_argument(
+                "--out", type=Path, metavar="F.npz", help="write what the figures follow from"
+            )
         add_options(options, benchmark.OPTIONS)
     args = parser.parse_args(argv)
     check_options(args, (COMPARISONS | MEASUREMENTS)[args.name].OPTIONS)
@@ -98,7 +104,11 @@ def _print_comparison(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print_lines(_to_json(rows))
         return
-    print_lines(*table([tuple(rows[0]), *(tuple(map(_format_cell, row.values())) for row in rows)], indent=""))
+    print_lines(
+        *table(
+            [tuple(rows[0]), *(tuple(map(_format_cell, row.values())) for row in rows)], indent=""
+        )
+    )
 
 
 def _print_measurement(measured: Measurement, as_json: bool, out: Path | None) -> None:
@@ -114,7 +124,9 @@ def _print_measurement(measured: Measurement, as_json: bool, out: Path | None) -
             tables.append(value)
         else:
             rows.append((name, _format_cell(value), measured.paper.get(name, "")))
-    print_lines(*table([("figure", "measured", "published" if measured.paper else ""), *rows], indent=""))
+    print_lines(
+        *table([("figure", "measured", "published" if measured.paper else ""), *rows], indent="")
+    )
     for listed in tables:
         print_lines("")
         _print_comparison(listed, as_json=False)

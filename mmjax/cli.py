@@ -1,7 +1,8 @@
 """The console command: ``mmjax COMMAND ...`` is ``python -m mmjax.COMMAND ...``.
 
-Imports little, so that a command's first line is printed before its libraries are loaded. Data workers import the main
-module of the program again; that of the console script imports this file alone, and trains nothing.
+Imports little, so that a command's first line is printed before its libraries are loaded. Data
+workers import the main module of the program again; that of the console script imports this file
+alone, and trains nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ VERSION = ("-V", "--version", "version")
 def list_commands() -> str:
     """Format the commands, one a line with its description."""
     width = max(map(len, COMMANDS))
-    lines = ["mmjax COMMAND ...; mmjax COMMAND --help says more, mmjax --version which one this is", ""]
+    lines = [
+        "mmjax COMMAND ...; mmjax COMMAND --help says more, mmjax --version which one this is",
+        "",
+    ]
     for name in COMMANDS:
         description = first_line(Path(__file__).with_name(f"{name}.py")).partition(": ``")[0]
         lines.append(f"  {name:<{width}}  {description}")

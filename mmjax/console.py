@@ -16,7 +16,8 @@ from rich.table import Column
 
 from mmjax.startup import record_output
 
-# Between the lines of a file or a pipe: 4 s after the first, then twice as long each time, up to a minute.
+# Between the lines of a file or a pipe: 4 s after the first, then twice as long each time, up to a
+# minute.
 FIRST_SECONDS = 4.0
 LONGEST_SECONDS = 60.0
 
@@ -50,7 +51,10 @@ def print_lines(*lines: str) -> None:
 def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> list[str]:
     """Format rows as aligned columns; rows may have fewer cells than the widest."""
     widths = [max(len(row[k]) for row in rows if k < len(row)) for k in range(max(map(len, rows)))]
-    return [indent + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=False)).rstrip() for row in rows]
+    return [
+        indent + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=False)).rstrip()
+        for row in rows
+    ]
 
 
 def count(n: float, digits: int = 3) -> str:
@@ -94,9 +98,15 @@ class ProgressLine:
         if sys.stdout.isatty() and not _muted:
             # On a narrow terminal the description is cut, and nothing else.
             self._bar = Progress(
-                TextColumn("{task.completed}/{task.total}", table_column=Column(min_width=2 * len(str(steps)) + 1)),
+                TextColumn(
+                    "{task.completed}/{task.total}",
+                    table_column=Column(min_width=2 * len(str(steps)) + 1),
+                ),
                 BarColumn(10, table_column=Column(min_width=10)),
-                TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+                TextColumn(
+                    "{task.description}",
+                    table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+                ),
                 TextColumn("ETA", table_column=Column(min_width=3)),
                 TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True)),
                 console=Console(),
@@ -109,14 +119,20 @@ class ProgressLine:
         """Show moving averages of the numbers after `done` steps, since single steps vary much."""
         for key, value in scalars.items():
             if isinstance(value, int | float) and math.isfinite(value):
-                self._means[key] = value if key not in self._means else 0.9 * self._means[key] + 0.1 * value
+                self._means[key] = (
+                    value if key not in self._means else 0.9 * self._means[key] + 0.1 * value
+                )
         rates = {key: value for key, value in scalars.items() if key.startswith("learning_rate/")}
         remaining = (self._steps - done) * self._means["seconds/step"]
 
         def describe() -> str:
             text = _summary(self._means | rates | {"epoch": scalars["epoch"]})
             # The bar has its own.
-            return text if self._bar is not None or not remaining else f"{text}  {time_left(remaining)} left"
+            return (
+                text
+                if self._bar is not None or not remaining
+                else f"{text}  {time_left(remaining)} left"
+            )
 
         self.show(done, describe)
 
@@ -150,7 +166,11 @@ def _summary(scalars: Mapping[str, float]) -> str:
         f"epoch {scalars['epoch']:.2f}",
         f"loss {scalars.get('loss', math.nan):.4f}",
         *([f"learning rate {max(rates):.3g}"] if rates else []),
-        *([f"gradient norm {norm:.3g}"] if (norm := scalars.get("gradient_norm")) is not None else []),
+        *(
+            [f"gradient norm {norm:.3g}"]
+            if (norm := scalars.get("gradient_norm")) is not None
+            else []
+        ),
         f"{count(scalars['tokens/s'])} tok/s",
         f"MFU {scalars['mfu']:.1%}",
         f"fill {fills}",
@@ -161,4 +181,6 @@ def _summary(scalars: Mapping[str, float]) -> str:
         lost = f"ranks wait {scalars['straggler_wait']:.1%}{by_sheet}, padding {scalars['padding']:.1%}"
         parts.append(f"{lost} (unbalanced {unbalanced:.0%})")
     # Of the seconds, not of each step's share: a step that waits long is longer than others.
-    return "  ".join([*parts, f"data wait {scalars['seconds/data_wait'] / scalars['seconds/step']:.1%}"])
+    return "  ".join(
+        [*parts, f"data wait {scalars['seconds/data_wait'] / scalars['seconds/step']:.1%}"]
+    )

@@ -14,7 +14,8 @@ from typing import Any
 
 from mmjax.errors import UserError
 
-# Environment variable by which `mmjax.supervise` names the file into which a run writes its last saved step.
+# Environment variable by which `mmjax.supervise` names the file into which a run writes its last
+# saved step.
 PROGRESS = "MMJAX_PROGRESS"
 
 
@@ -28,7 +29,8 @@ def user_config() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "mmjax"
 
 
-# ------------------------------------------------------------------------------------------------ atomic replacement
+# ------------------------------------------------------------------------------------------------
+# atomic replacement
 
 
 @contextmanager
@@ -48,8 +50,9 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     with _partial(folder) as partial:
         partial.mkdir(parents=True)
         yield partial
-        # A folder with files cannot be replaced by a rename, so the old one is moved away first. Between the two
-        # renames there is none, which readers take for one that was not written yet.
+        # A folder with files cannot be replaced by a rename, so the old one is moved away first.
+        # Between the two renames there is none, which readers take for one that was not written
+        # yet.
         old = partial.with_suffix(".old")
         with suppress(FileNotFoundError):
             folder.rename(old)
@@ -81,7 +84,8 @@ def remove_path(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# --------------------------------------------------------------------------------------------------------------- JSON
+# --------------------------------------------------------------------------------------------------
+# JSON
 
 
 def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -133,13 +137,16 @@ def append_json_lines(path: Path, records: Iterable[Any]) -> None:
 
 def with_checksum(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Add a checksum to a JSON object: with a changed letter it might still be valid JSON."""
-    fields = json.loads(json.dumps(fields))  # so that the checksum is of what reading gives: lists, not tuples
+    # so that the checksum is of what reading gives: lists, not tuples
+    fields = json.loads(json.dumps(fields))
     return fields | {"sum": _sum_of(fields)}
 
 
 def verify_checksum(fields: Any) -> dict[str, Any]:
     """Verify and remove the checksum of `with_checksum`. Raises ValueError on a mismatch."""
-    if not isinstance(fields, dict) or fields.get("sum") != _sum_of({k: v for k, v in fields.items() if k != "sum"}):
+    if not isinstance(fields, dict) or fields.get("sum") != _sum_of(
+        {k: v for k, v in fields.items() if k != "sum"}
+    ):
         raise ValueError("it is not what was written")
     return {k: v for k, v in fields.items() if k != "sum"}
 

@@ -1,7 +1,7 @@
 """Check what training needs of this machine: ``python -m mmjax.doctor [FOLDER] [--json]``.
 
-Every fault comes with the command that mends it; the exit code is 1 where there is one. Imports the standard library
-only, and asks JAX in another process: this must work where nothing else does.
+Every fault comes with the command that mends it; the exit code is 1 where there is one. Imports the
+standard library only, and asks JAX in another process: this must work where nothing else does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,12 @@ def find_gpus() -> Gpus:
         return Gpus(on_bus, (), "", (), "")
     rows, error = _ask_nvidia_smi(GPU_FIELDS)
     reasons, _ = _ask_nvidia_smi([f"clocks_event_reasons.{field}" for field in SLOW_FIELDS])
-    slow = [field for row in reasons for field, value in zip(SLOW_FIELDS, row, strict=False) if value == "Active"]
+    slow = [
+        field
+        for row in reasons
+        for field, value in zip(SLOW_FIELDS, row, strict=False)
+        if value == "Active"
+    ]
     driver = rows[0][1] if rows else ""
     return Gpus(on_bus, tuple(row[0] for row in rows), driver, tuple(dict.fromkeys(slow)), error)
 
@@ -83,7 +88,9 @@ def check_packages() -> Iterator[Finding]:
     try:
         required = metadata.requires("mmjax") or []
     except metadata.PackageNotFoundError:
-        yield Finding("packages", "note", "mmjax is not installed, only found on the path", "pip install -e .")
+        yield Finding(
+            "packages", "note", "mmjax is not installed, only found on the path", "pip install -e ."
+        )
         return
     broken = False
     for line in required:
@@ -95,9 +102,18 @@ def check_packages() -> Iterator[Finding]:
         if not version or _numbers(version) < _numbers(oldest or "0"):
             text = f"{name} {version} is older than {oldest}" if version else f"{name} is missing"
             broken = True
-            yield Finding("packages", "broken", text, f"pip install {shlex.quote(line.partition(';')[0].strip())}")
+            yield Finding(
+                "packages",
+                "broken",
+                text,
+                f"pip install {shlex.quote(line.partition(';')[0].strip())}",
+            )
     if not broken:
-        yield Finding("packages", "ok", f"mmjax {__version__}, Python {platform.python_version()}, all it requires")
+        yield Finding(
+            "packages",
+            "ok",
+            f"mmjax {__version__}, Python {platform.python_version()}, all it requires",
+        )
 
 
 def check_bytecode() -> Iterator[Finding]:
@@ -115,14 +131,18 @@ def check_driver(gpus: Gpus) -> Iterator[Finding]:
         yield Finding("driver", "broken", f"nvidia-smi says: {gpus.error}", remedy)
     elif gpus.on_bus and not gpus.named:
         remedy = "docker run --gpus all IMAGE" if _in_container() else install
-        yield Finding("driver", "broken", f"{gpus.on_bus} NVIDIA GPU(s), but no driver for them here", remedy)
+        yield Finding(
+            "driver", "broken", f"{gpus.on_bus} NVIDIA GPU(s), but no driver for them here", remedy
+        )
     elif not gpus.named:
         yield Finding("driver", "ok", "no NVIDIA GPU here")
     elif _numbers(gpus.driver)[:1] < (CUDA13_DRIVER,) and not _installed("jax-cuda12-plugin"):
         text = f"{gpus.driver} is too old for CUDA 13, which needs {CUDA13_DRIVER} or newer"
         yield Finding("driver", "broken", text, install)
     else:
-        kinds = ", ".join(f"{gpus.named.count(kind)} x {kind}" for kind in dict.fromkeys(gpus.named))
+        kinds = ", ".join(
+            f"{gpus.named.count(kind)} x {kind}" for kind in dict.fromkeys(gpus.named)
+        )
         yield Finding("driver", "ok", f"{gpus.driver}, {kinds}")
 
 
@@ -138,10 +158,14 @@ def check_jax(gpus: Gpus) -> Iterator[Finding]:
     for name in names:
         if _numbers(_installed(name))[:3] != _numbers(version)[:3]:
             text = f"{name} {_installed(name) or 'is missing'}, while JAX is {version}"
-            yield Finding("jax", "broken", text, install if plugin else f'pip install "jax=={version}"')
+            yield Finding(
+                "jax", "broken", text, install if plugin else f'pip install "jax=={version}"'
+            )
     has_gpu = bool(gpus.named)
     if has_gpu and not plugin:
-        yield Finding("jax", "broken", f"JAX {version} has no CUDA plugin: it cannot use the GPU", install)
+        yield Finding(
+            "jax", "broken", f"JAX {version} has no CUDA plugin: it cannot use the GPU", install
+        )
         return
     devices, error = _ask_jax()
     platforms = os.environ.get("JAX_PLATFORMS", "")
@@ -155,17 +179,27 @@ def check_jax(gpus: Gpus) -> Iterator[Finding]:
             remedy = f"unset {culprit}"
         yield Finding("jax", "broken", f"{text}: {error}", remedy)
     elif has_gpu and devices[0][0] == "cpu" and platforms:
-        yield Finding("jax", "broken", f"JAX_PLATFORMS={platforms} hides the GPU", "unset JAX_PLATFORMS")
+        yield Finding(
+            "jax", "broken", f"JAX_PLATFORMS={platforms} hides the GPU", "unset JAX_PLATFORMS"
+        )
     elif has_gpu and devices[0][0] == "cpu":
         shadowed = "LD_LIBRARY_PATH" in os.environ
         text = f"JAX {version} finds no GPU though its plugin is there"
-        text += "; libraries in LD_LIBRARY_PATH come before those that it brings" if shadowed else f": {error}"
+        text += (
+            "; libraries in LD_LIBRARY_PATH come before those that it brings"
+            if shadowed
+            else f": {error}"
+        )
         yield Finding("jax", "broken", text, "unset LD_LIBRARY_PATH" if shadowed else install)
     elif has_gpu and len(devices) != len(gpus.named):
         text = f"JAX {version} finds {len(devices)} of {len(gpus.named)} GPUs"
         yield Finding("jax", "note", text, "unset CUDA_VISIBLE_DEVICES")
     else:
-        yield Finding("jax", "ok", f"JAX {version}, {len(devices)} x {devices[0][1]}" + (f", {cuda}" if plugin else ""))
+        yield Finding(
+            "jax",
+            "ok",
+            f"JAX {version}, {len(devices)} x {devices[0][1]}" + (f", {cuda}" if plugin else ""),
+        )
 
 
 def check_network(gpus: Gpus) -> Iterator[Finding]:
@@ -173,9 +207,16 @@ def check_network(gpus: Gpus) -> Iterator[Finding]:
     broken = False
     names = sorted(path.name for path in Path("/sys/class/net").glob("*"))
     adapters = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-    for variable, present, kind in (("NCCL_SOCKET_IFNAME", names, "interface"), ("NCCL_IB_HCA", adapters, "adapter")):
+    for variable, present, kind in (
+        ("NCCL_SOCKET_IFNAME", names, "interface"),
+        ("NCCL_IB_HCA", adapters, "adapter"),
+    ):
         setting = os.environ.get(variable, "")
-        if setting and not setting.startswith("^") and not any(_nccl_matches(setting, name) for name in present):
+        if (
+            setting
+            and not setting.startswith("^")
+            and not any(_nccl_matches(setting, name) for name in present)
+        ):
             broken = True
             text = f"{variable}={setting} names no {kind} of this machine ({', '.join(present) or 'it has none'})"
             yield Finding("nccl", "broken", text, f"unset {variable}")
@@ -194,10 +235,20 @@ def check_network(gpus: Gpus) -> Iterator[Finding]:
     nccl = next((v for cuda in (13, 12) if (v := _installed(f"nvidia-nccl-cu{cuda}"))), "")
     if len(gpus.named) > 1 and _installed("jax-cuda13-plugin") and not nccl:
         broken = True
-        yield Finding("nccl", "broken", "NCCL is missing, which several GPUs need", 'pip install "nvidia-nccl-cu13"')
+        yield Finding(
+            "nccl",
+            "broken",
+            "NCCL is missing, which several GPUs need",
+            'pip install "nvidia-nccl-cu13"',
+        )
     active = [a for a in adapters if any("ACTIVE" in _read(p) for p in _ports(a))]
     if active and os.environ.get("NCCL_IB_DISABLE", "0") != "0":
-        yield Finding("nccl", "note", f"NCCL_IB_DISABLE leaves {', '.join(active)} unused", "unset NCCL_IB_DISABLE")
+        yield Finding(
+            "nccl",
+            "note",
+            f"NCCL_IB_DISABLE leaves {', '.join(active)} unused",
+            "unset NCCL_IB_DISABLE",
+        )
     elif not broken:
         text = f"NCCL {nccl or 'not installed'}; {len(active)} active InfiniBand or RoCE adapter(s)"
         yield Finding("nccl", "ok", text)
@@ -208,14 +259,20 @@ def check_disks(folder: Path) -> Iterator[Finding]:
     places = (
         ("runs", folder, "python -m mmjax.train run=FOLDER_ON_ANOTHER_DISK/NAME"),
         ("cache", user_cache(), "export XDG_CACHE_HOME=FOLDER_ON_ANOTHER_DISK"),
-        ("temporary", Path(os.environ.get("TMPDIR") or "/tmp"), "export TMPDIR=FOLDER_ON_ANOTHER_DISK"),
+        (
+            "temporary",
+            Path(os.environ.get("TMPDIR") or "/tmp"),
+            "export TMPDIR=FOLDER_ON_ANOTHER_DISK",
+        ),
     )
     for name, path, remedy in places:
         if name == "temporary" and not path.exists():  # unlike the others, nobody makes it
             text = f"TMPDIR={path} is not there, so programs put their files elsewhere or fail"
             yield Finding(name, "broken", text, f"mkdir -p {shlex.quote(str(path))}")
             continue
-        writable = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+        writable = next(
+            parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()
+        )
         try:
             with tempfile.TemporaryFile(dir=writable) as file:
                 file.write(b"mmjax")
@@ -225,7 +282,9 @@ def check_disks(folder: Path) -> Iterator[Finding]:
             continue
         free = disk.f_bavail * disk.f_frsize
         if free < LEAST_DISK or (disk.f_files and not disk.f_favail):
-            text = f"{path} has {_size(free)} free" + ("" if disk.f_favail or not disk.f_files else " and no inode")
+            text = f"{path} has {_size(free)} free" + (
+                "" if disk.f_favail or not disk.f_files else " and no inode"
+            )
             yield Finding(name, "broken", text, remedy)
         else:
             yield Finding(name, "ok", f"{path}, {_size(free)} free")
@@ -235,20 +294,31 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Finding]:
     """Check the shared memory in which data workers hand over their batches."""
     remedy = "sudo mount -o remount,size=50% /dev/shm"
     if "KUBERNETES_SERVICE_HOST" in os.environ:
-        remedy = "kubectl apply -f launch/jobset.yaml  # mounts a volume of medium Memory at /dev/shm"
+        remedy = (
+            "kubectl apply -f launch/jobset.yaml  # mounts a volume of medium Memory at /dev/shm"
+        )
     elif _in_container():
         remedy = "docker run --shm-size=16g IMAGE"
     if not path.is_dir():
-        yield Finding("/dev/shm", "broken", "is not there", "sudo mount -t tmpfs -o size=50% tmpfs /dev/shm")
+        yield Finding(
+            "/dev/shm", "broken", "is not there", "sudo mount -t tmpfs -o size=50% tmpfs /dev/shm"
+        )
         return
     disk = os.statvfs(path)
     total = disk.f_blocks * disk.f_frsize
     free = disk.f_bavail * disk.f_frsize
     if total < LEAST_SHM:
-        yield Finding("/dev/shm", "broken", f"{_size(total)} in all; data workers hand batches over there", remedy)
+        yield Finding(
+            "/dev/shm",
+            "broken",
+            f"{_size(total)} in all; data workers hand batches over there",
+            remedy,
+        )
     elif free < LEAST_SHM / 2:
         text = f"{_size(free)} free of {_size(total)}; data workers hand batches over there"
-        yield Finding("/dev/shm", "broken", text, "ls -lS /dev/shm | head  # then rm what no process uses")
+        yield Finding(
+            "/dev/shm", "broken", text, "ls -lS /dev/shm | head  # then rm what no process uses"
+        )
     else:
         yield Finding("/dev/shm", "ok", f"{_size(free)} free of {_size(total)}")
 
@@ -256,35 +326,51 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Finding]:
 def check_clocks(gpus: Gpus) -> Iterator[Finding]:
     """Check that nothing holds the GPUs' clocks down, and that the machine's time is set by the network."""
     if "applications_clocks_setting" in gpus.slow:
-        yield Finding("clocks", "broken", "GPU clocks are locked below their maximum", "sudo nvidia-smi -rgc -rac")
+        yield Finding(
+            "clocks",
+            "broken",
+            "GPU clocks are locked below their maximum",
+            "sudo nvidia-smi -rgc -rac",
+        )
     if hot := [reason for reason in gpus.slow if reason != "applications_clocks_setting"]:
         text = f"GPU clocks are held down: {', '.join(hot)}; cooling or power"
         yield Finding("clocks", "broken", text, "nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER")
     if sys.platform == "linux" and _unsynchronised():
-        text = "the time of this machine is not set by the network; logs of several hosts may disagree"
+        text = (
+            "the time of this machine is not set by the network; logs of several hosts may disagree"
+        )
         yield Finding("clocks", "note", text, "sudo timedatectl set-ntp true")
     elif not gpus.slow:
-        yield Finding("clocks", "ok", "time set by the network" + (", GPU clocks free" if gpus.named else ""))
+        yield Finding(
+            "clocks", "ok", "time set by the network" + (", GPU clocks free" if gpus.named else "")
+        )
 
 
 def check_limits() -> Iterator[Finding]:
     """Check the limits of open files, and of locked memory where network adapters need it."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # the hard one, to which every command raises it
+    # the hard one, to which every command raises it
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _within(soft, LEAST_FILES):
-        remedy = "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf  # then log in again"
+        remedy = (
+            "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf  # then log in again"
+        )
         if _in_container():
             remedy = "docker run --ulimit nofile=65536 IMAGE"
         yield Finding("limits", "broken", f"{soft} open files, fewer than {LEAST_FILES}", remedy)
         return
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if list(Path("/sys/class/infiniband").glob("*")) and locked != resource.RLIM_INFINITY:
-        remedy = "docker run --ulimit memlock=-1 IMAGE" if _in_container() else "ulimit -l unlimited"
+        remedy = (
+            "docker run --ulimit memlock=-1 IMAGE" if _in_container() else "ulimit -l unlimited"
+        )
         text = f"{_size(locked)} of locked memory; network adapters register more"
         yield Finding("limits", "broken", text, remedy)
         return
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     yield Finding(
-        "limits", "ok", f"{cores} cores, {'unlimited' if soft == resource.RLIM_INFINITY else soft} open files"
+        "limits",
+        "ok",
+        f"{cores} cores, {'unlimited' if soft == resource.RLIM_INFINITY else soft} open files",
     )
 
 
@@ -327,10 +413,13 @@ def _ask_jax(without: str = "") -> tuple[list[list[str]], str]:
 
 def _output(command: Sequence[str], seconds: float, without: str = "") -> tuple[str, list[str]]:
     """Return what a command prints where it succeeds, and the lines of its complaints."""
-    variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # take no GPU memory from a run
+    # take no GPU memory from a run
+    variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     variables.pop(without, None)
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=variables)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, env=variables
+        )
     except subprocess.TimeoutExpired:
         return "", [f"no answer within {seconds:.0f} s"]
     except OSError as error:
@@ -392,7 +481,9 @@ def _size(n: float) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = CommandParser(prog="python -m mmjax.doctor", description=__doc__, allow_abbrev=False)
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="where runs are to be written")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("runs"), help="where runs are to be written"
+    )
     parser.add_argument("--json", action="store_true", help="print a list of objects, for programs")
     args = parser.parse_args(argv)
     findings = examine(args.folder)
@@ -402,7 +493,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for finding in findings:
             print(f"{finding.state:<6}  {finding.name:<9}  {finding.text}")
             if finding.remedy:
-                print(f"{'':19}{'mend it' if finding.state == 'broken' else 'better'}: {finding.remedy}")
+                print(
+                    f"{'':19}{'mend it' if finding.state == 'broken' else 'better'}: {finding.remedy}"
+                )
     return int(any(finding.state == "broken" for finding in findings))
 
 

@@ -18,14 +18,15 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-MESSAGE_BEGIN, MESSAGE_END = 800, 350  # characters of a very long message that are shown: the place, and the remedy
+# characters of a very long message that are shown: the place, and the remedy
+MESSAGE_BEGIN, MESSAGE_END = 800, 350
 
 
 def bounded_line(text: object) -> str:
     """Return a message as one line: what is not printable is escaped, and the middle of a very long one left out.
 
-    Messages quote what users and strangers wrote: paths, keys and values of any length, with line breaks and with
-    what a terminal obeys.
+    Messages quote what users and strangers wrote: paths, keys and values of any length, with line
+    breaks and with what a terminal obeys.
     """
     line = str(text)
     if len(line) > MESSAGE_BEGIN + MESSAGE_END:
@@ -79,16 +80,20 @@ THREADS_PER_DEVICE = 4
 def set_cpu_threads() -> None:
     """Let XLA have threads for the collectives of all of a process's CPU devices; before JAX starts.
 
-    A collective holds a thread until all devices have come. XLA has as many threads as cores, and where devices do two
-    collectives in another order, too few of them wait for each other for good. NPROC is what it reads, undocumented: to
-    go when XLA's collectives on CPUs hold no threads.
+    A collective holds a thread until all devices have come. XLA has as many threads as cores, and
+    where devices do two collectives in another order, too few of them wait for each other for good.
+    NPROC is what it reads, undocumented: to go when XLA's collectives on CPUs hold no threads.
     """
     devices = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
     if devices.isdigit() and int(devices) > 1:
-        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * int(devices))))
+        os.environ.setdefault(
+            "NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * int(devices)))
+        )
 
 
-LEAST_FILES = 256  # that a process must be able to open: a save of a small model opens dozens beside those of libraries
+# that a process must be able to open: a save of a small model opens dozens beside those of
+# libraries
+LEAST_FILES = 256
 MAX_FILES = 65536  # that it asks for
 
 
@@ -120,7 +125,10 @@ def explain_runtime_errors() -> Iterator[None]:
         line = " ".join(text.split("\n")[0].split())[:200]
         if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in text:
             raise UserError(f"a device is out of memory ({line}); {LESS_MEMORY}") from error
-        if type(error).__name__ == "JaxRuntimeError" and "Gloo context initialization failed" in text:
+        if (
+            type(error).__name__ == "JaxRuntimeError"
+            and "Gloo context initialization failed" in text
+        ):
             raise NotConnected(
                 f"the processes did not reach each other in the time that XLA gives them ({line}); see that the hosts "
                 "are not busy with other programs and that MMJAX_COORDINATOR is in a network of all of them, and start "
@@ -139,8 +147,8 @@ LESS_MEMORY = (
 def run_command(main: Callable[[], int | None]) -> int:
     """Run a command and return its exit code: 0, or what it returns; 2 for bad input (one line on stderr), 130 for ^C.
 
-    0 also where a signal has stopped it before there was anything to save. Any other exception is a bug in mmjax and
-    keeps its traceback.
+    0 also where a signal has stopped it before there was anything to save. Any other exception is a
+    bug in mmjax and keeps its traceback.
     """
     set_cpu_threads()
     raise_file_limit()
@@ -161,14 +169,20 @@ def run_command(main: Callable[[], int | None]) -> int:
 def raise_ctrl_c_once() -> Iterator[None]:
     """Raise KeyboardInterrupt for the first Ctrl-C, wherever it arrives, and ignore further ones during the clean-up.
 
-    Python cannot raise out of a destructor or a callback of the garbage collector (JAX has one): a KeyboardInterrupt
-    raised there is printed as ignored, and the command would go on. The signal is then sent again. Remove that hook
-    when Python raises such a KeyboardInterrupt in the main thread.
+    Python cannot raise out of a destructor or a callback of the garbage collector (JAX has one): a
+    KeyboardInterrupt raised there is printed as ignored, and the command would go on. The signal is
+    then sent again. Remove that hook when Python raises such a KeyboardInterrupt in the main
+    thread.
     """
     previous = signal.getsignal(signal.SIGINT)
-    replaceable = previous is signal.default_int_handler or getattr(previous, "__module__", "") == "mmjax.startup"
+    replaceable = (
+        previous is signal.default_int_handler
+        or getattr(previous, "__module__", "") == "mmjax.startup"
+    )
     if threading.current_thread() is not threading.main_thread() or not replaceable:
-        yield  # somebody else handles it: a notebook, a caller that did this already, or a shell's background job
+        # somebody else handles it: a notebook, a caller that did this already, or a shell's
+        # background job
+        yield
         return
     raised = False
     hook = sys.unraisablehook
@@ -197,7 +211,8 @@ def raise_ctrl_c_once() -> Iterator[None]:
     try:
         yield
     finally:
-        if sys.unraisablehook is unraisable:  # else another hook was installed over it meanwhile, and stays
+        # else another hook was installed over it meanwhile, and stays
+        if sys.unraisablehook is unraisable:
             sys.unraisablehook = hook
         signal.signal(signal.SIGINT, previous)
 
@@ -205,8 +220,8 @@ def raise_ctrl_c_once() -> Iterator[None]:
 def exit_at_once(code: int) -> NoReturn:
     """Exit the process from any thread without waiting for others, nor for data workers, which are killed.
 
-    What `multiprocessing` would free at an orderly exit is freed, or Python would call it leaked. It has no public name
-    for that. Remove when it frees it by itself.
+    What `multiprocessing` would free at an orderly exit is freed, or Python would call it leaked.
+    It has no public name for that. Remove when it frees it by itself.
     """
 
     def end_workers() -> None:
@@ -225,10 +240,11 @@ def exit_at_once(code: int) -> NoReturn:
 def exit_process(code: int) -> NoReturn:
     """Exit the process with `code` as Python does, but without finalising the interpreter.
 
-    Finalising can end in an abort and code 134 after all work is done: threads of libraries (XLA's, TensorStore's) may
-    wait in native code for an interpreter that is gone. Python has no public name for the two steps of finalising that
-    are wanted, `threading._shutdown` and `atexit._run_exitfuncs`. Remove, for `sys.exit`, when Python 3.14 is the
-    oldest supported: there such threads hang until the process is gone.
+    Finalising can end in an abort and code 134 after all work is done: threads of libraries (XLA's,
+    TensorStore's) may wait in native code for an interpreter that is gone. Python has no public
+    name for the two steps of finalising that are wanted, `threading._shutdown` and
+    `atexit._run_exitfuncs`. Remove, for `sys.exit`, when Python 3.14 is the oldest supported: there
+    such threads hang until the process is gone.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,7 +1,7 @@
 """Score a model's answers: ``python -m mmjax.evaluate RUN|HF_FOLDER [--data questions.jsonl] [--json]``.
 
-A run answers the questions of its own test split. ``--data`` names a file of other questions, for a run or a Hugging
-Face checkpoint, in any format that `data.sources` reads (docs/data.md).
+A run answers the questions of its own test split. ``--data`` names a file of other questions, for a
+run or a Hugging Face checkpoint, in any format that `data.sources` reads (docs/data.md).
 """
 
 from __future__ import annotations
@@ -66,20 +66,25 @@ def evaluate(
 ) -> Scores:
     """Score a checkpoint of a run without conversations, by default the newest, with greedy decoding.
 
-    Returns `exact_match_*`, `samples`, `loss`, and the checkpoint's number of updates as `step`. swap: an encoder whose
-    items are replaced by those of another sample. The questions that need them can then only be guessed, so their exact
-    match should be no more than `chance_*`, and no loss is returned. trust: execute and fetch what the run's config
-    says, whoever wrote it.
+    Returns `exact_match_*`, `samples`, `loss`, and the checkpoint's number of updates as `step`.
+    swap: an encoder whose items are replaced by those of another sample. The questions that need
+    them can then only be guessed, so their exact match should be no more than `chance_*`, and no
+    loss is returned. trust: execute and fetch what the run's config says, whoever wrote it.
 
-    Images to be made are written into the run as one sheet. Where a source can tell what is on them, `drawn_as_asked`
-    is the share that it finds; with a generator's name as `swap`, of what another sample asks for.
+    Images to be made are written into the run as one sheet. Where a source can tell what is on
+    them, `drawn_as_asked` is the share that it finds; with a generator's name as `swap`, of what
+    another sample asks for.
     """
     generators = RunFolder(run).stored_config().model.generators
     if swap in generators:
-        evaluator, params, step = _open_evaluator(run, split, overrides=overrides, step=step, trust=trust)
+        evaluator, params, step = _open_evaluator(
+            run, split, overrides=overrides, step=step, trust=trust
+        )
         return {"step": step} | _judge_pictures(evaluator, params, run, step, swapped=True)
     evaluator, params, step = _open_evaluator(run, split, swap, overrides, step=step, trust=trust)
-    answers = [answer for replies in evaluator.answer(params).values() for answer in replies.answered]
+    answers = [
+        answer for replies in evaluator.answer(params).values() for answer in replies.answered
+    ]
     scores = {"step": step} | ({"left_out": len(evaluator.left_out)} if evaluator.left_out else {})
     if not swap:
         pictures = _judge_pictures(evaluator, params, run, step) if generators else {}
@@ -88,11 +93,13 @@ def evaluate(
     return scores | exact_match_by_group(swapped) | chance(swapped)
 
 
-def _judge_pictures(evaluator: Evaluator, params: Params, run: Path, step: int, swapped: bool = False) -> Scores:
+def _judge_pictures(
+    evaluator: Evaluator, params: Params, run: Path, step: int, swapped: bool = False
+) -> Scores:
     """Make the images of samples, and judge them where a source can.
 
-    Those of a source are written into the run as one sheet, and beside it their prompts and the judgement, for the
-    report.
+    Those of a source are written into the run as one sheet, and beside it their prompts and the
+    judgement, for the report.
     """
     judged = []
     for name, images in evaluator.pictures(params).items():
@@ -100,16 +107,28 @@ def _judge_pictures(evaluator: Evaluator, params: Params, run: Path, step: int, 
         scores = []
         if isinstance(source, DrawnDigits):
             prompt_of = source.partner if swapped else int
-            scores = [source.judge(prompt_of(n), image) for n, of_sample in images.items() for image in of_sample]
+            scores = [
+                source.judge(prompt_of(n), image)
+                for n, of_sample in images.items()
+                for image in of_sample
+            ]
         judged += scores
         if swapped:
             continue
         folder = RunFolder(run).pictures
         folder.mkdir(exist_ok=True)
         path = folder / f"{name.replace('/', '-')}-{step}.png"
-        write_image(contact_sheet([image for of_sample in images.values() for image in of_sample]), path)
-        sheet = {"source": name, "step": step, "prompts": [p for n in images for p in evaluator.image_prompts(name, n)]}
-        path.with_suffix(".json").write_text(json.dumps(sheet | _share_as_asked(scores), ensure_ascii=False))
+        write_image(
+            contact_sheet([image for of_sample in images.values() for image in of_sample]), path
+        )
+        sheet = {
+            "source": name,
+            "step": step,
+            "prompts": [p for n in images for p in evaluator.image_prompts(name, n)],
+        }
+        path.with_suffix(".json").write_text(
+            json.dumps(sheet | _share_as_asked(scores), ensure_ascii=False)
+        )
     return _share_as_asked(judged)
 
 
@@ -117,11 +136,13 @@ def _share_as_asked(judged: Sequence[float]) -> Scores:
     return {"drawn_as_asked": float(np.mean(judged))} if judged else {}
 
 
-def ask(run: Path, samples: Sequence[int], source: str = "", split: Split = "test") -> list[Answered]:
+def ask(
+    run: Path, samples: Sequence[int], source: str = "", split: Split = "test"
+) -> list[Answered]:
     """Answer the questions of some samples of a run's split with its newest checkpoint and greedy decoding.
 
-    source: a name of the config's `data.sources`; by default the first one that has questions. Unreadable samples are
-    left out. Raises UserError where the run has no such source.
+    source: a name of the config's `data.sources`; by default the first one that has questions.
+    Unreadable samples are left out. Raises UserError where the run has no such source.
     """
     evaluator, params, _ = _open_evaluator(run, split, name=source, samples=samples)
     (replies,) = evaluator.answer(params).values()
@@ -140,8 +161,9 @@ def _open_evaluator(
 ) -> tuple[Evaluator, dict[str, Any], int]:
     """Open the evaluator of a run's split, with a checkpoint's parameters and the number of updates they have had.
 
-    samples: of one source, the first with questions unless `name` says which. step: of the checkpoint; None: the
-    newest. The loss is computed where neither samples are chosen nor items swapped.
+    samples: of one source, the first with questions unless `name` says which. step: of the
+    checkpoint; None: the newest. The loss is computed where neither samples are chosen nor items
+    swapped.
     """
     folder = RunFolder(run, trusted=trust)
     config = apply_overrides(folder.read_config(overrides), overrides)
@@ -166,7 +188,9 @@ def _open_evaluator(
     rules = ShardingRules()
     functions = resolve_callbacks(config.model, folder.path)
     model = Model.build(config.model, jnp.dtype(config.training.precision), functions=functions)
-    params = restore_parameters(folder.checkpoints, step, model, parameter_shardings(model, mesh, rules))
+    params = restore_parameters(
+        folder.checkpoints, step, model, parameter_shardings(model, mesh, rules)
+    )
     evaluator = Evaluator(
         model,
         mesh,
@@ -190,7 +214,8 @@ def answer(
 ) -> dict[str, Replies]:
     """Answer the questions of each source with a run or a checkpoint, with greedy decoding on all devices.
 
-    max_tokens: tokens of an answer. limit: answer only so many questions of each source. show: print a progress line.
+    max_tokens: tokens of an answer. limit: answer only so many questions of each source. show:
+    print a progress line.
     """
     # Questions that cannot be asked are listed beside the answers, whatever training did with them.
     config = replace(served.config, data=replace(served.config.data, on_bad_sample="skip"))
@@ -199,7 +224,9 @@ def answer(
     enable_compilation_cache(served.programs())
     model, params = served.load(mesh, rules)
     limits = dict.fromkeys(sources, limit)
-    make_evaluator = partial(Evaluator, model, mesh, rules, sources, config, limits, max_tokens=max_tokens)
+    make_evaluator = partial(
+        Evaluator, model, mesh, rules, sources, config, limits, max_tokens=max_tokens
+    )
     if not show:
         return make_evaluator().answer(params)
     questions = sum(min(len(source), limit or len(source)) for source in sources.values())
@@ -207,7 +234,9 @@ def answer(
         return make_evaluator(progress=lambda done: line.show(done, str)).answer(params)
 
 
-def _with_questions(served: CheckpointModel, data: str, folders: Mapping[str, str], overrides: Sequence[str]) -> Config:
+def _with_questions(
+    served: CheckpointModel, data: str, folders: Mapping[str, str], overrides: Sequence[str]
+) -> Config:
     """Make the file of --data the only source of a config. Raises UserError where there is nothing to ask."""
     config = served.config
     if data:
@@ -216,9 +245,13 @@ def _with_questions(served: CheckpointModel, data: str, folders: Mapping[str, st
         source = source_of(data, "--data", cache, **folders)
         # The loss says which answers are branches.
         loss = loss_of_source(source, config.loss)
-        config = replace(config, data=replace(config.data, sources={DATA_SOURCE: source}), loss=loss)
+        config = replace(
+            config, data=replace(config.data, sources={DATA_SOURCE: source}), loss=loss
+        )
     elif served.run is None:
-        raise UserError(f"{served.path} is a checkpoint, which has no data of its own; name questions with --data")
+        raise UserError(
+            f"{served.path} is a checkpoint, which has no data of its own; name questions with --data"
+        )
     return apply_overrides(config, overrides)
 
 
@@ -245,10 +278,17 @@ def evaluate_conversations(args: argparse.Namespace) -> None:
     of_data, of_model = _split_overrides(args.overrides)
     served = CheckpointModel.open(args.model, of_model, args.step, args.trust)
     config = _with_questions(
-        served, args.data, {"images": args.images, "audio": args.audio, "videos": args.videos}, of_data
+        served,
+        args.data,
+        {"images": args.images, "audio": args.audio, "videos": args.videos},
+        of_data,
     )
     split: Split = "train" if args.data else args.split
-    sources = {n: s for n, s in open_sources(config, split, args.model).items() if isinstance(s, ChatSource)}
+    sources = {
+        n: s
+        for n, s in open_sources(config, split, args.model).items()
+        if isinstance(s, ChatSource)
+    }
     if not sources:
         raise UserError(
             f"{args.model}: none of its sources has a {args.split} split to ask; name questions with --data"
@@ -258,22 +298,40 @@ def evaluate_conversations(args: argparse.Namespace) -> None:
         coordination.run_on_leader(lambda source=source: len(source.read_headers()))
         coordination.run_on_leader(source.count_tokens)
     replies = answer(served, sources, args.max_tokens, args.limit, show=not args.json)
-    reasons = [f"{name}[{n}]: {why}" for name, reply in replies.items() for n, why in reply.left_out.items()]
+    reasons = [
+        f"{name}[{n}]: {why}"
+        for name, reply in replies.items()
+        for n, why in reply.left_out.items()
+    ]
     if reasons and not any(reply.answered for reply in replies.values()):
         raise UserError(f"none of {len(reasons):,} records can be asked; the first, {reasons[0]}")
     if not coordination.is_leader():
         return
-    spoken = {name for name, source in config.data.sources.items() if isinstance(source, ManifestSource)}
-    measures = {name: args.measures or (SPOKEN_MEASURES if name in spoken else WRITTEN_MEASURES) for name in replies}
+    spoken = {
+        name for name, source in config.data.sources.items() if isinstance(source, ManifestSource)
+    }
+    measures = {
+        name: args.measures or (SPOKEN_MEASURES if name in spoken else WRITTEN_MEASURES)
+        for name in replies
+    }
     scores = {name: reply.scores(measures[name]) for name, reply in replies.items()}
-    counts = {n: {"asked": len(reply.answered), "left_out": len(reply.left_out)} for n, reply in replies.items()}
+    counts = {
+        n: {"asked": len(reply.answered), "left_out": len(reply.left_out)}
+        for n, reply in replies.items()
+    }
     if args.out:
         records = [record for name, reply in replies.items() for record in reply.json_lines(name)]
-        args.out.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        args.out.write_text(
+            "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        )
     if args.json:
         print_lines(json.dumps({name: counts[name] | scores[name] for name in replies}))
         return
-    columns = [measure for measure in MEASURES if any(measure in by_measure for by_measure in scores.values())]
+    columns = [
+        measure
+        for measure in MEASURES
+        if any(measure in by_measure for by_measure in scores.values())
+    ]
     rows = [("questions of", "asked", "left out", *columns)]
     for name, values in scores.items():
         cells = [f"{values[measure]:.3f}" if measure in values else "" for measure in columns]
@@ -291,9 +349,15 @@ def write_log_probs(args: argparse.Namespace) -> None:
     folders = {"images": args.images, "audio": args.audio, "videos": args.videos}
     config = _with_questions(served, args.data, folders, of_data)
     sources = open_sources(config, "train" if args.data else args.split, args.model)
-    sources = {n: s for n, s in sources.items() if isinstance(s, ChatSource) and isinstance(s.conversations, ChatFiles)}
+    sources = {
+        n: s
+        for n, s in sources.items()
+        if isinstance(s, ChatSource) and isinstance(s.conversations, ChatFiles)
+    }
     if len(sources) != 1:
-        raise UserError("--log-probs writes the answers of one file of JSON records; name it with --data")
+        raise UserError(
+            "--log-probs writes the answers of one file of JSON records; name it with --data"
+        )
     ((name, source),) = sources.items()
     form = _form_of_answers(source)
     if form is None or form.measured_by is None:
@@ -304,9 +368,14 @@ def write_log_probs(args: argparse.Namespace) -> None:
     config = replace(config, loss=form.measured_by)
     check_loss(config)
     source.chat = with_loss(source.chat, config.loss)
-    mesh, rules = make_mesh(config.mesh, choose_devices(config.device)), ShardingRules.of(config.mesh)
+    mesh, rules = (
+        make_mesh(config.mesh, choose_devices(config.device)),
+        ShardingRules.of(config.mesh),
+    )
     model, params = served.load(mesh, rules)
-    evaluator = Evaluator(model, mesh, rules, sources, config, max_tokens=1, batch_limits=BATCH_LIMITS, loss_chunks=1)
+    evaluator = Evaluator(
+        model, mesh, rules, sources, config, max_tokens=1, batch_limits=BATCH_LIMITS, loss_chunks=1
+    )
     log_probs = evaluator.log_probs(params, form.log_probs).get(name, {})
     if not coordination.is_leader():
         return
@@ -315,13 +384,17 @@ def write_log_probs(args: argparse.Namespace) -> None:
             with suppress(BadSample):  # what is no JSON object is in no file of pairs
                 record = source.conversations.record(number)
                 if number in log_probs:
-                    record |= log_probs[number] | form.beside(source.chat.read(source.conversations, number))
+                    record |= log_probs[number] | form.beside(
+                        source.chat.read(source.conversations, number)
+                    )
                 out.write(json.dumps(record, ensure_ascii=False) + "\n")
     print_lines(f"{len(log_probs):,} {form.describe(log_probs.values())}: {args.log_probs}")
     for sample, reason in list(evaluator.left_out.items())[:3]:
         print_lines(f"left out {sample}: {reason}")
     if (unnamed := len(evaluator.left_out) - 3) > 0:
-        print_lines(f"left out {unnamed:,} more; {args.log_probs} has them without log-probabilities")
+        print_lines(
+            f"left out {unnamed:,} more; {args.log_probs} has them without log-probabilities"
+        )
 
 
 def _form_of_answers(source: ChatSource) -> AnswerForm | None:
@@ -342,24 +415,64 @@ def _parse_measures(text: str) -> tuple[str, ...]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = CommandParser(prog="python -m mmjax.evaluate", description=__doc__, allow_abbrev=False)
-    parser.add_argument("model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config, such as device=cpu")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--split", choices=("validation", "test"), default="test", help="of the run's own sources")
-    parser.add_argument("--step", type=int, metavar="N", help="of a run's checkpoint; by default the newest")
-    parser.add_argument("--swap", default="", metavar="ENCODER", help="show another sample's images or clips")
-    parser.add_argument("--data", default="", metavar="FILE", help="questions to ask; docs/data.md has the formats")
-    parser.add_argument("--images", default="", metavar="FOLDER", help="that their images are relative to")
-    parser.add_argument("--audio", default="", metavar="FOLDER", help="that their clips are relative to")
-    parser.add_argument("--videos", default="", metavar="FOLDER", help="that their videos are relative to")
-    parser.add_argument("--measures", type=_parse_measures, default=(), metavar="A,B", help=f"of {', '.join(MEASURES)}")
     parser.add_argument(
-        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help=f"of an answer ({DEFAULT_MAX_TOKENS})"
+        "model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint"
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="ask no more than the first N of a source")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write what was said to each question, JSON lines")
     parser.add_argument(
-        "--log-probs", type=Path, metavar="FILE", help="write pairs of answers again, with log-probabilities of both"
+        "overrides",
+        nargs="*",
+        metavar="a.b=value",
+        help="changes to the config, such as device=cpu",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
+    parser.add_argument(
+        "--split", choices=("validation", "test"), default="test", help="of the run's own sources"
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="of a run's checkpoint; by default the newest"
+    )
+    parser.add_argument(
+        "--swap", default="", metavar="ENCODER", help="show another sample's images or clips"
+    )
+    parser.add_argument(
+        "--data", default="", metavar="FILE", help="questions to ask; docs/data.md has the formats"
+    )
+    parser.add_argument(
+        "--images", default="", metavar="FOLDER", help="that their images are relative to"
+    )
+    parser.add_argument(
+        "--audio", default="", metavar="FOLDER", help="that their clips are relative to"
+    )
+    parser.add_argument(
+        "--videos", default="", metavar="FOLDER", help="that their videos are relative to"
+    )
+    parser.add_argument(
+        "--measures",
+        type=_parse_measures,
+        default=(),
+        metavar="A,B",
+        help=f"of {', '.join(MEASURES)}",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
+        help=f"of an answer ({DEFAULT_MAX_TOKENS})",
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="ask no more than the first N of a source"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write what was said to each question, JSON lines"
+    )
+    parser.add_argument(
+        "--log-probs",
+        type=Path,
+        metavar="FILE",
+        help="write pairs of answers again, with log-probabilities of both",
     )
     parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
     args = parse_words(parser, argv)
@@ -371,7 +484,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.log_probs:
             write_log_probs(args)
             return
-        if args.data or CheckpointModel.open(args.model, args.overrides, trust=args.trust).config.data.chat:
+        if (
+            args.data
+            or CheckpointModel.open(args.model, args.overrides, trust=args.trust).config.data.chat
+        ):
             if args.swap:
                 raise UserError("--swap goes with a run's embedded questions alone; leave it out")
             evaluate_conversations(args)
@@ -381,7 +497,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_lines(json.dumps(scores))
         return
     swapped = f", with the {args.swap} items of other samples" if args.swap else ""
-    print_lines(f"{args.model} after {scores['step']} steps{swapped}", *score_table(scores, args.split))
+    print_lines(
+        f"{args.model} after {scores['step']} steps{swapped}", *score_table(scores, args.split)
+    )
 
 
 if __name__ == "__main__":

@@ -54,15 +54,17 @@ def export(
 ) -> list[str]:
     """Write a run's checkpoint, by default the newest, as a Hugging Face folder that appears whole or not at all.
 
-    adapter: only the adapters, as PEFT reads them. sources: new places of folders that weights came from, each NEW or
-    MODULE=NEW. again: replace what is at `out`. Returns lines for the user. Raises UserError where something is missing
-    or in the way.
+    adapter: only the adapters, as PEFT reads them. sources: new places of folders that weights came
+    from, each NEW or MODULE=NEW. again: replace what is at `out`. Returns lines for the user.
+    Raises UserError where something is missing or in the way.
     """
     folder = RunFolder(run)
     config = folder.stored_config()
     model = _with_sources(config.model, sources)
     step = checkpoint_step(folder.checkpoints, step)
-    opened = {path: (_open_source(path, names), names) for path, names in modules_by_folder(model).items()}
+    opened = {
+        path: (_open_source(path, names), names) for path, names in modules_by_folder(model).items()
+    }
     _check_out(out, [folder.path, *opened], again)
     # Cut after every layer, so that parameters are read a layer at a time and never all at once.
     cuts = {name: tuple(range(1, c.layers)) for name, c in towers_of(model).items()}
@@ -79,7 +81,8 @@ def export(
     return [f"{run} after {step} steps: {out}", *lines]
 
 
-# --------------------------------------------------------------------------------------------------- source folders
+# --------------------------------------------------------------------------------------------------
+# source folders
 
 
 def _with_sources(model: ModelConfig, sources: Sequence[str]) -> ModelConfig:
@@ -93,15 +96,22 @@ def _with_sources(model: ModelConfig, sources: Sequence[str]) -> ModelConfig:
                 f"--source {source}: no module {module!r} came from a folder{did_you_mean(module, modules)}"
             )
         if not named and len(folders) != 1:
-            listed = "; ".join(f"{', '.join(names)} from {path}" for path, names in folders.items()) or "none"
-            raise UserError(f"--source {source}: say of which module, --source MODULE=FOLDER ({listed})")
+            listed = (
+                "; ".join(f"{', '.join(names)} from {path}" for path, names in folders.items())
+                or "none"
+            )
+            raise UserError(
+                f"--source {source}: say of which module, --source MODULE=FOLDER ({listed})"
+            )
         moved = next(names for names in folders.values() if not named or module in names)
         model = _with_weights(model, moved, str(checkpoint_folder(path).absolute()))
     return model
 
 
 def _with_weights(model: ModelConfig, modules: Sequence[str], path: str) -> ModelConfig:
-    changes: dict[str, dict[str, Any]] = {module: {"weights": path} for module in modules if "." not in module}
+    changes: dict[str, dict[str, Any]] = {
+        module: {"weights": path} for module in modules if "." not in module
+    }
     for name, section in model.item_modules.items():
         if f"{name}.connector" in modules:
             changes.setdefault(name, {})["connector"] = replace(section.connector, weights=path)
@@ -122,7 +132,8 @@ def _modules_without_source(model: ModelConfig) -> list[str]:
     return [module for module in module_names(model) if module not in loaded]
 
 
-# --------------------------------------------------------------------------------------------------- the new folder
+# --------------------------------------------------------------------------------------------------
+# the new folder
 
 
 def _check_out(out: Path, inputs: Sequence[Path], again: bool) -> None:
@@ -132,13 +143,16 @@ def _check_out(out: Path, inputs: Sequence[Path], again: bool) -> None:
         if path.resolve().is_relative_to(target):
             raise UserError(f"{out} is or holds {path}, which is needed; choose another folder")
     if out.exists() and not again:
-        raise UserError(f"{out} is there already; choose another folder, or replace it with --overwrite")
+        raise UserError(
+            f"{out} is there already; choose another folder, or replace it with --overwrite"
+        )
 
 
 @contextmanager
 def _new_folder(out: Path, again: bool) -> Iterator[Path]:
     """Yield a folder to write into, which gets its place when all is written, and is removed where something fails."""
-    for killed in out.parent.glob(f"{glob.escape(out.name)}.*.partial"):  # a kill may have left gigabytes there
+    # a kill may have left gigabytes there
+    for killed in out.parent.glob(f"{glob.escape(out.name)}.*.partial"):
         remove_path(killed)
     try:
         with atomic_folder(out) as partial:
@@ -146,13 +160,18 @@ def _new_folder(out: Path, again: bool) -> Iterator[Path]:
             if out.exists() and not again:
                 raise FileExistsError(errno.EEXIST, "it is there by now")
     except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}; choose another folder") from error
+        raise UserError(
+            f"cannot write {out}: {error.strerror or error}; choose another folder"
+        ) from error
 
 
-# ---------------------------------------------------------------------------------------------------- what is written
+# --------------------------------------------------------------------------------------------------
+# what is written
 
 
-def _write_source(exporter: Exporter, source: HfFolder, modules: Sequence[str], out: Path) -> list[str]:
+def _write_source(
+    exporter: Exporter, source: HfFolder, modules: Sequence[str], out: Path
+) -> list[str]:
     """Write a copy of a source folder in which these modules have their trained weights. Returns lines for the user."""
     left_out = copy_beside(source, out)
     changed = exporter.rewrite(source, modules, out)
@@ -160,11 +179,17 @@ def _write_source(exporter: Exporter, source: HfFolder, modules: Sequence[str], 
     return [
         f"  {changed} of {len(source.tensors)} tensors changed, all else as in {source.path}",
         *([f"  adapters of {', '.join(merged)} merged"] if merged else []),
-        *([f"  left out, as weights that nobody loaded: {', '.join(left_out)}"] if left_out else []),
+        *(
+            [f"  left out, as weights that nobody loaded: {', '.join(left_out)}"]
+            if left_out
+            else []
+        ),
     ]
 
 
-def _write_parts(exporter: Exporter, opened: Sequence[tuple[HfFolder, list[str]]], out: Path) -> list[str]:
+def _write_parts(
+    exporter: Exporter, opened: Sequence[tuple[HfFolder, list[str]]], out: Path
+) -> list[str]:
     """Write a copy of each source folder inside `out`, and randomly initialised modules in mmjax's own layout."""
     model = exporter.model
     parts: dict[str, str] = {}
@@ -185,7 +210,10 @@ def _write_parts(exporter: Exporter, opened: Sequence[tuple[HfFolder, list[str]]
         parts[module] = module
         rows.append((f"{module}/", "in mmjax's own layout, for it came from no folder"))
     (out / PARTS).write_text(json.dumps(parts, indent=2) + "\n")
-    return ["  no class of transformers is this whole model, so its parts are exported", *table(rows)]
+    return [
+        "  no class of transformers is this whole model, so its parts are exported",
+        *table(rows),
+    ]
 
 
 def _section(model: ModelConfig, module: str):
@@ -207,7 +235,9 @@ def _write_adapter(
     model = exporter.model
     modules = adapted_modules(model)
     if not modules:
-        raise UserError("--adapter: this run has no adapters (model.lora); leave out --adapter to write it whole")
+        raise UserError(
+            "--adapter: this run has no adapters (model.lora); leave out --adapter to write it whole"
+        )
     full = sorted(set(module_names(model)) - built.frozen)
     if both := sorted(set(full) & set(modules)):
         raise UserError(
@@ -232,7 +262,9 @@ def _write_adapter(
             tensors |= _adapter_tensors(exporter, piece, path)
     paths, full_tensors = _modules_to_save(exporter, source, full, names_there)
     write_tensors(out / ADAPTER_WEIGHTS, tensors | full_tensors)
-    (out / ADAPTER_CONFIG).write_text(adapter_config(configs, str(source.path), names_there == "decoder", paths))
+    (out / ADAPTER_CONFIG).write_text(
+        adapter_config(configs, str(source.path), names_there == "decoder", paths)
+    )
     lines = [f"  adapters of {len(configs)} linear layers, for {source.path}"]
     return [*lines, *([f"  {', '.join(full)} whole, as modules_to_save"] if full else [])]
 
@@ -303,8 +335,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(prog="python -m mmjax.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("out", type=Path, help="the folder to write")
-    parser.add_argument("--step", type=int, metavar="N", help="of this checkpoint; by default the newest")
-    parser.add_argument("--adapter", action="store_true", help="only the adapters, as a folder that PEFT loads")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="of this checkpoint; by default the newest"
+    )
+    parser.add_argument(
+        "--adapter", action="store_true", help="only the adapters, as a folder that PEFT loads"
+    )
     parser.add_argument(
         "--source",
         action="append",
@@ -314,7 +350,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
     args = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # nothing is computed, and the accelerator may be training
+    # nothing is computed, and the accelerator may be training
+    jax.config.update("jax_platforms", "cpu")
     print_lines(*export(args.run, args.out, args.step, args.adapter, args.source, args.overwrite))
 
 

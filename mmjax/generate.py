@@ -33,7 +33,8 @@ from mmjax.inference.prompts import UserPrompt, make_prompt
 from mmjax.runtime.run_trust import HELP as TRUST_HELP
 
 EVERY = 4  # tokens between updates of a terminal
-UNFINISHED = "\ufffd"  # what a character decodes to while a token with its last bytes is still missing
+# what a character decodes to while a token with its last bytes is still missing
+UNFINISHED = "\ufffd"
 
 
 def generate(
@@ -45,8 +46,8 @@ def generate(
 ) -> tuple[Answer, float]:
     """Answer one question. Returns the answer and its seconds, without loading the model.
 
-    max_tokens: of the answer, at most. show: stream it to standard output. Raises UserError where the question cannot
-    be used, or is too long for the model.
+    max_tokens: of the answer, at most. show: stream it to standard output. Raises UserError where
+    the question cannot be used, or is too long for the model.
     """
     prompts = user_prompts(served, prompt)
     max_tokens = min(max_tokens, answer_room(served, prompts))
@@ -60,7 +61,11 @@ def generate(
 
 
 def generate_images(
-    served: CheckpointModel, prompt: UserPrompt, size: tuple[int, int], sampling: ImageSampling, count: int = 1
+    served: CheckpointModel,
+    prompt: UserPrompt,
+    size: tuple[int, int],
+    sampling: ImageSampling,
+    count: int = 1,
 ) -> list[np.ndarray]:
     """Make `count` images of (height, width) pixels for one prompt, uint8 `[H, W, C]` each.
 
@@ -80,7 +85,9 @@ def generate_images(
     except BadSample as bad:
         raise UserError(f"the prompt cannot be used: {bad}") from None
     loaded = LoadedModel(served)
-    images = ImageSampler(loaded.model, loaded.mesh, loaded.rules, sampling).images(loaded.params, prompts)
+    images = ImageSampler(loaded.model, loaded.mesh, loaded.rules, sampling).images(
+        loaded.params, prompts
+    )
     return [image.pixels for image in sorted(images, key=lambda image: image.prompt)]
 
 
@@ -88,7 +95,8 @@ def _stream(answers: Iterable[Answer]) -> Answer:
     """Print an answer as it grows, and return it whole."""
     shown = ""
     for answer in answers:
-        # The newest token may still change the text before it, or end inside a character: then wait for the next.
+        # The newest token may still change the text before it, or end inside a character: then wait
+        # for the next.
         if answer.text.startswith(shown) and not answer.text.endswith(UNFINISHED):
             print(answer.text.removeprefix(shown), end="", flush=True)
             shown = answer.text
@@ -104,7 +112,9 @@ def read_media(
     Raises UserError for what is no image, clip or video, is beyond the limits, or has no encoder.
     """
     return {
-        kind: [_read_medium(kind, path, encoders, limits) for path in paths] for kind, paths in files.items() if paths
+        kind: [_read_medium(kind, path, encoders, limits) for path in paths]
+        for kind, paths in files.items()
+        if paths
     }
 
 
@@ -134,29 +144,72 @@ def check_medium(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = CommandParser(prog="python -m mmjax.generate", description=__doc__, allow_abbrev=False)
-    parser.add_argument("model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint")
     parser.add_argument(
-        "question", nargs="?", help="what to ask; <image>, <audio> and <video> in it are where media stand"
+        "model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint"
     )
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config, such as device=cpu")
-    parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
-    parser.add_argument("--audio", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
-    parser.add_argument("--video", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
-    parser.add_argument("--step", type=int, metavar="N", help="of a run's checkpoint; by default the newest")
-    parser.add_argument("--system", default="", metavar="TEXT", help="a system message before the question")
     parser.add_argument(
-        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help=f"of the answer ({DEFAULT_MAX_TOKENS})"
+        "question",
+        nargs="?",
+        help="what to ask; <image>, <audio> and <video> in it are where media stand",
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is the most likely answer")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest with P in all")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="a.b=value",
+        help="changes to the config, such as device=cpu",
+    )
+    parser.add_argument(
+        "--image", type=Path, action="append", default=[], metavar="FILE", help="may be given again"
+    )
+    parser.add_argument(
+        "--audio", type=Path, action="append", default=[], metavar="FILE", help="may be given again"
+    )
+    parser.add_argument(
+        "--video", type=Path, action="append", default=[], metavar="FILE", help="may be given again"
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="of a run's checkpoint; by default the newest"
+    )
+    parser.add_argument(
+        "--system", default="", metavar="TEXT", help="a system message before the question"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
+        help=f"of the answer ({DEFAULT_MAX_TOKENS})",
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0, the default, is the most likely answer"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the likeliest with P in all",
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same one draws the same answer")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="answer with an image, and write it there")
-    parser.add_argument("--size", default="", metavar="HxW", help="of the image, in pixels; by default its only one")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="answer with an image, and write it there"
+    )
+    parser.add_argument(
+        "--size", default="", metavar="HxW", help="of the image, in pixels; by default its only one"
+    )
     parser.add_argument("--count", type=int, default=1, metavar="N", help="images on one sheet (1)")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of sampling an image (20)")
-    parser.add_argument("--guidance", type=float, default=4.0, help="towards the prompt; 1 is none (4)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object: answer, tokens, seconds")
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="of sampling an image (20)"
+    )
+    parser.add_argument(
+        "--guidance", type=float, default=4.0, help="towards the prompt; 1 is none (4)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object: answer, tokens, seconds"
+    )
     parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
     args = parse_words(parser, argv)
     if not args.question or is_override(args.question):
@@ -168,7 +221,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--max-tokens={args.max_tokens}: choose 1 or more")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     served = CheckpointModel.open(args.model, args.overrides, args.step, args.trust)
-    files: dict[Medium, list[Path]] = {"image": args.image, "audio": args.audio, "video": args.video}
+    files: dict[Medium, list[Path]] = {
+        "image": args.image,
+        "audio": args.audio,
+        "video": args.video,
+    }
     media = read_media(files, served.config.model.encoders, served.config.data.limits)
     prompt = make_prompt(args.question, media, args.system)
     if args.out is not None:
@@ -186,7 +243,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     show = sys.stdout.isatty() and not args.json
     answer, seconds = generate(served, prompt, sampling, args.max_tokens, show)
     if args.json:
-        print_lines(json.dumps({"answer": answer.text, "tokens": list(answer.tokens), "seconds": round(seconds, 3)}))
+        print_lines(
+            json.dumps(
+                {"answer": answer.text, "tokens": list(answer.tokens), "seconds": round(seconds, 3)}
+            )
+        )
         return
     if not show:
         print_lines(answer.text)

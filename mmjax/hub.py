@@ -14,15 +14,23 @@ from mmjax.disk import user_cache
 from mmjax.errors import UserError
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")  # owner/name
-WANTED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")  # no pickled weights, which are never loaded
+# no pickled weights, which are never loaded
+WANTED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 SINGLE = "model.safetensors"
 DIFFUSERS_SINGLE = "diffusion_pytorch_model.safetensors"
-# Of a diffusers repository what generators and their VAEs are made of: no text encoders, no half-precision variants.
+# Of a diffusers repository what generators and their VAEs are made of: no text encoders, no
+# half-precision variants.
 GENERATOR_PARTS = (".", "transformer", "unet", "vae")
-GENERATOR_WANTED = ("*.json", DIFFUSERS_SINGLE, f"*/{DIFFUSERS_SINGLE}", "*diffusion_pytorch_model-*-of-*.safetensors")
+GENERATOR_WANTED = (
+    "*.json",
+    DIFFUSERS_SINGLE,
+    f"*/{DIFFUSERS_SINGLE}",
+    "*diffusion_pytorch_model-*-of-*.safetensors",
+)
 DATASET_URL = re.compile(r"hf://datasets/(\w[\w.-]*/[\w.-]+)/([^/].*)")  # a file, or a pattern
 PARQUET, JSON = (".parquet",), (".json", ".jsonl")  # what files of data end with
-DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")  # no records
+# no records
+DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 SPLIT_WORDS = {  # by which the Hub knows the split of a file, in its name or else in its folder's
     "train": {"train", "training"},
     "validation": {"validation", "valid", "val", "dev"},
@@ -37,9 +45,10 @@ T = TypeVar("T")
 def checkpoint_folder(named: str | Path) -> Path:
     """Find the folder that a name stands for: a folder here, or a repository of the Hugging Face Hub, `owner/name`.
 
-    A folder that exists always wins, and so does a path into one. The repository's newest commit that is in the local
-    cache is taken as it is; where it is missing or not whole, it is downloaded. Raises UserError where that cannot be.
-    A name that can be no repository's is given back: whoever reads it says that there is no such folder.
+    A folder that exists always wins, and so does a path into one. The repository's newest commit
+    that is in the local cache is taken as it is; where it is missing or not whole, it is
+    downloaded. Raises UserError where that cannot be. A name that can be no repository's is given
+    back: whoever reads it says that there is no such folder.
     """
     return _folder_of(named, is_whole, WANTED)
 
@@ -49,7 +58,9 @@ def generator_folder(named: str | Path) -> Path:
     return _folder_of(named, _is_whole_generator, GENERATOR_WANTED)
 
 
-def _folder_of(named: str | Path, is_whole: Callable[[Path], bool], patterns: Sequence[str]) -> Path:
+def _folder_of(
+    named: str | Path, is_whole: Callable[[Path], bool], patterns: Sequence[str]
+) -> Path:
     if not _is_id(named):
         return Path(named).expanduser()
     cached = _cached("models", str(named))
@@ -57,7 +68,9 @@ def _folder_of(named: str | Path, is_whole: Callable[[Path], bool], patterns: Se
         return cached
     folder = _download("models", str(named), str(named), allow_patterns=list(patterns))
     if not is_whole(folder):
-        raise UserError(f"{named} of the Hugging Face Hub has no safetensors; pickled weights are never loaded")
+        raise UserError(
+            f"{named} of the Hugging Face Hub has no safetensors; pickled weights are never loaded"
+        )
     return folder
 
 
@@ -71,13 +84,16 @@ def is_dataset(path: str) -> bool:
     return _is_id(path) and not path.endswith(PARQUET + JSON)
 
 
-def dataset_files(name: str, split: str, endings: Sequence[str], key: str, stream: bool = False) -> list[str]:
+def dataset_files(
+    name: str, split: str, endings: Sequence[str], key: str, stream: bool = False
+) -> list[str]:
     """List the files of a split of a data set on the Hub, all in one folder; those in the local cache as they are.
 
-    endings: `PARQUET` or `JSON`. A file is of the split that its name or its folder's says; where none says any, all
-    are of "train". Where the cache has no such files, or not every shard of them, the repository is downloaded; with
-    `stream` the URLs of its newest commit are listed instead. Raises UserError, naming the config's `key`, where that
-    cannot be, and where the files lie in several folders.
+    endings: `PARQUET` or `JSON`. A file is of the split that its name or its folder's says; where
+    none says any, all are of "train". Where the cache has no such files, or not every shard of
+    them, the repository is downloaded; with `stream` the URLs of its newest commit are listed
+    instead. Raises UserError, naming the config's `key`, where that cannot be, and where the files
+    lie in several folders.
     """
     folder = str(_cached("datasets", name) or "")
     files = _split_files(folder, split, endings) if folder else []
@@ -86,11 +102,17 @@ def dataset_files(name: str, split: str, endings: Sequence[str], key: str, strea
             folder, listed = _files_on_hub(name, f"{key}={name}")
             files = _files_of_split(listed, split, endings)
         else:
-            filters = {"allow_patterns": ["*.parquet"]} if endings == PARQUET else {"ignore_patterns": ["*.parquet"]}
+            filters = (
+                {"allow_patterns": ["*.parquet"]}
+                if endings == PARQUET
+                else {"ignore_patterns": ["*.parquet"]}
+            )
             folder = str(_download("datasets", name, f"{key}={name}", **filters))
             files = _split_files(folder, split, endings)
     if not files:
-        raise UserError(f"{key}={name}: the data set has no {split} files that end with {' or '.join(endings)}")
+        raise UserError(
+            f"{key}={name}: the data set has no {split} files that end with {' or '.join(endings)}"
+        )
     folders = sorted({file.parent.as_posix() for file in files})
     if len(folders) > 1:
         raise UserError(
@@ -102,7 +124,9 @@ def dataset_files(name: str, split: str, endings: Sequence[str], key: str, strea
 
 def cached_path(path: str) -> str:
     """Find a `hf://datasets/` URL's file, or pattern of files, in the local cache; else give the path back."""
-    if (named := DATASET_URL.fullmatch(path)) is None or (folder := _cached("datasets", named[1])) is None:
+    if (named := DATASET_URL.fullmatch(path)) is None or (
+        folder := _cached("datasets", named[1])
+    ) is None:
         return path
     files = list(folder.glob(named[2]))
     return str(folder / named[2]) if files and not _missing_shards(files) else path
@@ -111,7 +135,11 @@ def cached_path(path: str) -> str:
 def repository_of(folder: str) -> str:
     """Find the folder of the cache that holds the bytes to which a data set's snapshot links; empty for others."""
     parts = Path(os.path.abspath(folder)).parts
-    stored = (i for i in range(len(parts) - 1) if parts[i].startswith("datasets--") and parts[i + 1] == "snapshots")
+    stored = (
+        i
+        for i in range(len(parts) - 1)
+        if parts[i].startswith("datasets--") and parts[i + 1] == "snapshots"
+    )
     return next((os.path.join(*parts[: i + 1]) for i in stored), "")
 
 
@@ -154,8 +182,14 @@ def _split_files(folder: str, split: str, endings: Sequence[str]) -> list[PurePo
     return _files_of_split([PurePosixPath(path) for path in files], split, endings)
 
 
-def _files_of_split(files: Sequence[PurePosixPath], split: str, endings: Sequence[str]) -> list[PurePosixPath]:
-    data = sorted(path for path in files if path.name.endswith(tuple(endings)) and path.name not in DESCRIPTIONS)
+def _files_of_split(
+    files: Sequence[PurePosixPath], split: str, endings: Sequence[str]
+) -> list[PurePosixPath]:
+    data = sorted(
+        path
+        for path in files
+        if path.name.endswith(tuple(endings)) and path.name not in DESCRIPTIONS
+    )
     splits = {path: _split_of(path) for path in data}
     named = any(splits.values())
     return [path for path in data if (splits[path] or ("" if named else "train")) == split]
@@ -195,7 +229,9 @@ def _download(kind: Repository, name: str, where: str, **patterns: Any) -> Path:
 
     def download(hub: ModuleType) -> Path:
         repo_type = kind.removesuffix("s")
-        return Path(hub.snapshot_download(name, repo_type=repo_type, cache_dir=cache_folder(), **patterns))
+        return Path(
+            hub.snapshot_download(name, repo_type=repo_type, cache_dir=cache_folder(), **patterns)
+        )
 
     return _ask_hub(kind, name, where, download)
 
@@ -214,15 +250,21 @@ def _files_on_hub(name: str, where: str) -> tuple[str, list[PurePosixPath]]:
 def _ask_hub(kind: Repository, name: str, where: str, ask: Callable[[ModuleType], T]) -> T:
     """Call `ask` with huggingface_hub. Raises UserError, which begins with `where`, for whatever goes wrong."""
     what, cache = {"models": "folder", "datasets": "file"}[kind], cache_folder()
-    missing = f"{where} is no {what} here, and the Hugging Face cache {cache} does not hold it whole"
+    missing = (
+        f"{where} is no {what} here, and the Hugging Face cache {cache} does not hold it whole"
+    )
     command = f"hf download {'' if kind == 'models' else '--repo-type dataset '}{name}"
-    remedy = f"fetch it where there is a network ({command}) and copy that cache, or name its {what}"
+    remedy = (
+        f"fetch it where there is a network ({command}) and copy that cache, or name its {what}"
+    )
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise UserError(f"{missing}; HF_HUB_OFFLINE forbids to download it: {remedy}")
     try:
         import huggingface_hub
     except ImportError:
-        raise UserError(f'{missing}; pip install "mmjax[hub]" to have it downloaded, or {remedy}') from None
+        raise UserError(
+            f'{missing}; pip install "mmjax[hub]" to have it downloaded, or {remedy}'
+        ) from None
     try:
         return ask(huggingface_hub)
     except Exception as error:  # of the network, of the disk, of the Hub itself: there are many

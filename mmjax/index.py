@@ -1,10 +1,11 @@
 """Scan the files of a config's data: ``python -m mmjax.index CONFIG [a.b=value ...]``.
 
-Reads the headers of all media, once for each file, lists the bad samples, and draws the lengths of all others; in
-tokens where the config has a chat format. Training reuses the results from a cache. ``--to arrayrecord OUT`` writes the
-format to train on at scale. ``--shrink FOLDER`` writes copies of the images as small as the model uses them.
-``--latents`` makes the latents of the images that generators learn to make. ``--json`` prints the bad records and the
-keys that nothing reads, for programs.
+Reads the headers of all media, once for each file, lists the bad samples, and draws the lengths of
+all others; in tokens where the config has a chat format. Training reuses the results from a cache.
+``--to arrayrecord OUT`` writes the format to train on at scale. ``--shrink FOLDER`` writes copies
+of the images as small as the model uses them. ``--latents`` makes the latents of the images that
+generators learn to make. ``--json`` prints the bad records and the keys that nothing reads, for
+programs.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class Part:
         for index, reason in self.bad.items():
             place = self.conversations.place(index)
             file, line = split_place(place)
-            described.append({"file": file, "line": line, "reason": reason.removeprefix(f"{place}: ")})
+            described.append(
+                {"file": file, "line": line, "reason": reason.removeprefix(f"{place}: ")}
+            )
         return described
 
     @property
@@ -104,12 +107,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = CommandParser(prog="python -m mmjax.index", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "words", nargs="*", metavar="CONFIG | a.b=value", help="a config's file or name, and edits of it"
+        "words",
+        nargs="*",
+        metavar="CONFIG | a.b=value",
+        help="a config's file or name, and edits of it",
     )
     parser.add_argument(
-        "--to", nargs=2, metavar=("FORMAT", "OUT"), help=f"write the data as {ARRAY_RECORD} into a folder"
+        "--to",
+        nargs=2,
+        metavar=("FORMAT", "OUT"),
+        help=f"write the data as {ARRAY_RECORD} into a folder",
     )
-    parser.add_argument("--out", type=Path, help="a folder for the picture and the list of what is bad (index/NAME)")
+    parser.add_argument(
+        "--out", type=Path, help="a folder for the picture and the list of what is bad (index/NAME)"
+    )
     parser.add_argument(
         "--video-tokens",
         type=int,
@@ -127,16 +138,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="make the latents of the images that generators learn to make, with their frozen VAE, and nothing else",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
     args = parse_words(parser, argv)
     if args.video_tokens is not None and args.video_tokens < 1:
         raise UserError(f"--video-tokens {args.video_tokens}: give at least 1")
     if args.to and args.to[0] != ARRAY_RECORD:
-        raise UserError(f"--to {args.to[0]}: there is no writing that; say --to {ARRAY_RECORD} {args.to[1]}")
+        raise UserError(
+            f"--to {args.to[0]}: there is no writing that; say --to {ARRAY_RECORD} {args.to[1]}"
+        )
     if args.json and (args.to or args.latents or args.video_tokens):
-        raise UserError("--json prints what is in the data; leave --to, --latents and --video-tokens out")
+        raise UserError(
+            "--json prints what is in the data; leave --to, --latents and --video-tokens out"
+        )
     named = next((word for word in args.words if "=" not in word), "")
-    config = load(find_config(named) if named else default_config(), [word for word in args.words if word is not named])
+    config = load(
+        find_config(named) if named else default_config(),
+        [word for word in args.words if word is not named],
+    )
     if args.json:
         with contextlib.redirect_stdout(sys.stderr):
             parts = list(read_parts(config))
@@ -159,7 +179,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     _list_bad(parts, out / BAD)
     for part in parts:
         if len(part.bad) == len(part.conversations):
-            raise UserError(f"{part.name}: none of its {len(part.bad):,} records can be used; see {out / BAD}")
+            raise UserError(
+                f"{part.name}: none of its {len(part.bad):,} records can be used; see {out / BAD}"
+            )
     draw(config, parts, out / PICTURE)
     print_lines(*_describe_training(config, [part for part in parts if part.split == "train"]))
     if args.to:
@@ -174,18 +196,25 @@ def as_json(parts: Sequence[Part]) -> dict[str, Any]:
     return {
         "records": sum(len(part.conversations) for part in parts),
         "bad": [record for part in parts for record in part.bad_records()],
-        "ignored_keys": {source: dict(sorted(keys.items())) for source, keys in ignored.items() if keys},
+        "ignored_keys": {
+            source: dict(sorted(keys.items())) for source, keys in ignored.items() if keys
+        },
     }
 
 
 def _describe_training(config: Config, parts: Sequence[Part]) -> list[str]:
     """Say what training does about the bad records of its split, if there are any."""
-    bad, total = (sum(map(len, counted)) for counted in ([p.bad for p in parts], [p.conversations for p in parts]))
+    bad, total = (
+        sum(map(len, counted))
+        for counted in ([p.bad for p in parts], [p.conversations for p in parts])
+    )
     if not bad:
         return []
     summary = f"train  {bad:,} of {total:,} records are bad"
     if config.data.on_bad_sample == "raise":
-        return [f"{summary}, and data.on_bad_sample=raise: training refuses to start; mend them, or say skip"]
+        return [
+            f"{summary}, and data.on_bad_sample=raise: training refuses to start; mend them, or say skip"
+        ]
     limit, setting = bad_limit(config.data, total)
     if bad > limit:
         return [
@@ -198,44 +227,63 @@ def _describe_training(config: Config, parts: Sequence[Part]) -> list[str]:
 def _shrink(config: Config, folder: Path, bad_path: Path) -> None:
     """Write copies of the images of every source that names them by paths, and print what trains on these."""
     functions = resolve_callbacks(config.model, Path())
-    processors = MediaProcessors(config.model.item_modules, functions, config.data.limits).image_processors
+    processors = MediaProcessors(
+        config.model.item_modules, functions, config.data.limits
+    ).image_processors
     if not processors or any(isinstance(p.encoder.images, AsIs) for p in processors):
         raise UserError(
             "--shrink: no encoder of the config resizes images, so there is no size to which to shrink them"
         )
     sources = {n: s for n, s in config.data.sources.items() if isinstance(s, ConversationFiles)}
     if not sources:
-        raise UserError("--shrink: no source of the config names its images by paths; --to arrayrecord OUT copies them")
+        raise UserError(
+            "--shrink: no source of the config names its images by paths; --to arrayrecord OUT copies them"
+        )
     cache = cache_folder(config.data)
     bad: list[BadSampleEntry] = []
     words = []
     for name, source in sources.items():
-        maker = CopyMaker(folder / name if len(sources) > 1 else folder, processors, config.data.limits)
+        maker = CopyMaker(
+            folder / name if len(sources) > 1 else folder, processors, config.data.limits
+        )
         images: dict[str, FileRef] = {}
         unnamed, multiple = 0, False
         for split in SPLITS:
             if path_of(source, split):
-                records = open_conversations(source, split, cache, f"data.sources.{name}", config.data.window_space)
-                of_split = _with_progress(len(records), f"{name} {split}", partial(named_images, records))
+                records = open_conversations(
+                    source, split, cache, f"data.sources.{name}", config.data.window_space
+                )
+                of_split = _with_progress(
+                    len(records), f"{name} {split}", partial(named_images, records)
+                )
                 images |= of_split[0]
                 unnamed, multiple = unnamed + of_split[1], multiple or of_split[2]
         maker.prepare_folder()
-        copies = _with_progress(len(images), f"to {maker.folder}", partial(_make_copies, maker, images, multiple))
+        copies = _with_progress(
+            len(images), f"to {maker.folder}", partial(_make_copies, maker, images, multiple)
+        )
         states = Counter(copy.state for copy in copies)
         counts = ", ".join(f"{number:,} {state}" for state, number in states.items()) or "none"
         print_lines(f"wrote  {counts} of {len(images):,} images: {maker.folder}")
         if shrunk := [copy for copy in copies if copy.state == "shrunk"]:
-            original, copied = (sum(getattr(copy, key) for copy in shrunk) for key in ("original_bytes", "copy_bytes"))
+            original, copied = (
+                sum(getattr(copy, key) for copy in shrunk)
+                for key in ("original_bytes", "copy_bytes")
+            )
             print_lines(f"       {size(original)} of files became {size(copied)}")
         if unnamed:
-            print_lines(f"       {unnamed:,} images have no path below the source's folder, and no copy: {name}")
+            print_lines(
+                f"       {unnamed:,} images have no path below the source's folder, and no copy: {name}"
+            )
         bad += [BadSampleEntry(f"{name}: {c.name}", c.reason) for c in copies if c.state == "bad"]
         words.append(f"data.sources.{name}.images={maker.folder}")
     _write_bad(bad, bad_path)
     print_lines("train on them with", *(f"  {word}" for word in words))
 
 
-def _make_copies(maker: CopyMaker, images: Mapping[str, FileRef], multiple: bool, progress: Progress) -> list[Copy]:
+def _make_copies(
+    maker: CopyMaker, images: Mapping[str, FileRef], multiple: bool, progress: Progress
+) -> list[Copy]:
     copies = []
     for copy in maker.copies(images, multiple):
         copies.append(copy)
@@ -247,28 +295,45 @@ def _make_folder(option: str, path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{option} {path}: {error.strerror}; name a folder that you may write") from None
+        raise UserError(
+            f"{option} {path}: {error.strerror}; name a folder that you may write"
+        ) from None
     return path
 
 
 def read_parts(config: Config) -> Iterator[Part]:
     """Scan every split of every source of files. Raises UserError where there is no such source."""
-    sources = {name: source for name, source in config.data.sources.items() if isinstance(source, FileSource)}
+    sources = {
+        name: source
+        for name, source in config.data.sources.items()
+        if isinstance(source, FileSource)
+    }
     if not sources:
-        raise UserError("data.sources has no source of files; name one, such as data.sources.mine=llava")
+        raise UserError(
+            "data.sources has no source of files; name one, such as data.sources.mine=llava"
+        )
     cache = cache_folder(config.data)
     print_lines(f"index  {config.name}: facts of media are kept in {cache}")
     for name, source in sources.items():
         for split in SPLITS:
             if split == "train" or path_of(source, split):
-                yield _scan(replace(config, data=replace(config.data, sources={name: source})), name, split, cache)
+                yield _scan(
+                    replace(config, data=replace(config.data, sources={name: source})),
+                    name,
+                    split,
+                    cache,
+                )
 
 
 def _scan(config: Config, name: str, split: Split, cache: Path) -> Part:
     """Scan one split of a config with a single source."""
     if config.data.chat is None:
         conversations = open_conversations(
-            config.data.sources[name], split, cache, f"data.sources.{name}", config.data.window_space
+            config.data.sources[name],
+            split,
+            cache,
+            f"data.sources.{name}",
+            config.data.window_space,
         )
         read = partial(read_facts, conversations, PROBES, cache, limits=config.data.limits)
         facts = _with_progress(len(conversations), f"{name} {split}", read)
@@ -293,7 +358,8 @@ def _with_progress(records: int, description: str, work: Callable[[Progress], T]
         return work(lambda done: line.show(done, lambda: description))
 
 
-# ----------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 
 def measures(part: Part) -> dict[str, np.ndarray]:
@@ -307,7 +373,9 @@ def measures(part: Part) -> dict[str, np.ndarray]:
         "image, megapixels": pixels.prod(axis=1) / 1e6,
         "image, longer side": pixels.max(axis=1, initial=0),
         "clip, seconds": frames / rate,
-        "video, seconds": np.array([float(video.frames / video.rate) for video in videos if video.rate]),
+        "video, seconds": np.array(
+            [float(video.frames / video.rate) for video in videos if video.rate]
+        ),
         "video, frames": np.array([float(video.frames) for video in videos]),
         "media of a record": np.diff(facts.start)[facts.good()].astype(float),
     }
@@ -320,10 +388,14 @@ def _count_tokens(lengths: LengthIndex, encoders: Sequence[str]) -> dict[str, np
     """Count the LLM tokens of usable records: in total, of text, and of each encoder with any."""
     good = np.setdiff1d(np.arange(len(lengths)), lengths.bad, assume_unique=True)
     by_encoder = np.zeros((len(encoders), len(lengths)), np.int64)
-    # The sample of each item: item_start [0, 2, 2, 3] has samples of 2, 0 and 1 items, and gives [0, 0, 2].
+    # The sample of each item: item_start [0, 2, 2, 3] has samples of 2, 0 and 1 items, and gives
+    # [0, 0, 2].
     sample = np.repeat(np.arange(len(lengths)), np.diff(lengths.item_start))
     np.add.at(by_encoder, (lengths.item_encoder, sample), lengths.item_tokens)
-    counts = {"tokens of a record": lengths.llm_tokens[good], "text, tokens": lengths.text_tokens[good]}
+    counts = {
+        "tokens of a record": lengths.llm_tokens[good],
+        "text, tokens": lengths.text_tokens[good],
+    }
     for name, tokens in zip(encoders, by_encoder[:, good], strict=True):
         counts[f"{name}, tokens"] = tokens[tokens > 0]
     return {name: values.astype(float) for name, values in counts.items()}
@@ -342,7 +414,9 @@ def report(parts: Sequence[Part]) -> list[str]:
         rows.append((part.name, *(f"{n:,}" for n in numbers)))
         for name, values in measures(part).items():
             quantiles = np.quantile(values, [0, 0.5, 0.9, 1])
-            sizes.append((part.name, name, f"{len(values):,}", *map(count, quantiles), count(values.sum())))
+            sizes.append(
+                (part.name, name, f"{len(values):,}", *map(count, quantiles), count(values.sum()))
+            )
     return [*table(rows), *table(sizes)]
 
 
@@ -358,11 +432,16 @@ RATE_STEP = 0.05
 def report_rates(config: Config, parts: Sequence[Part], budget: int | None = None) -> list[str]:
     """Tell how many tokens a video has by frames per second, where an encoder takes frames at a rate; else nothing.
 
-    budget: tokens of a video, for which the highest rate is told at which all videos, or most, have no more.
+    budget: tokens of a video, for which the highest rate is told at which all videos, or most, have
+    no more.
     """
     encoders = config.model.encoders.values()
-    encoder = next((e for e in encoders if isinstance(e, VisionConfig) and hasattr(e.videos, "fps")), None)
-    sizes = np.concatenate([np.empty((0, 2), np.int64), *(part.facts.of("video") for part in parts)])
+    encoder = next(
+        (e for e in encoders if isinstance(e, VisionConfig) and hasattr(e.videos, "fps")), None
+    )
+    sizes = np.concatenate(
+        [np.empty((0, 2), np.int64), *(part.facts.of("video") for part in parts)]
+    )
     if encoder is None or not len(sizes):
         return []
     sizes = sizes[:: -(-len(sizes) // MAX_VIDEOS)]
@@ -394,7 +473,8 @@ def _describe_rate(tokens_at: Callable[[float], np.ndarray], budget: int, share:
     videos = "all videos have" if share == 1 else f"{share:.0%} of the videos have"
     if not low:
         return (
-            f"       at no rate {videos} at most {budget:,} tokens; make frames smaller, or fewer (videos.max_frames)"
+            f"       at no rate {videos} at most {budget:,} tokens; make frames smaller, or fewer "
+            "(videos.max_frames)"
         )
     return f"       {videos} at most {budget:,} tokens up to videos.fps={low * RATE_STEP:g}"
 
@@ -410,19 +490,25 @@ def _video_tokens(encoder: VisionConfig, size: tuple[int, int]) -> int:
 
 
 def _list_bad(parts: Sequence[Part], path: Path) -> None:
-    _write_bad([BadSampleEntry(f"{p.name}[{i}]", reason) for p in parts for i, reason in p.bad.items()], path)
+    _write_bad(
+        [BadSampleEntry(f"{p.name}[{i}]", reason) for p in parts for i, reason in p.bad.items()],
+        path,
+    )
 
 
 def _write_bad(bad: Sequence[BadSampleEntry], path: Path) -> None:
     path.write_text(json_lines(map(asdict, bad)))
     if bad:
-        print_lines(f"bad    {len(bad):,} records cannot be used; the first, {bad[0].sample}: {bad[0].reason}")
+        print_lines(
+            f"bad    {len(bad):,} records cannot be used; the first, {bad[0].sample}: {bad[0].reason}"
+        )
         print_lines(f"       all are in {path}")
 
 
 def draw(config: Config, parts: Sequence[Part], path: Path) -> None:
     """Draw a histogram of each measure, with the sources beside each other."""
-    from mmjax.reporting.plots import plot_lengths  # matplotlib looks for fonts when it is first imported
+    # matplotlib looks for fonts when it is first imported
+    from mmjax.reporting.plots import plot_lengths
 
     by_measure: dict[str, dict[str, np.ndarray]] = {}
     for part in parts:
@@ -433,7 +519,8 @@ def draw(config: Config, parts: Sequence[Part], path: Path) -> None:
     print_lines(f"plot   {path}")
 
 
-# ------------------------------------------------------------------------------------------------------- converting
+# --------------------------------------------------------------------------------------------------
+# converting
 
 
 def _convert(parts: Sequence[Part], out: Path) -> None:
@@ -443,7 +530,9 @@ def _convert(parts: Sequence[Part], out: Path) -> None:
         folder = out / part.source / part.split
         write = partial(write_array_records, part.conversations, part.facts, folder)
         contents = _with_progress(len(part.facts.good()), f"to {folder}", write)
-        print_lines(f"wrote  {sum(contents.records):,} records in {len(contents.records)} shard(s): {folder}")
+        print_lines(
+            f"wrote  {sum(contents.records):,} records in {len(contents.records)} shard(s): {folder}"
+        )
         if (left_out := folder / UNREADABLE_FILE).exists():
             print_lines(
                 f"       {len(left_out.read_text().splitlines()):,} could not be read and are left out: {left_out}"

@@ -1,8 +1,8 @@
 """Rebuild the batch of a past step and look at it: ``python -m mmjax.inspect RUN --step N [--rank R] [--out FOLDER]``.
 
-Shows sample ids, text with the trained tokens marked, images, clips, the attention mask and where each item was
-encoded, from the run folder and its data alone, without an accelerator. The batch's hash is compared with the log's.
-``--ids FIRST:LAST`` lists the samples of many steps, or of all.
+Shows sample ids, text with the trained tokens marked, images, clips, the attention mask and where
+each item was encoded, from the run folder and its data alone, without an accelerator. The batch's
+hash is compared with the log's. ``--ids FIRST:LAST`` lists the samples of many steps, or of all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from PIL import Image
 
 from mmjax.config import AudioConfig
 from mmjax.console import print_lines, table
-from mmjax.data.loading.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
+from mmjax.data.loading.replay import (
+    PackedRow,
+    PlacedSample,
+    Replayed,
+    describe_window,
+    seen_by_layers,
+)
 from mmjax.data.plan.length_index import index_key
 from mmjax.errors import CommandParser, UserError, exit_process, run_command
 from mmjax.reporting.rows import item_image
@@ -30,7 +36,8 @@ from mmjax.runtime.run_trust import HELP as TRUST_HELP
 from mmjax.training.run_data import Launch, launch_of_step, loader_of, read_launches
 
 TRAINED = "\033[1m", "\033[0m"  # around trained tokens on a terminal; elsewhere [[ and ]]
-# Grey values by `seen_by_layers`: seen by no layer, by the layers without a sliding window only, by all layers.
+# Grey values by `seen_by_layers`: seen by no layer, by the layers without a sliding window only, by
+# all layers.
 MASK_SHADES = np.array([255, 160, 0], np.uint8)
 
 
@@ -41,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     shown = parser.add_mutually_exclusive_group(required=True)
     shown.add_argument("--step", type=int, help="as the log counts them, from 1")
     shown.add_argument(
-        "--ids", nargs="?", const=":", metavar="FIRST:LAST", help="list the samples of these steps (default: of all)"
+        "--ids",
+        nargs="?",
+        const=":",
+        metavar="FIRST:LAST",
+        help="list the samples of these steps (default: of all)",
     )
     parser.add_argument("--rank", type=int, help="the rows of this rank alone")
     parser.add_argument("--out", type=Path, help="a folder for images, clips and masks")
@@ -86,7 +97,9 @@ def replay(folder: RunFolder, number: int) -> tuple[Replayed, Launch]:
 
 def _steps_done(folder: RunFolder) -> int:
     """Return the number of the last step that was logged. Raises UserError where none was."""
-    done = max((record["step"] for record in logged_records(folder.metrics) if "loss" in record), default=0)
+    done = max(
+        (record["step"] for record in logged_records(folder.metrics) if "loss" in record), default=0
+    )
     if not done:
         raise UserError(f"{folder.metrics} has no step yet, so there is nothing to look at")
     return done
@@ -95,20 +108,29 @@ def _steps_done(folder: RunFolder) -> int:
 def _launch_of(folder: RunFolder, number: int) -> Launch:
     """Find the launch that ran step `number`, counted from 1, to load its data again.
 
-    Raises UserError where the history does not have it, and where that would execute or fetch what others wrote.
+    Raises UserError where the history does not have it, and where that would execute or fetch what
+    others wrote.
     """
     launch = launch_of_step(folder.history, number - 1, folder.due_samples)
     if launch is None:
-        raise UserError(f"{folder.history} does not tell of step {number}; it is kept since runs have a history")
+        raise UserError(
+            f"{folder.history} does not tell of step {number}; it is kept since runs have a history"
+        )
     folder.check(launch.config)
     return launch
 
 
 def step_ids(folder: RunFolder, first: int, last: int) -> Iterator[tuple[int, list[str]]]:
     """Yield the number of each step from `first` to `last`, counted from 1, with the names of its samples."""
-    # Each launch has data and settings of its own, so the steps between two launches share a loader.
+    # Each launch has data and settings of its own, so the steps between two launches share a
+    # loader.
     starts = sorted(
-        {first} | {launch["first"] + 1 for launch in read_launches(folder.history) if launch["first"] >= first}
+        {first}
+        | {
+            launch["first"] + 1
+            for launch in read_launches(folder.history)
+            if launch["first"] >= first
+        }
     )
     for begin, end in pairwise([*starts, last + 1]):
         if begin > last:
@@ -125,7 +147,9 @@ def _list_ids(folder: RunFolder, text: str, as_json: bool) -> None:
     first = int(match[1] or 1) if match else 0
     last = int(match[3] or done) if match and match[2] else first
     if not 1 <= first <= last <= done:
-        raise UserError(f"--ids {text}: {folder.path} has logged {done} steps; give FIRST:LAST within 1:{done}")
+        raise UserError(
+            f"--ids {text}: {folder.path} has logged {done} steps; give FIRST:LAST within 1:{done}"
+        )
     ids = step_ids(folder, first, last)
     if as_json:
         print_lines(json.dumps({str(number): names for number, names in ids}))
@@ -159,7 +183,11 @@ def record_of(folder: RunFolder, number: int) -> dict[str, Any]:
 
 
 def _report(
-    replayed: Replayed, launch: Launch, rows: Sequence[PackedRow], logged: dict[str, Any], number: int
+    replayed: Replayed,
+    launch: Launch,
+    rows: Sequence[PackedRow],
+    logged: dict[str, Any],
+    number: int,
 ) -> Iterator[str]:
     """Format a step for a person."""
     topology = launch.layout.topology
@@ -171,7 +199,11 @@ def _report(
     if not logged:
         yield f"batch {replayed.content}; nothing was logged of it"
     else:
-        same = "as it was logged" if logged.get("batch") == replayed.content else f"LOGGED AS {logged.get('batch')}"
+        same = (
+            "as it was logged"
+            if logged.get("batch") == replayed.content
+            else f"LOGGED AS {logged.get('batch')}"
+        )
         norm = logged.get("gradient_norm", "not logged")
         yield f"batch {replayed.content}, {same}; loss {logged['loss']}, gradient norm {norm}"
         if worst := logged.get("worst"):
@@ -185,7 +217,12 @@ def _report(
             yield f"  {sample.begin}-{sample.end}  {sample.name}"
             yield f"    {_marked_text(replayed, sample)}"
             items = [
-                (f"item {i.number}", i.encoder, f"rank {i.rank}, row {i.row}", f"{i.begin}-{i.begin + i.positions}")
+                (
+                    f"item {i.number}",
+                    i.encoder,
+                    f"rank {i.rank}, row {i.row}",
+                    f"{i.begin}-{i.begin + i.positions}",
+                )
                 for i in sample.items
             ]
             yield from table(items, indent="    ") if items else ()
@@ -195,10 +232,14 @@ def _marked_text(replayed: Replayed, sample: PlacedSample) -> str:
     """Format a sample's text on one line with the trained tokens marked."""
     begin, end = TRAINED if sys.stdout.isatty() else ("[[", "]]")
     pieces = replayed.pieces(sample.id)
-    return "".join(f"{begin}{p.text}{end}" if p.trained else p.text for p in pieces).replace("\n", "\\n")
+    return "".join(f"{begin}{p.text}{end}" if p.trained else p.text for p in pieces).replace(
+        "\n", "\\n"
+    )
 
 
-def _as_json(replayed: Replayed, rows: Sequence[PackedRow], logged: dict[str, Any], number: int) -> dict[str, Any]:
+def _as_json(
+    replayed: Replayed, rows: Sequence[PackedRow], logged: dict[str, Any], number: int
+) -> dict[str, Any]:
     """Build the JSON object of `--json`."""
     return {
         "step": number,
@@ -216,7 +257,9 @@ def _as_json(replayed: Replayed, rows: Sequence[PackedRow], logged: dict[str, An
                         "sample": s.name,
                         "begin": s.begin,
                         "end": s.end,
-                        "text": [[p.text, p.trained, p.branch, p.item] for p in replayed.pieces(s.id)],
+                        "text": [
+                            [p.text, p.trained, p.branch, p.item] for p in replayed.pieces(s.id)
+                        ],
                         "items": [vars(item) for item in s.items],
                     }
                     for s in row.samples
@@ -232,7 +275,9 @@ def write(replayed: Replayed, rows: Sequence[PackedRow], out: Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}; name a folder that you may write") from None
+        raise UserError(
+            f"--out {out}: {error.strerror}; name a folder that you may write"
+        ) from None
     for row in rows:
         name = f"microbatch{row.microbatch}-rank{row.rank}-row{row.row}"
         layers = seen_by_layers(replayed.text_of(row), replayed.loader.config.model.llm)

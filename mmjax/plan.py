@@ -1,8 +1,9 @@
 """See what a run will do, without its hardware: ``python -m mmjax.plan CONFIG cluster=h100x8x8 [a.b=value ...]``.
 
-``cluster=here`` is this machine; with ``--profile``, the layers' times are measured on it. ``units=auto`` looks for the
-fastest units, devices for each module, and compares them with the best single mesh. ``--measured FILE`` states rates
-that were measured on such a cluster, in place of those that plans assume.
+``cluster=here`` is this machine; with ``--profile``, the layers' times are measured on it.
+``units=auto`` looks for the fastest units, devices for each module, and compares them with the best
+single mesh. ``--measured FILE`` states rates that were measured on such a cluster, in place of
+those that plans assume.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ from mmjax.data.plan.length_index import (
 )
 from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.sources.opening import open_sources
-from mmjax.errors import PLOT_SUFFIXES, CommandParser, UserError, check_output, exit_process, run_command
+from mmjax.errors import (
+    PLOT_SUFFIXES,
+    CommandParser,
+    UserError,
+    check_output,
+    exit_process,
+    run_command,
+)
 from mmjax.planning.hardware import Cluster, check_float8, parse_cluster
 from mmjax.planning.measured_file import read_measured
 from mmjax.planning.plan_file import plan_text
@@ -47,8 +55,8 @@ from mmjax.runtime.run_trust import sign_text
 from mmjax.training.describe_plan import describe_plan, plan_numbers
 
 SYNTHETIC_SAMPLES = 200_000  # lengths drawn from a seed where a config names no data
-# Compile time of a gradient program for H100 on one core, JAX 0.10.2, and of each stack of layers in it; fitted to 7
-# programs of 1 to 7 stacks, the longest of which took 28 s (docs/planning.md).
+# Compile time of a gradient program for H100 on one core, JAX 0.10.2, and of each stack of layers
+# in it; fitted to 7 programs of 1 to 7 stacks, the longest of which took 28 s (docs/planning.md).
 PROGRAM_SECONDS = 4.0
 STACK_SECONDS = 3.5
 HERE = "here"  # in place of a cluster's name
@@ -63,7 +71,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_output("--out", args.out)
     if args.picture is not None:
         check_output("--picture", args.picture, PLOT_SUFFIXES)
-    options = {key: value for key, _, value in (w.partition("=") for w in args.words) if key in COMMAND_KEYS}
+    options = {
+        key: value
+        for key, _, value in (w.partition("=") for w in args.words)
+        if key in COMMAND_KEYS
+    }
     words = [word for word in args.words if word.partition("=")[0] not in COMMAND_KEYS]
     named = next((word for word in words if "=" not in word), "")
     path = find_config(named) if named else default_config()
@@ -71,11 +83,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     overrides = [word for word in words if word not in (named, AUTO)]
     config = load(path, overrides)
     if not options.get("cluster"):
-        raise UserError("say on which cluster: cluster=h100x8x8 is 8 nodes of 8 H100, cluster=here this machine")
+        raise UserError(
+            "say on which cluster: cluster=h100x8x8 is 8 nodes of 8 H100, cluster=here this machine"
+        )
     on_this_machine = options["cluster"] == HERE
     price = _parse_price(options.get("price"))
     if args.profile and not on_this_machine:
-        raise UserError(f"--profile times layers on this machine: say cluster={HERE}, not cluster={options['cluster']}")
+        raise UserError(
+            f"--profile times layers on this machine: say cluster={HERE}, not cluster={options['cluster']}"
+        )
     cluster = local_cluster() if on_this_machine else parse_cluster(options["cluster"])
     check_float8(config.model.llm.fp8, cluster.device)
     layers: dict[str, LayerTimes] = {}
@@ -84,12 +100,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     devices = aot_devices(cluster) if args.compile else None
     index, weights, source = _open_lengths(config, path, args.lengths)
     measure_speed = _speed_by(config, cluster, layers, on_this_machine, args.profile)
-    forecast, compared = _forecast(config, cluster, (index, weights), measure_speed, chooses=chooses)
+    forecast, compared = _forecast(
+        config, cluster, (index, weights), measure_speed, chooses=chooses
+    )
     plan = forecast.chosen.plan
     planned = apply_memory_plan(forecast.chosen.config, plan.policies, plan.loss_chunks)
     compiled = None
     if devices is not None:
-        compiled = compile_run(in_units(planned, forecast.chosen.mesh), forecast.chosen.layout, plan, devices)
+        compiled = compile_run(
+            in_units(planned, forecast.chosen.mesh), forecast.chosen.layout, plan, devices
+        )
     if args.json:
         print_lines(json.dumps(plan_numbers(forecast, price, compiled, compared)))
     else:
@@ -120,22 +140,33 @@ def _forecast(
     if units and (mesh is None or units[0].chosen.seconds < mesh.seconds):
         return units[0], compared
     if mesh is None:
-        raise UserError(f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model")
+        raise UserError(
+            f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model"
+        )
     return forecast_run(mesh.config, cluster, *lengths, measure_speed), compared
 
 
-Lengths = tuple[LengthIndex, list[float], str]  # index, weight of each source, and a description for the report
+# index, weight of each source, and a description for the report
+Lengths = tuple[LengthIndex, list[float], str]
 
 
 def _speed_by(
-    config: Config, cluster: Cluster, layers: Mapping[str, LayerTimes], on_this_machine: bool, profile: bool
+    config: Config,
+    cluster: Cluster,
+    layers: Mapping[str, LayerTimes],
+    on_this_machine: bool,
+    profile: bool,
 ) -> MeasureSpeed:
     """Return the function that measures the devices' speed: layer times as stated, else as timed on this machine."""
 
     def measure(shapes: Shapes) -> Speed:
         rates = cluster.device.rates(config.training.precision)
         unstated = {tower: shape for tower, shape in shapes.items() if tower not in layers}
-        timed = device_speed(config, unstated, jax.devices()[0], profile).measured if on_this_machine else {}
+        timed = (
+            device_speed(config, unstated, jax.devices()[0], profile).measured
+            if on_this_machine
+            else {}
+        )
         return Speed(rates, {**timed, **layers})
 
     return measure
@@ -145,7 +176,8 @@ def _plot(path: Path, forecast: RunForecast) -> None:
     """Draw memory, time and each rank's work; of units, the passes of a step."""
     chosen = forecast.chosen
     if not chosen.config.units:
-        from mmjax.reporting.plan_plot import plot_plan  # matplotlib looks for fonts when it is first imported
+        # matplotlib looks for fonts when it is first imported
+        from mmjax.reporting.plan_plot import plot_plan
 
         plot_plan(path, forecast)
         return
@@ -163,11 +195,15 @@ def _write_plan(
 ) -> None:
     """Write the plan file of a config, loaded from `path` with these words. planned: with its remat policies."""
     if not forecast.plan.fits:
-        raise UserError(f"--out {out}: nothing is written, for the run does not fit; see what limits it")
+        raise UserError(
+            f"--out {out}: nothing is written, for the run does not fit; see what limits it"
+        )
     if not planned.units:
         # What the tokens between layers do is chosen for tensor-parallel devices alone.
         way = planned.mesh.sequence_parallel if forecast.mesh["tensor"] > 1 else "auto"
-        planned = replace(planned, mesh=replace(planned.mesh, **forecast.mesh, sequence_parallel=way))
+        planned = replace(
+            planned, mesh=replace(planned.mesh, **forecast.mesh, sequence_parallel=way)
+        )
     parameters = config_parameters(path)
     arguments = [word for word in words if key_of(word) in parameters]
     overrides = [word for word in words if key_of(word) not in parameters]
@@ -185,18 +221,33 @@ def _parser() -> CommandParser:
         "a config's file or name (default: tiny_omni); cluster=DEVICExNODESxCOUNT, or here: this machine; price=N, of "
         "a device for an hour"
     )
-    parser.add_argument("words", nargs="*", metavar="CONFIG | cluster=h100x8x8 | price=2.5 | a.b=value", help=words)
     parser.add_argument(
-        "--lengths", nargs="+", type=Path, default=[], metavar="F.npz", help="of samples, in place of the config's data"
+        "words", nargs="*", metavar="CONFIG | cluster=h100x8x8 | price=2.5 | a.b=value", help=words
     )
     parser.add_argument(
-        "--out", type=Path, metavar="plan.json", help="write a plan that mmjax.train takes as plan=plan.json"
+        "--lengths",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="F.npz",
+        help="of samples, in place of the config's data",
     )
     parser.add_argument(
-        "--profile", action="store_true", help="time layers on this machine (cluster=here); kept for the next time"
+        "--out",
+        type=Path,
+        metavar="plan.json",
+        help="write a plan that mmjax.train takes as plan=plan.json",
     )
     parser.add_argument(
-        "--measured", type=Path, metavar="FILE.json", help="rates measured on such a cluster, in place of assumed ones"
+        "--profile",
+        action="store_true",
+        help="time layers on this machine (cluster=here); kept for the next time",
+    )
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FILE.json",
+        help="rates measured on such a cluster, in place of assumed ones",
     )
     parser.add_argument(
         "--picture",
@@ -205,9 +256,13 @@ def _parser() -> CommandParser:
         help="draw memory, time and each rank's work; of units, a step's passes",
     )
     parser.add_argument(
-        "--compile", action="store_true", help="compile the step for the cluster's GPUs, none of which need be here"
+        "--compile",
+        action="store_true",
+        help="compile the step for the cluster's GPUs, none of which need be here",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
     return parser
 
 
@@ -232,7 +287,9 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> Lengths:
             copy_config(
                 path, Path(folder)
             )  # a FunctionSource looks its function up in a run folder's copy of the config
-            index = build_index(open_sources(config, "train", Path(folder)), modules, config.model.llm)
+            index = build_index(
+                open_sources(config, "train", Path(folder)), modules, config.model.llm
+            )
         return index, mixture_weights(config.data, index), f"{len(index):,} samples"
     keys = ("llm_tokens", *modules)
     if files:

@@ -1,9 +1,9 @@
 """See how a run went, on one page: ``python -m mmjax.report RUN [RUN2 ...] [--out report.html]``.
 
-Curves of the runs beside each other, how full rows were and how balanced ranks were, where a step's time goes, when a
-pipeline's passes run, a packed row with its images and clips, the samples with the largest losses, skipped samples and
-every launch. The page is one file that needs no network, made from run folders and their data without an accelerator,
-also while a run trains.
+Curves of the runs beside each other, how full rows were and how balanced ranks were, where a step's
+time goes, when a pipeline's passes run, a packed row with its images and clips, the samples with
+the largest losses, skipped samples and every launch. The page is one file that needs no network,
+made from run folders and their data without an accelerator, also while a run trains.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from mmjax.runtime.run_trust import HELP as TRUST_HELP
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = CommandParser(prog="python -m mmjax.report", description=__doc__, allow_abbrev=False)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders that mmjax.train printed")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="folders that mmjax.train printed"
+    )
     parser.add_argument("--out", type=Path, help="the page (report.html in the first run's folder)")
     parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
     args = parser.parse_args(argv)
@@ -34,7 +36,8 @@ def report(paths: Sequence[Path], out: Path | None = None, trust: bool = False) 
 
     trust: execute and fetch what their configs say, whoever wrote them.
     """
-    from mmjax.reporting.page import page_of, write_page  # import JAX, which reads the variable that main sets
+    # import JAX, which reads the variable that main sets
+    from mmjax.reporting.page import page_of, write_page
     from mmjax.reporting.run import read_runs
 
     runs = read_runs(paths, trust=trust)

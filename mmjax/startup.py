@@ -1,6 +1,7 @@
 """Print what a command is doing while it prints nothing else, and measure where the time of its start goes.
 
-Imports the standard library only: a command calls `start_clock` before the imports that take seconds.
+Imports the standard library only: a command calls `start_clock` before the imports that take
+seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from mmjax import __version__
 
 QUIET_SECONDS = 3.0  # after which an activity is printed for the first time
 REPEAT_SECONDS = 4.0  # between lines on a terminal, at first
-LATER_SECONDS = 60.0  # between lines later, as when thousands of programs are compiled, and always in a file
+# between lines later, as when thousands of programs are compiled, and always in a file
+LATER_SECONDS = 60.0
 LATER = 300.0  # seconds after which that is
 
 FIRST_PORT = 20000  # of those on which process 0 may listen
@@ -42,7 +44,8 @@ class Activity:
         self.name = name
         self.total = total
         self.done = 0
-        self.began = self.resumed = time.monotonic()  # resumed: when the last activity inside it ended
+        # resumed: when the last activity inside it ended
+        self.began = self.resumed = time.monotonic()
 
     def __str__(self) -> str:
         progress = f" {self.done:,} of {self.total:,}" if self.total else ""
@@ -57,17 +60,17 @@ _last_output = _started
 def start_clock(name: str) -> None:
     """Print that the command `name` starts, and from then on every activity that lasts longer than 3 seconds.
 
-    Lines go to standard error, of process 0 only; none where the command only prints its help or config. Called once,
-    by a command that runs as the program. Also makes Ctrl-C end it with one line and code 130 until the command
-    installs a handler of its own.
+    Lines go to standard error, of process 0 only; none where the command only prints its help or
+    config. Called once, by a command that runs as the program. Also makes Ctrl-C end it with one
+    line and code 130 until the command installs a handler of its own.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
     os.environ.update(launcher_variables(os.environ))
     main = sys.modules["__main__"]
     if main.__spec__ is not None and main.__spec__.name.startswith("mmjax."):
-        # A process that is spawned imports its parent's main module first, unless that has neither name nor file: this
-        # command and all that it imports, of which data workers need half.
+        # A process that is spawned imports its parent's main module first, unless that has neither
+        # name nor file: this command and all that it imports, of which data workers need half.
         main.__spec__ = None
         del main.__file__
     _stack.append(Activity("loading libraries"))
@@ -80,9 +83,10 @@ def start_clock(name: str) -> None:
 def use_huge_pages() -> None:
     """Execute this program anew with a C library that takes huge pages, where Linux grants them and there is no GPU.
 
-    XLA allocates a step's memory in every step. In pages of 4 kB a step of 8M parameters has 128,000 page faults, 12 %
-    of its time (docs/measurements/peer.md). The C library reads its settings before the first line of a program, so the
-    same process begins again. Called first by what runs as the program.
+    XLA allocates a step's memory in every step. In pages of 4 kB a step of 8M parameters has
+    128,000 page faults, 12 % of its time (docs/measurements/peer.md). The C library reads its
+    settings before the first line of a program, so the same process begins again. Called first by
+    what runs as the program.
     """
     chosen = os.environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc.hugetlb" in chosen or os.path.exists("/dev/nvidiactl"):
@@ -93,17 +97,23 @@ def use_huge_pages() -> None:
         return
     if on_request:
         tunables = ":".join(filter(None, [chosen, "glibc.malloc.hugetlb=1"]))
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"GLIBC_TUNABLES": tunables})
+        os.execve(
+            sys.executable,
+            [sys.executable, *sys.orig_argv[1:]],
+            os.environ | {"GLIBC_TUNABLES": tunables},
+        )
 
 
 def launcher_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Derive MMJAX_COORDINATOR, MMJAX_PROCESSES and MMJAX_PROCESS from what srun or mpirun tells each of its tasks.
 
-    Empty where the MMJAX variables are set already, where neither has started this process, and where it is alone.
+    Empty where the MMJAX variables are set already, where neither has started this process, and
+    where it is alone.
     """
     if "MMJAX_PROCESSES" in variables:
         return {}
-    if "SLURM_STEP_NUM_TASKS" in variables:  # unlike SLURM_NTASKS set by srun only, and not in the batch script itself
+    # unlike SLURM_NTASKS set by srun only, and not in the batch script itself
+    if "SLURM_STEP_NUM_TASKS" in variables:
         count = variables["SLURM_STEP_NUM_TASKS"]
         process = variables.get("SLURM_PROCID", "0")
         host = _first_host(variables.get("SLURM_STEP_NODELIST", ""))
@@ -111,7 +121,8 @@ def launcher_variables(variables: Mapping[str, str]) -> dict[str, str]:
     elif "OMPI_COMM_WORLD_SIZE" in variables:
         count = variables["OMPI_COMM_WORLD_SIZE"]
         process = variables.get("OMPI_COMM_WORLD_RANK", "0")
-        # Open MPI 5 names a job prterun-HOST-PID@N, where HOST is that of mpirun, which has rank 0 by default.
+        # Open MPI 5 names a job prterun-HOST-PID@N, where HOST is that of mpirun, which has rank 0
+        # by default.
         job = variables.get("PMIX_NAMESPACE", "") or variables.get("OMPI_MCA_orte_hnp_uri", "")
         named = re.match(r"prterun-(.+)-\d+@\d+$", job) or re.search(r"tcp://([\d.]+)", job)
         one_host = variables.get("OMPI_COMM_WORLD_LOCAL_SIZE") == count
@@ -120,7 +131,8 @@ def launcher_variables(variables: Mapping[str, str]) -> dict[str, str]:
         return {}
     if count == "1":
         return {}
-    port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS  # the same for all tasks, another one for the next job
+    # the same for all tasks, another one for the next job
+    port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
     ours = {"MMJAX_PROCESSES": count, "MMJAX_PROCESS": process}
     if host and "MMJAX_COORDINATOR" not in variables:
         ours["MMJAX_COORDINATOR"] = f"{host}:{port}"
@@ -208,8 +220,9 @@ def _print_slow() -> None:
         age = time_now - innermost[0].began
         silence = time_now - _last_output
         interval = REPEAT_SECONDS if age < LATER and sys.stderr.isatty() else LATER_SECONDS
-        # silence >= age: nothing was printed since the activity began, so it has not been named yet. An interval after
-        # the last line even one that has just begun is: several short ones are as quiet as a long one.
+        # silence >= age: nothing was printed since the activity began, so it has not been named
+        # yet. An interval after the last line even one that has just begun is: several short ones
+        # are as quiet as a long one.
         if silence >= interval or silence >= age >= QUIET_SECONDS:
             print(f"       {innermost[0]}", file=sys.stderr, flush=True)
             record_output()

@@ -1,9 +1,9 @@
 """Watch a run as a live page and question its model: ``python -m mmjax.studio RUN [--port N]``.
 
-Prints an address to open in a browser of this machine. The page shows the run's progress and the report's curves as
-they grow, and has questions answered by the newest checkpoint, on the CPU unless ``--device`` says otherwise, so that
-a training keeps its GPU's memory. Only who knows the address gets an answer, nothing listens beyond this machine, and
-nothing is written into the run.
+Prints an address to open in a browser of this machine. The page shows the run's progress and the
+report's curves as they grow, and has questions answered by the newest checkpoint, on the CPU unless
+``--device`` says otherwise, so that a training keeps its GPU's memory. Only who knows the address
+gets an answer, nothing listens beyond this machine, and nothing is written into the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,13 @@ from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.evaluation import evaluation_sources
 from mmjax.inference.generator import DEFAULT_MAX_TOKENS, Sampling
 from mmjax.inference.loaded_model import LoadedModel, answer_room, user_prompts
-from mmjax.inference.prompts import QuestionPrompts, QuestionSource, Selection, make_prompt, select_usable
+from mmjax.inference.prompts import (
+    QuestionPrompts,
+    QuestionSource,
+    Selection,
+    make_prompt,
+    select_usable,
+)
 from mmjax.reporting.page import clock, live_parts, page_of, templates
 from mmjax.reporting.rows import ShownItem, ShownPiece, ShownSample, shown_item
 from mmjax.reporting.run import MetricsFollower, read_runs
@@ -95,11 +101,17 @@ class Studio:
         self._asked_version = 0
         self._loaded: LoadedModel | None = None  # of the checkpoint that answered last
 
-    # ---------------------------------------------------------------------------------------------------- what is shown
+    # ----------------------------------------------------------------------------------------------
+    # what is shown
 
     def page(self, nonce: str) -> str:
         """Render the page, which fetches all that changes."""
-        shown = {"name": self.run.name, "path": self.run.folder.path, "version": version("mmjax"), "nonce": nonce}
+        shown = {
+            "name": self.run.name,
+            "path": self.run.folder.path,
+            "version": version("mmjax"),
+            "nonce": nonce,
+        }
         return templates().get_template("studio.html").render(shown)
 
     def report(self) -> str:
@@ -117,7 +129,8 @@ class Studio:
             if self._live["version"] != live_version:
                 newer["live"] = self._live
         with suppress(OSError):
-            seconds = max(0.0, time.time() - self.run.folder.metrics.stat().st_mtime)  # clocks differ
+            # clocks differ
+            seconds = max(0.0, time.time() - self.run.folder.metrics.stat().st_mtime)
             newer["age"] = f"last step {clock(seconds)} ago{self._standstill(seconds)}"
         if (number := self._asked_version) != questions_version:
             html = templates().get_template("parts.html").module.asked(list(self._asked)[::-1])
@@ -129,7 +142,8 @@ class Studio:
         folder = self.run.folder
         if folder.scored_step() is not None and folder.scored_step() == self.run.metrics.steps:
             return "; the run is finished"
-        # A start that has not made a step yet holds the run, but where nothing can be written beside it.
+        # A start that has not made a step yet holds the run, but where nothing can be written
+        # beside it.
         if seconds < QUIET_SECONDS or is_trained(folder.path):
             return ""
         return f"; the run has stopped: python -m mmjax.train --resume {path_words(folder.path)} goes on with it"
@@ -139,7 +153,8 @@ class Studio:
         complete = self._follower.update(READ_SECONDS)
         folder = self.run.folder
         files = [
-            path.stat().st_mtime_ns if path.exists() else 0 for path in (folder.config, folder.history, folder.scores)
+            path.stat().st_mtime_ns if path.exists() else 0
+            for path in (folder.config, folder.history, folder.scores)
         ]
         if (state := (*files, self._follower.offset)) != self._state:
             self.run = replace(
@@ -154,7 +169,11 @@ class Studio:
 
     def samples(self) -> str:
         """Render samples of the run's held-out data with their questions."""
-        return templates().get_template("parts.html").module.questions([self._shown(name) for name in self._names])
+        return (
+            templates()
+            .get_template("parts.html")
+            .module.questions([self._shown(name) for name in self._names])
+        )
 
     @cached_property
     def _sources(self) -> Mapping[str, QuestionSource]:
@@ -167,14 +186,20 @@ class Studio:
         names = []
         for name, source in self._sources.items():
             usable, _ = select_usable(
-                range(len(source)), lambda n, source=source: (source.facts(n), source.question(n)), SAMPLES
+                range(len(source)),
+                lambda n, source=source: (source.facts(n), source.question(n)),
+                SAMPLES,
             )
             names += [f"{name}[{number}]" for number in usable]
         return names
 
     def _sample(self, name: str) -> tuple[QuestionSource, int]:
         source, _, number = name.removesuffix("]").rpartition("[")
-        if source not in self._sources or not number.isdecimal() or int(number) >= len(self._sources[source]):
+        if (
+            source not in self._sources
+            or not number.isdecimal()
+            or int(number) >= len(self._sources[source])
+        ):
             raise UserError(f"the run has no sample {name!r}")
         return self._sources[source], int(number)
 
@@ -189,9 +214,12 @@ class Studio:
             except (OSError, ValueError, TypeError) as error:
                 items.append(ShownItem(f"{encoder}: cannot be shown: {error}"))
         pieces = (ShownPiece(items=tuple(items)), ShownPiece(_text(source, question)))
-        return ShownSample(name, f"It is: {' or '.join(_right_answers(question))}", pieces if items else pieces[1:])
+        return ShownSample(
+            name, f"It is: {' or '.join(_right_answers(question))}", pieces if items else pieces[1:]
+        )
 
-    # ------------------------------------------------------------------------------------------------------- questions
+    # ----------------------------------------------------------------------------------------------
+    # questions
 
     def ask(self, request: Mapping[str, Any]) -> None:
         """Start to answer a question. Raises UserError where it cannot be asked, or another is being answered."""
@@ -202,7 +230,9 @@ class Studio:
         entry = Asked(question.text or "(its own question)", question.sample, media)
         self._asked.append(entry)
         self._changed()
-        threading.Thread(target=self._answer_and_release, args=(question, entry), daemon=True).start()
+        threading.Thread(
+            target=self._answer_and_release, args=(question, entry), daemon=True
+        ).start()
 
     def _changed(self) -> None:
         self._asked_version += 1
@@ -219,7 +249,9 @@ class Studio:
             self._changed()
 
     def _answer(self, question: Request, entry: Asked) -> None:
-        served = CheckpointModel.open(self.run.folder.path, self._overrides, trust=self.run.folder.trusted)
+        served = CheckpointModel.open(
+            self.run.folder.path, self._overrides, trust=self.run.folder.trusted
+        )
         prompts = self._prompts(question, served, entry)
         sampling = Sampling(question.temperature)
         max_tokens = min(question.max_tokens, answer_room(served, prompts))
@@ -259,13 +291,17 @@ class Studio:
             return Selection([(QuestionPrompts(source), number)])
         media: dict[Medium, list[bytes]] = {}
         for kind, name, encoded in question.media:
-            check_medium(name, kind, encoded, served.config.model.encoders, served.config.data.limits)
+            check_medium(
+                name, kind, encoded, served.config.model.encoders, served.config.data.limits
+            )
             media.setdefault(kind, []).append(encoded)
         return user_prompts(served, make_prompt(question.text, media))
 
 
 def _text(source: QuestionSource, question: Question) -> str:
-    return "".join(spoken(source, s.tokens.tolist()) for s in question.prompt.segments if isinstance(s, Text))
+    return "".join(
+        spoken(source, s.tokens.tolist()) for s in question.prompt.segments if isinstance(s, Text)
+    )
 
 
 def _right_answers(question: Question) -> Sequence[str]:
@@ -291,9 +327,13 @@ class Request:
                 for f in request.get("media", ())
             ]
             text, sample = str(request.get("question", "")), str(request.get("sample", ""))
-            question = cls(text, sample, media, int(request["max_tokens"]), float(request["temperature"]))
+            question = cls(
+                text, sample, media, int(request["max_tokens"]), float(request["temperature"])
+            )
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
-            raise UserError("the question's fields are not what the page sends; load the page again") from None
+            raise UserError(
+                "the question's fields are not what the page sends; load the page again"
+            ) from None
         for kind, name, _ in media:
             if kind not in get_args(Medium):
                 raise UserError(f"{name} is no image, audio or video file")
@@ -352,7 +392,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(studio.page(nonce), "text/html", script=f"'nonce-{nonce}'")
             elif address.path == "state":
                 known = {name: int(values[0]) for name, values in parse_qs(address.query).items()}
-                self._send(json.dumps(studio.changes(known.get("live", 0), known.get("asked", 0))), "application/json")
+                self._send(
+                    json.dumps(studio.changes(known.get("live", 0), known.get("asked", 0))),
+                    "application/json",
+                )
             elif address.path == "samples":
                 self._send(studio.samples(), "text/html")
             elif address.path == "report":
@@ -375,7 +418,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if int(length) > MAX_BODY:
                 rest = int(length)
-                while rest > 0 and self.rfile.read(min(rest, CHUNK)):  # else the sender sees a broken connection
+                # else the sender sees a broken connection
+                while rest > 0 and self.rfile.read(min(rest, CHUNK)):
                     rest -= CHUNK
                 raise UserError(f"the question and its files take more than {MAX_BODY >> 20} MiB")
             request = json.loads(self.rfile.read(int(length)))
@@ -423,17 +467,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(prog="python -m mmjax.studio", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder that mmjax.train printed")
     parser.add_argument(
-        "--port", type=int, default=PORT, metavar="N", help=f"of this machine; 0: any free one ({PORT})"
+        "--port",
+        type=int,
+        default=PORT,
+        metavar="N",
+        help=f"of this machine; 0: any free one ({PORT})",
     )
     parser.add_argument(
-        "--device", choices=("cpu", "gpu", "tpu", "auto"), default="cpu", help="which answers questions (cpu)"
+        "--device",
+        choices=("cpu", "gpu", "tpu", "auto"),
+        default="cpu",
+        help="which answers questions (cpu)",
     )
     parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
     args = parser.parse_args(argv)
     if not 0 <= args.port < 1 << 16:
         raise UserError(f"--port {args.port}: choose 0 to 65535")
     if args.device == "cpu":
-        jax.config.update("jax_platforms", "cpu")  # else JAX takes most of a GPU's memory with its first array
+        # else JAX takes most of a GPU's memory with its first array
+        jax.config.update("jax_platforms", "cpu")
     sys.dont_write_bytecode = True  # of the run's config file, beside it
     studio = Studio(args.run, args.device, args.trust)
     try:
@@ -446,7 +498,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         server.serve_forever()
     except KeyboardInterrupt:
-        # Nothing is written, so nothing needs tidying up; an answer under way would be waited for otherwise.
+        # Nothing is written, so nothing needs tidying up; an answer under way would be waited for
+        # otherwise.
         print_note("interrupted")
         os._exit(130)
 

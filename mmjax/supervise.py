@@ -1,7 +1,8 @@
 """Restart a training that fails: ``python -m mmjax.supervise [--most N] [--wait SECONDS] -- COMMAND ...``.
 
-The command must resume by itself, as ``python -m mmjax.train --resume=auto`` does. It is not restarted after exit code
-0, after a signal that was passed on to it, or when restarts no longer bring it to a newer checkpoint.
+The command must resume by itself, as ``python -m mmjax.train --resume=auto`` does. It is not
+restarted after exit code 0, after a signal that was passed on to it, or when restarts no longer
+bring it to a newer checkpoint.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class Command:
         self.stopped = False  # by a signal: it is not to be started again
         self.process: subprocess.Popen[bytes] | None = None
         for number in PASSED_ON:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it, or a shell's background
+            # as nohup has it, or a shell's background
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._pass_on)
 
     def run(self) -> int:
         """Start it, wait for its end, and return its exit code, 128 + n where signal n killed it."""
-        # While signals are blocked none can arrive between the check of `stopped` and the start of the process.
+        # While signals are blocked none can arrive between the check of `stopped` and the start of
+        # the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         try:
             if self.stopped:
@@ -50,12 +53,15 @@ class Command:
             self.process = subprocess.Popen(
                 self.words,
                 env=os.environ | {PROGRESS: str(self.progress)},
-                stdin=subprocess.DEVNULL,  # it could not read a terminal that it is not in the foreground of
+                # it could not read a terminal that it is not in the foreground of
+                stdin=subprocess.DEVNULL,
                 start_new_session=True,  # else a terminal's Ctrl-C would reach it twice
                 preexec_fn=_prepare(os.getpid()),
             )
         except OSError as error:
-            raise UserError(f"cannot start {self.words[0]}: {error.strerror}; give a command that runs") from None
+            raise UserError(
+                f"cannot start {self.words[0]}: {error.strerror}; give a command that runs"
+            ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         code = self.process.wait()
@@ -95,7 +101,8 @@ def _prepare(parent: int) -> Callable[[], None]:
                 os._exit(128 + signal.SIGTERM)
         for number in PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)  # Python's own would be lost when the command begins
+                # Python's own would be lost when the command begins
+                signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
     return prepare
@@ -110,7 +117,11 @@ def supervise(command: Command, max_idle: int, wait: float) -> int:
     idle = 0  # restarts in a row without a newer checkpoint
     best = 0  # the newest checkpoint's step
     while True:
-        _log(f"start {start}: {' '.join(command.words)}" if start == 1 else f"start {start}, {_progress(best)}")
+        _log(
+            f"start {start}: {' '.join(command.words)}"
+            if start == 1
+            else f"start {start}, {_progress(best)}"
+        )
         code = command.run()
         saved = command.saved()
         ended = f"start {start} ended with code {code}{_signal_name(code)}, {_progress(saved)}"
@@ -137,7 +148,8 @@ def _reason_to_end(command: Command, code: int, start: int, saved: int) -> str:
         return "done"
     if command.stopped or code == INTERRUPTED:
         return "stopped by a signal, no restart"
-    # Bad input of the first start is a mistake in the command. Later it may be a node's: a disk that is full, say.
+    # Bad input of the first start is a mistake in the command. Later it may be a node's: a disk
+    # that is full, say.
     if code == BAD_INPUT and start == 1 and not saved:
         return "a restart would not mend it"
     return ""
@@ -161,11 +173,17 @@ def _log(line: str) -> None:
 def _check_command(words: Sequence[str]) -> None:
     """Raises UserError where there is no command, or one that would not resume after a restart."""
     if not words:
-        raise UserError("no command to run; say python -m mmjax.supervise -- python -m mmjax.train --resume=auto ...")
+        raise UserError(
+            "no command to run; say python -m mmjax.supervise -- python -m mmjax.train --resume=auto ..."
+        )
     trains = any(word == "mmjax.train" or word.endswith("local.sh") for word in words)
-    trains |= any(Path(word).name == "mmjax" and command == "train" for word, command in pairwise(words))
+    trains |= any(
+        Path(word).name == "mmjax" and command == "train" for word, command in pairwise(words)
+    )
     if trains and "--resume=auto" not in words:
-        raise UserError(f"{' '.join(words)}: a restart would not go on with this run; add --resume=auto to the command")
+        raise UserError(
+            f"{' '.join(words)}: a restart would not go on with this run; add --resume=auto to the command"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -178,11 +196,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         allow_abbrev=False,
     )
-    parser.add_argument("--most", type=int, default=3, metavar="N", help="restarts in a row without progress (3)")
-    parser.add_argument("--wait", type=float, default=10, metavar="SECONDS", help="before each restart (10)")
+    parser.add_argument(
+        "--most", type=int, default=3, metavar="N", help="restarts in a row without progress (3)"
+    )
+    parser.add_argument(
+        "--wait", type=float, default=10, metavar="SECONDS", help="before each restart (10)"
+    )
     args, misplaced = parser.parse_known_args(argv[:end_of_options])
     if misplaced:
-        raise UserError(f"{misplaced[0]} is no option; put -- before the command: python -m mmjax.supervise -- COMMAND")
+        raise UserError(
+            f"{misplaced[0]} is no option; put -- before the command: python -m mmjax.supervise -- COMMAND"
+        )
     if args.most < 0 or not args.wait >= 0:
         raise UserError(f"--most {args.most} --wait {args.wait:g}: choose 0 or more for both")
     words = argv[end_of_options + 1 :]

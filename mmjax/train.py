@@ -57,9 +57,12 @@ def _read_config(words: Sequence[str], plan: str, resume: bool, trust: bool) -> 
             return load(path, changes), path
         parameters = config_parameters(path)
         arguments = [change for change in changes if key_of(change) in parameters]
-        return _with_plan(partial(load, path), read_plan(Path(plan)), changes, arguments, trust), path
+        return _with_plan(
+            partial(load, path), read_plan(Path(plan)), changes, arguments, trust
+        ), path
     stored = replace(run, trusted=trust).read_config(changes)
-    stored = replace(stored, run=str(run.path))  # the folder may have been moved since it was written
+    # the folder may have been moved since it was written
+    stored = replace(stored, run=str(run.path))
     changes = [change for change in changes if not change.startswith("run=")]
     if not plan:
         return apply_overrides(stored, changes), run.source
@@ -83,15 +86,32 @@ def _resumed_run(named: str, changes: Sequence[str], resume: bool) -> RunFolder 
         folder = RunFolder(Path(places[-1]).resolve()) if places and resume else None
         return folder if folder and folder.config.is_file() else None
     path = Path(named).expanduser()
-    if resume and not path.exists() and path.suffix != ".py" and path.parent not in (Path("."), Path("configs")):
-        runs = [str(folder) for folder in sorted(path.parent.glob("*")) if RunFolder(folder).config.is_file()]
+    if (
+        resume
+        and not path.exists()
+        and path.suffix != ".py"
+        and path.parent not in (Path("."), Path("configs"))
+    ):
+        runs = [
+            str(folder)
+            for folder in sorted(path.parent.glob("*"))
+            if RunFolder(folder).config.is_file()
+        ]
         raise UserError(f"there is no run {named}{did_you_mean(str(path), runs)}")
-    if not path.is_dir() or named in shipped_configs() or not (resume or RunFolder(path).config.is_file()):
+    if (
+        not path.is_dir()
+        or named in shipped_configs()
+        or not (resume or RunFolder(path).config.is_file())
+    ):
         return None
     if not resume:
-        raise UserError(f"{named} is a folder, not a config; to go on with the run in it, say --resume {named}")
+        raise UserError(
+            f"{named} is a folder, not a config; to go on with the run in it, say --resume {named}"
+        )
     if places:
-        raise UserError(f"--resume {named} and run={places[-1]} both name a run; leave one of them out")
+        raise UserError(
+            f"--resume {named} and run={places[-1]} both name a run; leave one of them out"
+        )
     return RunFolder(path.resolve())
 
 
@@ -101,10 +121,13 @@ class ReadConfig(Protocol):
     def __call__(self, overrides: Sequence[str], planned: Sequence[str]) -> Config: ...
 
 
-def _with_plan(read: ReadConfig, plan: Plan, changes: Sequence[str], arguments: Sequence[str], trust: bool) -> Config:
+def _with_plan(
+    read: ReadConfig, plan: Plan, changes: Sequence[str], arguments: Sequence[str], trust: bool
+) -> Config:
     """Read a config with the words of a plan, then those of the command line; say which of the plan's these change.
 
-    arguments: those of the changes that the plan's own config needs too. trust: do what it says, whoever wrote it.
+    arguments: those of the changes that the plan's own config needs too. trust: do what it says,
+    whoever wrote it.
     """
     try:
         planned = read(arguments, plan.words)
@@ -121,7 +144,9 @@ def _with_plan(read: ReadConfig, plan: Plan, changes: Sequence[str], arguments: 
         check_plan(plan, config, changes)
     overrides = {key_of(word): word for word in arguments}
     lines = [
-        f"{word} -> {overrides[key_of(word)]}" for word in plan.arguments if overrides.get(key_of(word), word) != word
+        f"{word} -> {overrides[key_of(word)]}"
+        for word in plan.arguments
+        if overrides.get(key_of(word), word) != word
     ]
     keys = [key_of(word) for word in plan.settings]
     # Of a section that is gone, only the section is listed.
@@ -150,29 +175,57 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(
         prog="python -m mmjax.train",
         description=__doc__,
-        epilog="\n".join(["configs:", *(f"  {name:<{width}}  {about}" for name, about in configs.items())]),
+        epilog="\n".join(
+            ["configs:", *(f"  {name:<{width}}  {about}" for name, about in configs.items())]
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", metavar="CONFIG | a.b=value", help=WORDS)
-    parser.add_argument("--show", action="store_true", help="print the whole config with each key's meaning, and stop")
-    parser.add_argument("--profile", action="store_true", help="time layers here first; kept for the next time")
-    parser.add_argument("--new-data", action="store_true", help="with --resume: go on with the data as it is now")
     parser.add_argument(
-        "--change", action="append", default=[], metavar="KEY", help="with --resume: this part of the config may differ"
+        "--show",
+        action="store_true",
+        help="print the whole config with each key's meaning, and stop",
     )
-    parser.add_argument("--trust", action="store_true", help=f"with --resume or plan=: {TRUST_HELP}")
+    parser.add_argument(
+        "--profile", action="store_true", help="time layers here first; kept for the next time"
+    )
+    parser.add_argument(
+        "--new-data", action="store_true", help="with --resume: go on with the data as it is now"
+    )
+    parser.add_argument(
+        "--change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="with --resume: this part of the config may differ",
+    )
+    parser.add_argument(
+        "--trust", action="store_true", help=f"with --resume or plan=: {TRUST_HELP}"
+    )
     started = parser.add_mutually_exclusive_group()
     started.add_argument(
-        "--resume", nargs="?", const="resume", choices=("resume", "auto"), help="continue the run (auto: or start it)"
+        "--resume",
+        nargs="?",
+        const="resume",
+        choices=("resume", "auto"),
+        help="continue the run (auto: or start it)",
     )
-    started.add_argument("--overwrite", action="store_true", help="replace the run that is in its folder")
-    # `--resume` takes a value behind `=` only: the word after it is the config, or the run's folder.
-    argv = ["--resume=resume" if word == "--resume" else word for word in (sys.argv[1:] if argv is None else argv)]
+    started.add_argument(
+        "--overwrite", action="store_true", help="replace the run that is in its folder"
+    )
+    # `--resume` takes a value behind `=` only: the word after it is the config, or the run's
+    # folder.
+    argv = [
+        "--resume=resume" if word == "--resume" else word
+        for word in (sys.argv[1:] if argv is None else argv)
+    ]
     args = parse_words(parser, argv)
     plans = [word.removeprefix("plan=") for word in args.words if word.startswith("plan=")]
     if len(plans) > 1:
-        raise UserError(f"plan={plans[0]} and plan={plans[1]}: a run has one plan; leave one of them out")
+        raise UserError(
+            f"plan={plans[0]} and plan={plans[1]}: a run has one plan; leave one of them out"
+        )
     plan = "".join(plans)
     words = [word for word in args.words if not word.startswith("plan=")]
     config, path = _read_config(words, plan, bool(args.resume), args.trust)
@@ -183,7 +236,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         mute()
     set_gpu_memory_fraction()
     permitted = AllowedChanges(args.new_data, tuple(args.change), args.trust)
-    if permitted != NO_CHANGES and not args.resume and not (plan and permitted == AllowedChanges(trust=True)):
+    if (
+        permitted != NO_CHANGES
+        and not args.resume
+        and not (plan and permitted == AllowedChanges(trust=True))
+    ):
         raise UserError(
             "--new-data and --change are of a run that goes on, and --trust of that or of plan=; say --resume, or "
             "--resume=auto"
@@ -192,7 +249,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags = StopFlags()
     watchdog = Watchdog(config.training.watch, run_folder_of(config).stacks)
     with flags.installed(), watchdog, coordination.process_group():
-        train(config, path, mode, profile=args.profile, permitted=permitted, flags=flags, watchdog=watchdog)
+        train(
+            config,
+            path,
+            mode,
+            profile=args.profile,
+            permitted=permitted,
+            flags=flags,
+            watchdog=watchdog,
+        )
 
 
 if __name__ == "__main__":

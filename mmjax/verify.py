@@ -1,8 +1,9 @@
 """Prove that packing and balancing change nothing: ``python -m mmjax.verify CONFIG [--samples N] [a.b=value ...]``.
 
-Samples of a run's first steps are computed with the weights that it starts from: as the run packs them, and each alone,
-with its images and clips in rows of their own. What differs by more than rounding has leaked from another sample; the
-first layer in which it does is named, and the exit code is 1. One process, on the devices at hand.
+Samples of a run's first steps are computed with the weights that it starts from: as the run packs
+them, and each alone, with its images and clips in rows of their own. What differs by more than
+rounding has leaked from another sample; the first layer in which it does is named, and the exit
+code is 1. One process, on the devices at hand.
 """
 
 from __future__ import annotations
@@ -56,16 +57,20 @@ from mmjax.startup import activity
 from mmjax.training.run_checkpoints import RunCheckpoints
 from mmjax.training.run_data import open_data
 
-# Differences that are rounding, over the largest value of the sample at the place, or of the gradient's leaf. Sums of
-# other lengths, in another order, differ in the last of float32's 24 bits, 1e-7 each; a model's layers add up to a
-# hundred of them. Of bfloat16 it is the last of 8 bits, and errors that large do not add up as small ones do.
+# Differences that are rounding, over the largest value of the sample at the place, or of the
+# gradient's leaf. Sums of other lengths, in another order, differ in the last of float32's 24 bits,
+# 1e-7 each; a model's layers add up to a hundred of them. Of bfloat16 it is the last of 8 bits, and
+# errors that large do not add up as small ones do.
 ROUNDING = {"float32": 1e-5, "bfloat16": 0.05}
 DENSE_ROW = 4096  # positions of a row: all scores of longer ones fill the memory
-INTERPRETED_ROW = 512  # positions of a row: with longer ones the kernel takes minutes where it is interpreted
+# positions of a row: with longer ones the kernel takes minutes where it is interpreted
+INTERPRETED_ROW = 512
 VIRTUAL_RANKS = 4  # that one device stands for, so that there is something to balance
 STEPS = 2  # whose samples are taken by default
-INPUTS, LOSSES, GRADIENTS = "inputs", "token losses", "gradients"  # kinds of places that are no layers
-FIELDS = ("token", "target", "weight", "position", "kind", "sees")  # of a text, whatever its neighbours are
+# kinds of places that are no layers
+INPUTS, LOSSES, GRADIENTS = "inputs", "token losses", "gradients"
+# of a text, whatever its neighbours are
+FIELDS = ("token", "target", "weight", "position", "kind", "sees")
 
 
 class Place(NamedTuple):
@@ -90,7 +95,10 @@ class State(NamedTuple):
         order = order[owner[order] != PADDING]
         samples, first = np.unique(owner[order], return_index=True)
         values = np.reshape(self.value, (len(owner), -1))
-        return {int(k): values[rows] for k, rows in zip(samples, np.split(order, first[1:]), strict=False)}
+        return {
+            int(k): values[rows]
+            for k, rows in zip(samples, np.split(order, first[1:]), strict=False)
+        }
 
 
 class Check(NamedTuple):
@@ -110,17 +118,25 @@ class Check(NamedTuple):
 
 
 States = dict[Place, State]
-Differences = dict[Place, tuple[float, str]]  # the largest relative difference at a place, and the sample that has it
+# the largest relative difference at a place, and the sample that has it
+Differences = dict[Place, tuple[float, str]]
 
-# ---------------------------------------------------------------------------------------------------- what is compared
+# --------------------------------------------------------------------------------------------------
+# what is compared
 
 
 def input_states(batch: Microbatch) -> States:
     """Return what the towers read."""
     fields = [("llm", batch.text, name) for name in FIELDS]
-    fields += [(encoder, items, name) for encoder, items in batch.items.items() for name in ("values", "coordinates")]
+    fields += [
+        (encoder, items, name)
+        for encoder, items in batch.items.items()
+        for name in ("values", "coordinates")
+    ]
     return {
-        Place(number - len(fields), f"{tower} {name}", INPUTS): State(rows.owner, rows.offset, getattr(rows, name))
+        Place(number - len(fields), f"{tower} {name}", INPUTS): State(
+            rows.owner, rows.offset, getattr(rows, name)
+        )
         for number, (tower, rows, name) in enumerate(fields)
     }
 
@@ -130,13 +146,17 @@ def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: i
     module = model.module(params)
     states: States = {}
 
-    def record(name: str, kind: str, tower: Any, rows: TextBatch | ItemBatch, context: Context, value: Any) -> None:
+    def record(
+        name: str, kind: str, tower: Any, rows: TextBatch | ItemBatch, context: Context, value: Any
+    ) -> None:
         owner, offset = tower.origin(rows)
         owner = jnp.where(context.mask.sample >= 0, owner, PADDING)
         group = owner.shape[1] // value.shape[1]  # positions that a connector merges
         states[Place(len(states), name, kind)] = State(owner[:, ::group], offset[:, ::group], value)
 
-    def layers(name: str, tower: Any, rows: Any, context: Context, x: Any, add: Sequence[Any] = ()) -> Iterator[Any]:
+    def layers(
+        name: str, tower: Any, rows: Any, context: Context, x: Any, add: Sequence[Any] = ()
+    ) -> Iterator[Any]:
         if context.rotation is not None:
             angles = jnp.concatenate(context.rotation, axis=-1)
             record(f"{name} rotary positions", f"{name} positions", tower, rows, context, angles)
@@ -162,12 +182,16 @@ def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: i
     *_, x = layers("llm", module.llm, batch.text, context, x, add)
     hidden, output_table = module.llm.hidden_and_table(x)
     record("llm final norm", "llm final norm", module.llm, batch.text, context, hidden)
-    losses = losses_in_chunks(hidden, output_table, batch.text, loss_chunks, model.config.llm.logit_cap)
+    losses = losses_in_chunks(
+        hidden, output_table, batch.text, loss_chunks, model.config.llm.logit_cap
+    )
     record(LOSSES, LOSSES, module.llm, batch.text, context, losses)
     for name, errors in module.generator_errors(hidden, batch.text, batch.items, None).items():
         items = batch.items[name]
         owner = jnp.where(items.item >= 0, items.owner, PADDING)
-        states[Place(len(states), f"{name} errors", f"{name} errors")] = State(owner, items.offset, errors)
+        states[Place(len(states), f"{name} errors", f"{name} errors")] = State(
+            owner, items.offset, errors
+        )
     return states
 
 
@@ -181,17 +205,22 @@ def relative_difference(actual: np.ndarray, expected: np.ndarray, floor: float =
     return math.inf if math.isnan(difference) else difference / scale
 
 
-def compare_states(actual: Sequence[States], expected: Sequence[States], index: LengthIndex) -> Differences:
+def compare_states(
+    actual: Sequence[States], expected: Sequence[States], index: LengthIndex
+) -> Differences:
     """Compare the values of every sample in some microbatches with those that it has in others."""
     differences = {}
     for place in actual[0]:
         ours, theirs = (
-            {k: x for s in states for k, x in s[place].by_sample().items()} for states in (actual, expected)
+            {k: x for s in states for k, x in s[place].by_sample().items()}
+            for states in (actual, expected)
         )
-        floor = float(place.kind == LOSSES)  # one nat: smaller losses are small differences of large logits
+        # one nat: smaller losses are small differences of large logits
+        floor = float(place.kind == LOSSES)
         missing = np.empty((0, 0))
         by_sample = [
-            (relative_difference(ours.get(k, missing), theirs.get(k, missing), floor), k) for k in ours | theirs
+            (relative_difference(ours.get(k, missing), theirs.get(k, missing), floor), k)
+            for k in ours | theirs
         ]
         relative, sample = max(by_sample, default=(0.0, 0))
         differences[place] = relative, index.name(sample)
@@ -205,7 +234,10 @@ def compare_gradients(actual: Sums, expected: Sums) -> Differences:
     floor = 1e-3 * max((float(np.abs(leaf).max(initial=0.0)) for _, leaf in leaves), default=0.0)
     pairs = zip(leaves, jax.tree.leaves(actual.gradients), strict=True)
     return {
-        Place(sys.maxsize, ".".join(key_names(path)), GRADIENTS): (relative_difference(one_device, leaf, floor), "")
+        Place(sys.maxsize, ".".join(key_names(path)), GRADIENTS): (
+            relative_difference(one_device, leaf, floor),
+            "",
+        )
         for (path, leaf), one_device in pairs
     }
 
@@ -221,7 +253,8 @@ def checks_of(differences: Differences, backend: str, rounding: float) -> Iterat
         yield Check(kind, backend, difference, tolerance=tolerance, place=place, sample=sample)
 
 
-# ------------------------------------------------------------------------------------------------------------- the run
+# --------------------------------------------------------------------------------------------------
+# the run
 
 
 def samples_of(batch: Microbatch) -> np.ndarray:
@@ -234,11 +267,14 @@ def plan_alone(
 ) -> MicrobatchPlan:
     """Plan a sample for each rank, in a row of its own, and each of its items too. rows, lengths: `[modules]`."""
     parts = index.parts(samples)
-    number = np.zeros(len(parts.module), np.int64)  # of an item among those of its sample and encoder
+    # of an item among those of its sample and encoder
+    number = np.zeros(len(parts.module), np.int64)
     for module in range(1, len(rows)):
         items = np.flatnonzero(parts.module == module)
         # Items of the samples 0 0 2 2 2 have the numbers 0 1 0 1 2.
-        number[items] = np.concatenate([np.arange(n) for n in np.bincount(parts.sample()[items], minlength=1)])
+        number[items] = np.concatenate(
+            [np.arange(n) for n in np.bincount(parts.sample()[items], minlength=1)]
+        )
     row = (rows[parts.module] * parts.sample() + number).astype(np.int32)
     return MicrobatchPlan(
         samples=samples,
@@ -258,15 +294,20 @@ def plan_alone(
 class Verifier:
     """A run as it would begin: its data, weights and programs."""
 
-    def __init__(self, config: Config, source: Path, path: Path, devices: Sequence[jax.Device] | None = None) -> None:
+    def __init__(
+        self, config: Config, source: Path, path: Path, devices: Sequence[jax.Device] | None = None
+    ) -> None:
         """Open the data and load the weights. source: the config's file; path: an empty folder; devices: default: all.
 
         Raises UserError where the run does not fit them.
         """
-        config = replace(config, units={})  # it makes no difference to a sample which devices have which layers
+        # it makes no difference to a sample which devices have which layers
+        config = replace(config, units={})
         copy_config(source, path)  # where a FunctionSource looks its function up
         folder = RunFolder(path)
-        self.mesh = make_mesh(config.mesh, choose_devices(config.device) if devices is None else devices)
+        self.mesh = make_mesh(
+            config.mesh, choose_devices(config.device) if devices is None else devices
+        )
         check_layout("mesh", replace(config.mesh, **self.mesh.shape), config.model)
         self.compiler_options = quick_compiler_options(config.compiler, self.mesh.local_devices[0])
         self.data = open_data(config, folder, 0, NO_CHANGES, self.mesh)
@@ -276,9 +317,13 @@ class Verifier:
         plan, _ = fit_run(config, self.mesh, self.loader.layout, layout_of, longest=longest)
         functions = resolve_callbacks(config.model, path)
         self.config = replace(config, model=plan.applied(config.model))
-        self.model = Model.build(self.config.model, jnp.dtype(config.training.precision), functions=functions)
+        self.model = Model.build(
+            self.config.model, jnp.dtype(config.training.precision), functions=functions
+        )
         self.loss_chunks = plan.loss_chunks
-        self.state = RunCheckpoints(config, folder, self.data, self.executor(self.model)).init_state()
+        self.state = RunCheckpoints(
+            config, folder, self.data, self.executor(self.model)
+        ).init_state()
 
     def executor(self, model: Model) -> Executor:
         """Return the run's own programs of a model, without an optimizer's state."""
@@ -307,10 +352,16 @@ class Verifier:
     def load_steps(self, samples: int | None) -> list[tuple[Microbatch, ...]]:
         """Load the first steps, as many as have so many samples, or `STEPS`."""
         steps: list[LoadedStep] = []
-        while len(steps) < STEPS if samples is None else sum(len(step.samples) for step in steps) < samples:
+        while (
+            len(steps) < STEPS
+            if samples is None
+            else sum(len(step.samples) for step in steps) < samples
+        ):
             steps.append(self.loader(len(steps)))
             for sample, reason in steps[-1].unreadable.items():
-                raise UserError(f"{self.data.index.name(sample)} cannot be read: {reason}; mend it, or take it out")
+                raise UserError(
+                    f"{self.data.index.name(sample)} cannot be read: {reason}; mend it, or take it out"
+                )
         return [step.microbatches for step in steps]
 
     def pack(self, plan: MicrobatchPlan) -> Microbatch:
@@ -326,8 +377,12 @@ class Verifier:
         modules = 1 + len(self.config.model.item_modules)
         unit = math.lcm(self.config.batch.alignment, *index.positions_per_token.tolist())
         lengths = -(-np.maximum(parts.largest(modules), 1) // unit) * unit
-        items = [np.bincount(parts.sample()[parts.module == k], minlength=1).max() for k in range(modules)]
-        ranks = np.array([1] + [topology.encoders_per_rank] * (modules - 1))  # over which a rank's rows are spread
+        items = [
+            np.bincount(parts.sample()[parts.module == k], minlength=1).max()
+            for k in range(modules)
+        ]
+        # over which a rank's rows are spread
+        ranks = np.array([1] + [topology.encoders_per_rank] * (modules - 1))
         rows = -(-np.maximum(items, 1) // ranks) * ranks
         return [
             [
@@ -344,10 +399,14 @@ class Programs:
     def __init__(self, run: Verifier, backend: Attention) -> None:
         self.run = run
         config = run.model.config
-        config = with_changes(config, {name: {"attention": backend} for name in ("llm", *config.item_modules)})
+        config = with_changes(
+            config, {name: {"attention": backend} for name in ("llm", *config.item_modules)}
+        )
         single = {name: tuple(range(1, tower.layers)) for name, tower in towers_of(config).items()}
         layered = Model.build(config, run.model.dtype, single, run.model.functions)
-        self.executor = executor = run.executor(Model.build(config, run.model.dtype, functions=run.model.functions))
+        self.executor = executor = run.executor(
+            Model.build(config, run.model.dtype, functions=run.model.functions)
+        )
 
         def states(params: Params, batch: Microbatch) -> States:
             with activations_on(executor.mesh, executor.rules):
@@ -359,58 +418,93 @@ class Programs:
     def states(self, batch: Microbatch) -> States:
         """Return what a microbatch's towers read and what every layer puts out, on the host."""
         put = put_rows(batch, self.executor.mesh, self.executor.rules)
-        return input_states(batch) | jax.device_get(self._layer_states(self.executor.parameters(self.run.state), put))
+        return input_states(batch) | jax.device_get(
+            self._layer_states(self.executor.parameters(self.run.state), put)
+        )
 
     def gradients(self, batches: Sequence[Microbatch]) -> Sums:
         """Return the gradients of all microbatches together, on the host."""
         executor, state = self.executor, self.run.state
         model = executor.model.config
-        patches = {name: np.float32(sum((b.items[name].item >= 0).sum() for b in batches)) for name in model.generators}
-        weights = loss_weights(model, np.float32(sum(batch.text.weight.sum() for batch in batches)), patches)
+        patches = {
+            name: np.float32(sum((b.items[name].item >= 0).sum() for b in batches))
+            for name in model.generators
+        }
+        weights = loss_weights(
+            model, np.float32(sum(batch.text.weight.sum() for batch in batches)), patches
+        )
         accumulated = executor.zeros()
         for batch in batches:
             put = put_rows(batch, executor.mesh, executor.rules)
             accumulated = executor.gradients(state, accumulated, [(put,)], weights, None).sums
         return jax.device_get(accumulated[0])
 
-    def packed_is_alone(self, packed: Sequence[Microbatch], apart: Sequence[Sequence[Microbatch]]) -> Differences:
+    def packed_is_alone(
+        self, packed: Sequence[Microbatch], apart: Sequence[Sequence[Microbatch]]
+    ) -> Differences:
         """Compare all that is computed of the samples of each microbatch with what is computed of them alone."""
         differences: Differences = {}
         for batch, singles in zip(packed, apart, strict=True):
-            compared = compare_states([self.states(batch)], list(map(self.states, singles)), self.run.data.index)
-            differences |= {place: max(differences.get(place, result), result) for place, result in compared.items()}
+            compared = compare_states(
+                [self.states(batch)], list(map(self.states, singles)), self.run.data.index
+            )
+            differences |= {
+                place: max(differences.get(place, result), result)
+                for place, result in compared.items()
+            }
         return differences
 
     def balanced_is_unbalanced(self, steps: int) -> tuple[Differences, str]:
         """Compare the first steps under the run's balance and under none; also describe what differs between them."""
         run, loader = self.run, self.run.loader
         real = run.mesh.size > 1
-        topology = loader.layout.topology if real else Topology(VIRTUAL_RANKS, VIRTUAL_RANKS, VIRTUAL_RANKS)
+        topology = (
+            loader.layout.topology
+            if real
+            else Topology(VIRTUAL_RANKS, VIRTUAL_RANKS, VIRTUAL_RANKS)
+        )
         losses, gradients, placed = [], [], []
         for balance in (run.config.batch.balance, NoBalance()):
             config = replace(run.config, batch=replace(run.config.batch, balance=balance))
             weights = run.data.launch.weights
-            planner, _ = make_planner(run.data.index, config, weights, topology, loader.budget, max_steps=steps)
+            planner, _ = make_planner(
+                run.data.index, config, weights, topology, loader.budget, max_steps=steps
+            )
             plans = [plan for step in range(steps) for plan in planner.plan(step).microbatches]
-            placed.append({k: r for p in plans for k, r in zip(p.samples, p.rank()[p.part_start[:-1]], strict=True)})
+            placed.append(
+                {
+                    k: r
+                    for p in plans
+                    for k, r in zip(p.samples, p.rank()[p.part_start[:-1]], strict=True)
+                }
+            )
             batches = list(map(run.pack, plans))
             states = map(self.states, batches)
-            losses.append([{place: x for place, x in s.items() if place.kind == LOSSES} for s in states])
+            losses.append(
+                [{place: x for place, x in s.items() if place.kind == LOSSES} for s in states]
+            )
             gradients.append(self.gradients(batches))
         moved = sum(placed[0][sample] != rank for sample, rank in placed[1].items())
         about = f"{moved} samples placed elsewhere, {topology.ranks} {'ranks' if real else 'virtual ranks'}"
         return compare_states(*losses, run.data.index) | compare_gradients(*gradients), about
 
 
-def verify(run: Verifier, samples: int | None = None, backends: Sequence[Attention] = ()) -> Iterator[Check]:
+def verify(
+    run: Verifier, samples: int | None = None, backends: Sequence[Attention] = ()
+) -> Iterator[Check]:
     """Yield every check of a run as it is done, of so many samples and of these backends or all that can be used."""
     steps = run.load_steps(samples)
     batches = [batch for step in steps for batch in step]
     rounding = ROUNDING[run.config.training.precision]
-    fullest = {name: int(max(b.items[name].item.max() for b in batches)) + 1 for name in run.config.model.item_modules}
+    fullest = {
+        name: int(max(b.items[name].item.max() for b in batches)) + 1
+        for name in run.config.model.item_modules
+    }
     fullest = {"samples": int(max(batch.text.sample.max() for batch in batches)) + 1} | fullest
     if fullest["samples"] < 2:
-        raise UserError("no row holds two samples, so nothing is packed: raise batch.size or lower batch.rows.llm")
+        raise UserError(
+            "no row holds two samples, so nothing is packed: raise batch.size or lower batch.rows.llm"
+        )
     print_note(
         f"{run.config.name}: {sum(len(samples_of(batch)) for batch in batches)} samples of {len(steps)} steps on "
         f"{run.mesh.size} x {run.mesh.devices.flat[0].device_kind}, in {run.config.training.precision}; a row holds up "
@@ -434,7 +528,9 @@ def verify(run: Verifier, samples: int | None = None, backends: Sequence[Attenti
         with activity("comparing balanced with unbalanced"):
             differences, about = first.balanced_is_unbalanced(len(steps))
             kind = f"balance {balance.kind}: {about}"
-            yield from checks_of({p._replace(kind=kind): d for p, d in differences.items()}, backends[0], rounding)
+            yield from checks_of(
+                {p._replace(kind=kind): d for p, d in differences.items()}, backends[0], rounding
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -445,7 +541,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = f"at least so many, in whole steps (default: those of {STEPS} steps)"
     parser.add_argument("--samples", type=int, metavar="N", help=about)
     about = "of attention, may be repeated; default: all that can compute such rows here"
-    parser.add_argument("--backend", action="append", choices=("dense", "blockwise", "flash"), help=about)
+    parser.add_argument(
+        "--backend", action="append", choices=("dense", "blockwise", "flash"), help=about
+    )
     about = "of the computation, whatever the config says; bfloat16 hides leaks that are smaller than its rounding"
     parser.add_argument("--precision", choices=tuple(ROUNDING), default="float32", help=about)
     parser.add_argument("--json", action="store_true", help="print one JSON list and nothing else")
@@ -456,17 +554,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = find_config(named) if named else default_config()
     config = load(path, [word for word in args.words if word is not named])
     if not config.data.sources:
-        raise UserError(f"{config.name} names no data to compute: name yours in data.sources (docs/data.md)")
+        raise UserError(
+            f"{config.name} names no data to compute: name yours in data.sources (docs/data.md)"
+        )
     config = replace(config, training=replace(config.training, precision=args.precision))
     set_gpu_memory_fraction()
     enable_compilation_cache(user_cache() / "programs")
     # By default a GPU multiplies float32 as TF32, which has three digits.
     products = "highest" if args.precision == "float32" else None
     with tempfile.TemporaryDirectory() as folder, jax.default_matmul_precision(products):
-        checks = list(verify(Verifier(config, path, Path(folder)), args.samples, args.backend or ()))
+        checks = list(
+            verify(Verifier(config, path, Path(folder)), args.samples, args.backend or ())
+        )
     leaks = [check for check in checks if not check.passed]
     if args.json:
-        print_lines(json.dumps([c._asdict() | {"place": c.place.name, "passed": c.passed} for c in checks]))
+        print_lines(
+            json.dumps([c._asdict() | {"place": c.place.name, "passed": c.passed} for c in checks])
+        )
         return int(bool(leaks))
     rows = [
         (
@@ -480,11 +584,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for c in checks
     ]
-    print_lines(*table([("", "check", "backend", "difference", "tolerance", "in", "of sample"), *rows], indent=""))
+    print_lines(
+        *table(
+            [("", "check", "backend", "difference", "tolerance", "in", "of sample"), *rows],
+            indent="",
+        )
+    )
     if not leaks:
         print_lines("nothing leaks: samples compute in the run's rows what they compute alone")
         return 0
-    first = min((leak for leak in leaks if leak.backend == leaks[0].backend), key=lambda leak: leak.place)
+    first = min(
+        (leak for leak in leaks if leak.backend == leaks[0].backend), key=lambda leak: leak.place
+    )
     into = f" into {first.sample}" if first.sample else ""
     print_lines(f"LEAK{into}, first in {first.place.name}, with {first.backend} attention")
     return 1

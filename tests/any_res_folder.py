@@ -21,15 +21,33 @@ from transformers import (
     Qwen2Config,
     SiglipVisionConfig,
 )
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
 
 TILE, PATCH = 12, 4
-TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3}
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+TOWER = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+}
 TOWER |= {"image_size": TILE, "patch_size": PATCH}
-NEXT_POINTS = [[TILE * rows, TILE * columns] for rows, columns in ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1))]
-ONEVISION_POINTS = [[TILE * rows, TILE * columns] for rows in range(1, 4) for columns in range(1, 4)]
+NEXT_POINTS = [
+    [TILE * rows, TILE * columns] for rows, columns in ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1))
+]
+ONEVISION_POINTS = [
+    [TILE * rows, TILE * columns] for rows in range(1, 4) for columns in range(1, 4)
+]
 SHAPES = ((40, 40), (20, 90), (90, 20), (37, 50), (12, 12), (61, 9), (100, 33), (7, 50))
 
 
@@ -37,9 +55,15 @@ def save_next(folder: Path) -> Path:
     """A LLaVA-NeXT, as `transformers` saves it, with all that serves it."""
     size = {"size": {"shortest_edge": TILE}, "crop_size": {"height": TILE, "width": TILE}}
     LlavaNextImageProcessorPil(**size, image_grid_pinpoints=NEXT_POINTS).save_pretrained(folder)
-    processor = {"processor_class": "LlavaNextProcessor", "patch_size": PATCH, "num_additional_image_tokens": 1}
+    processor = {
+        "processor_class": "LlavaNextProcessor",
+        "patch_size": PATCH,
+        "num_additional_image_tokens": 1,
+    }
     (folder / "processor_config.json").write_text(
-        json.dumps(processor | {"vision_feature_select_strategy": "default", "image_token": "<image>"})
+        json.dumps(
+            processor | {"vision_feature_select_strategy": "default", "image_token": "<image>"}
+        )
     )
     return _saved(folder, LlamaConfig, CLIPVisionConfig(**TOWER), LlavaNextConfig, LlavaNextForConditionalGeneration,
                   image_grid_pinpoints=NEXT_POINTS)  # fmt: skip
@@ -48,9 +72,14 @@ def save_next(folder: Path) -> Path:
 def save_onevision(folder: Path, most_tiles: int = 2) -> Path:
     """A LLaVA-OneVision whose images are interpolated where they have more than so many tiles."""
     size = {"size": {"height": TILE, "width": TILE}}
-    LlavaOnevisionImageProcessorPil(**size, image_grid_pinpoints=ONEVISION_POINTS).save_pretrained(folder)
+    LlavaOnevisionImageProcessorPil(**size, image_grid_pinpoints=ONEVISION_POINTS).save_pretrained(
+        folder
+    )
     said = {"vision_aspect_ratio": f"anyres_max_{most_tiles}"}
-    processor = {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": (TILE // PATCH) ** 2} | said
+    processor = {
+        "processor_class": "LlavaOnevisionProcessor",
+        "num_image_tokens": (TILE // PATCH) ** 2,
+    } | said
     (folder / "processor_config.json").write_text(
         json.dumps(processor | {"vision_feature_select_strategy": "full", "image_token": "<image>"})
     )
@@ -65,7 +94,9 @@ def _saved(folder, text, vision, config, model, **own) -> Path:
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     text = text(**TEXT, num_key_value_heads=2, vocab_size=len(tokenizer), **ends)
     image = tokenizer.convert_tokens_to_ids("<image>")
-    model(config(vision_config=vision, text_config=text, image_token_index=image, **own)).save_pretrained(folder)
+    model(
+        config(vision_config=vision, text_config=text, image_token_index=image, **own)
+    ).save_pretrained(folder)
     return folder
 
 
@@ -78,7 +109,10 @@ def save_questions(folder: Path, shapes=SHAPES) -> Path:
     records = []
     for n, images in enumerate(names):
         asked = "<image>" * len(images) + f"\nWhat colour is number {n}?"
-        turns = [{"from": "human", "value": asked}, {"from": "gpt", "value": "blue" if n % 2 else "red"}]
+        turns = [
+            {"from": "human", "value": asked},
+            {"from": "gpt", "value": "blue" if n % 2 else "red"},
+        ]
         records.append({"id": str(n), "image": images, "conversations": turns})
     (folder / "data.json").write_text(json.dumps(records))
     return folder / "data.json"

@@ -14,9 +14,19 @@ from typing import Any
 from started import begin, kill
 
 CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
+    (
+        found
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (found := shutil.which(name))
+    ),
+    "",
 )
-QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
+QUIET = (
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+)
 HEADLESS = ("--headless", "--no-sandbox", "--disable-gpu")
 
 
@@ -24,10 +34,20 @@ class Browser:
     """A browser with one tab. `complaints` are what its console showed."""
 
     def __init__(self, folder: Path) -> None:
-        # It reads commands from file 3 and writes replies to file 4; ours are moved out of the way of these.
-        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for pipe in (os.pipe(), os.pipe()) for end in pipe]
+        # It reads commands from file 3 and writes replies to file 4; ours are moved out of the way
+        # of these.
+        ends = [
+            fcntl.fcntl(end, fcntl.F_DUPFD, 10) for pipe in (os.pipe(), os.pipe()) for end in pipe
+        ]
         read, self._write, self._read, write = ends
-        words = [CHROMIUM, *HEADLESS, *QUIET, f"--user-data-dir={folder}", "--remote-debugging-pipe", "about:blank"]
+        words = [
+            CHROMIUM,
+            *HEADLESS,
+            *QUIET,
+            f"--user-data-dir={folder}",
+            "--remote-debugging-pipe",
+            "about:blank",
+        ]
         shell = ["bash", "-c", f'exec "$@" 3<&{read} 4>&{write}', "bash", *words]
         null = {"stdout": -3, "stderr": -3}
         self._process = begin(shell, dict(os.environ), pass_fds=(read, write), **null)
@@ -39,7 +59,9 @@ class Browser:
         self._session = ""
         targets = self.call("Target.getTargets")["targetInfos"]
         target = next(t["targetId"] for t in targets if t["type"] == "page")
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for part in ("Page", "Runtime", "Log"):
             self.call(f"{part}.enable")
 
@@ -56,7 +78,11 @@ class Browser:
                 self._received += more
             line, _, self._received = self._received.partition(b"\0")
             reply = json.loads(line)
-            if reply.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"):
+            if reply.get("method") in (
+                "Runtime.exceptionThrown",
+                "Log.entryAdded",
+                "Runtime.consoleAPICalled",
+            ):
                 self.complaints.append(json.dumps(reply["params"]))
             if reply.get("id") == number:
                 assert "error" not in reply, reply
@@ -64,13 +90,19 @@ class Browser:
 
     def value(self, expression: str) -> Any:
         """What an expression of JavaScript gives in the page."""
-        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)[
+            "result"
+        ].get("value")
 
     def wait(self, expression: str, seconds: float = 240) -> Any:
         """What it gives as soon as it is true."""
         deadline = time.monotonic() + seconds
         while not (value := self.value(expression)):
-            assert time.monotonic() < deadline, (expression, self.value("document.body.innerText"), self.complaints)
+            assert time.monotonic() < deadline, (
+                expression,
+                self.value("document.body.innerText"),
+                self.complaints,
+            )
             time.sleep(0.1)
         return value
 

@@ -36,11 +36,18 @@ def write_video(
     height, width, _ = frames[0].shape
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=rate)
-        stream.width, stream.height, stream.pix_fmt, stream.gop_size = width, height, "yuv420p", key_every
+        stream.width, stream.height, stream.pix_fmt, stream.gop_size = (
+            width,
+            height,
+            "yuv420p",
+            key_every,
+        )
         if turned:
             stream.set_display_rotation(turned)
         track = (
-            None if sound is None else container.add_stream("aac" if path.suffix == ".mp4" else "pcm_s16le", SOUND_RATE)
+            None
+            if sound is None
+            else container.add_stream("aac" if path.suffix == ".mp4" else "pcm_s16le", SOUND_RATE)
         )
         if track is not None:
             track.layout = "mono" if len(sound) == 1 else "stereo"
@@ -51,7 +58,9 @@ def write_video(
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
         if track is not None:
-            frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(sound, np.float32), "fltp", track.layout.name)
+            frame = av.AudioFrame.from_ndarray(
+                np.ascontiguousarray(sound, np.float32), "fltp", track.layout.name
+            )
             frame.sample_rate, frame.pts = SOUND_RATE, 0
             for piece in av.AudioResampler(track.format, track.layout, SOUND_RATE).resample(frame):
                 container.mux(track.encode(piece))

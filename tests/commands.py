@@ -33,7 +33,9 @@ SHIPPED = sorted({path.stem for path in (ROOT / "configs").glob("*.py")} - ASKIN
 MEDIA_WORDS = ("training.steps=6", "training.keep=3", "batch.microbatches=2")
 
 
-def run(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], None], *words: object) -> Ended:
+def run(
+    capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], None], *words: object
+) -> Ended:
     """Run a command's `main` in this process."""
     capsys.readouterr()
     code = run_command(lambda: main([str(word) for word in words]))
@@ -68,9 +70,19 @@ def media_run(runs: Path) -> tuple[Path, str]:
             sources.mkdir(exist_ok=True)
             for name in (TINY, TINY_MEDIA):
                 shutil.copy(name, sources)
-            with contextlib.redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
+            with (
+                contextlib.redirect_stdout(io.StringIO()) as out,
+                pytest.MonkeyPatch.context() as patch,
+            ):
                 patch.setattr(loop, "steps", late(loop.steps))
-                train.main([str(sources / Path(TINY_MEDIA).name), f"run={made}", "--overwrite", *MEDIA_WORDS])
+                train.main(
+                    [
+                        str(sources / Path(TINY_MEDIA).name),
+                        f"run={made}",
+                        "--overwrite",
+                        *MEDIA_WORDS,
+                    ]
+                )
             shutil.rmtree(sources)
             printed.write_text(out.getvalue())
     copy = shutil.copytree(made, runs / "media")
@@ -82,4 +94,6 @@ def media_run(runs: Path) -> tuple[Path, str]:
 
 def files(folder: Path) -> dict[str, bytes]:
     """Every file under a folder, to the byte."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }

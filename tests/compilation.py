@@ -19,7 +19,8 @@ def compile_quickly() -> None:
     """For this process, before it asks for a device, and all that it starts: without LLVM's optimizations."""
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    # Every operation would carry the hundred frames of Python that made it through all of XLA's passes.
+    # Every operation would carry the hundred frames of Python that made it through all of XLA's
+    # passes.
     jax.config.update("jax_traceback_in_locations_limit", 0)
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
     given = os.environ.get("XLA_FLAGS", "")
@@ -45,4 +46,9 @@ def optimized() -> Iterator[None]:
 def _known(flags: str) -> bool:
     """Whether this XLA has all of them; it aborts a process that names another."""
     command = [sys.executable, "-c", "import jax; jax.devices()"]
-    return subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True).returncode == 0
+    return (
+        subprocess.run(
+            command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True
+        ).returncode
+        == 0
+    )

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Where it is set, every process that a test starts would compile all modules anew: 6 of its 9 s of start.
+# Where it is set, every process that a test starts would compile all modules anew: 6 of its 9 s of
+# start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Workers are as many as cores; PyTorch's threads beyond one would wait for each other in busy loops.
+# Workers are as many as cores; PyTorch's threads beyond one would wait for each other in busy
+# loops.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
@@ -27,7 +29,10 @@ from tiers import MARKERS, assign_tiers, long_files_first
 
 # The same examples every time, and none is refused because a busy machine was slow to make it.
 hypothesis.settings.register_profile(
-    "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("repeatable")
 gc.disable()  # while everything is imported
@@ -37,7 +42,9 @@ check_shapes("mmjax.models")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cpu-times", type=Path, metavar="FOLDER", help="write every test's CPU time there")
+    parser.addoption(
+        "--cpu-times", type=Path, metavar="FOLDER", help="write every test's CPU time there"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,7 +69,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no file for the smoke tier that has no test of it."""
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    return (is_test and config.getoption("markexpr") == "smoke" and not smoke().has_file(collection_path)) or None
+    return (
+        is_test
+        and config.getoption("markexpr") == "smoke"
+        and not smoke().has_file(collection_path)
+    ) or None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -90,7 +101,9 @@ def forget_programs() -> Iterator[None]:
     jax.clear_caches()
     gc.collect()
     if len(sys.modules) > imported + 100:
-        gc.freeze()  # these tests have imported PyTorch or the like, which all later collections would look through
+        # these tests have imported PyTorch or the like, which all later collections would look
+        # through
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +116,9 @@ def nothing_left_running() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, session_runs: Path) -> Iterator[None]:
+def cache_of_its_own(
+    tmp_path_factory: pytest.TempPathFactory, session_runs: Path
+) -> Iterator[None]:
     """What a user's own runs have measured changes nothing that a test sees. All workers sign runs as one user."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(session_runs.parent / "settings"))

@@ -1,7 +1,8 @@
 """Where the tests' time goes: `pytest --cpu-times FOLDER`, then `python tests/cpu_times.py FOLDER` for the tables.
 
-A test's CPU time is its own and that of the processes it has started and waited for. JAX reports the seconds that it
-spends tracing, lowering and compiling in the test's own process; what started processes spend on it is not told apart.
+A test's CPU time is its own and that of the processes it has started and waited for. JAX reports
+the seconds that it spends tracing, lowering and compiling in the test's own process; what started
+processes spend on it is not told apart.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def main(folder: Path) -> None:
     stages = sum((Counter(of["stages"]) for of in processes), Counter())
     cpu = sum(of["whole"] for of in processes)
     wall = sum(seconds for seconds, _ in tests.values())
-    print(f"{len(tests)} tests, {wall:.0f} s of test time in {len(processes)} processes, {cpu:.0f} s of CPU time\n")
+    print(
+        f"{len(tests)} tests, {wall:.0f} s of test time in {len(processes)} processes, {cpu:.0f} s of CPU time\n"
+    )
     print("| test time | s | share |\n|---|---|---|")
     for name, seconds in [*stages.most_common(), ("everything else", wall - sum(stages.values()))]:
         print(f"| {name} | {seconds:.0f} | {seconds / wall:.0%} |")

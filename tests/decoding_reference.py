@@ -20,7 +20,9 @@ class WithRoom(QuestionPrompts):
 
     def sample(self, index: int) -> Sample:
         segments = self.source.question(index).prompt.segments
-        empty = Text(np.zeros(self.room, np.int32), np.ones(self.room, np.float32), segments[-1].branch)
+        empty = Text(
+            np.zeros(self.room, np.int32), np.ones(self.room, np.float32), segments[-1].branch
+        )
         return Sample((*segments, empty))
 
 
@@ -32,11 +34,14 @@ def greedy_tokens(model, params, source, numbers, room: int) -> dict[int, list[i
     found = {}
     for lies, batch in rows.batches():
         tokens = np.array(batch.text.token)
-        first = (np.array(batch.text.weight) > 0).argmax(1)  # the position that predicts the first token
+        # the position that predicts the first token
+        first = (np.array(batch.text.weight) > 0).argmax(1)
         filled = np.flatnonzero(lies >= 0)
         for k in range(room):
             text = batch.text._replace(token=tokens)
-            best = np.argmax(logits(params, jax.tree.map(jnp.asarray, batch._replace(text=text))), -1)
+            best = np.argmax(
+                logits(params, jax.tree.map(jnp.asarray, batch._replace(text=text))), -1
+            )
             tokens[filled, first[filled] + 1 + k] = best[filled, first[filled] + k]
         for row in filled:
             found[numbers[lies[row]]] = tokens[row, first[row] + 1 : first[row] + 1 + room].tolist()

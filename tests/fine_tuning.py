@@ -42,7 +42,10 @@ BESIDE = {  # what a checkpoint has beside its weights
     "additional_chat_templates/tools.jinja": "{{ tools }}",
     "README.md": "A model — and its card.\n",
 }
-LORA = {"attention": LoraConfig(("llm.*.attention.*",), 4), "mlp": LoraConfig(("*.down",), 3, 5.0, "sqrt_rank")}
+LORA = {
+    "attention": LoraConfig(("llm.*.attention.*",), 4),
+    "mlp": LoraConfig(("*.down",), 3, 5.0, "sqrt_rank"),
+}
 
 
 def save_checkpoint(
@@ -71,7 +74,9 @@ def save_checkpoint(
 def tuning(source: Path, run: Path, precision: str = "float32", **changes: Any) -> Config:
     """The config of a short run from a checkpoint; `changes` are to its model."""
     base = load(TINY)
-    training = replace(base.training, steps=3, checkpoint_every=1, evaluate_every=0, evaluate_samples=1, keep=5)
+    training = replace(
+        base.training, steps=3, checkpoint_every=1, evaluate_every=0, evaluate_samples=1, keep=5
+    )
     training = replace(training, precision=precision)
     own = {"llm.lora": Rates(learning_rate=0.03)} if changes.get("lora") else {}
     optimizer = replace(base.optimizer, learning_rate=3e-3, modules=own)
@@ -97,12 +102,19 @@ def moved_run(config: Config, amount: float = 0.05) -> Path:
     folder.write_config(config)
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     mesh, rules = make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
-    executor = Executor.on_mesh(model, make_optimizer(config.optimizer, model.axes), mesh, rules, sources=1)
+    executor = Executor.on_mesh(
+        model, make_optimizer(config.optimizer, model.axes), mesh, rules, sources=1
+    )
     given = load_pretrained(model, parameter_shardings(model, mesh, rules))
     state = executor.init(jax.random.key(0), given)
-    rng, checkpoints = np.random.default_rng(0), CheckpointStore(folder.checkpoints, executor, Retention(3))
+    rng, checkpoints = (
+        np.random.default_rng(0),
+        CheckpointStore(folder.checkpoints, executor, Retention(3)),
+    )
     for step in (1, 2, 3):
-        trainable = jax.tree.map(lambda p: p + amount * rng.standard_normal(p.shape, np.float32), state.trainable)
+        trainable = jax.tree.map(
+            lambda p: p + amount * rng.standard_normal(p.shape, np.float32), state.trainable
+        )
         state = State((state.stages[0]._replace(trainable=trainable),))
         checkpoints.save(state, to_json(config), DataState(step, "an index", {}))
     checkpoints.close()

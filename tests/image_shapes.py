@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-# (height, width): square, landscape, portrait, exact fits, one off them, very long, one-pixel sides.
+# (height, width): square, landscape, portrait, exact fits, one off them, very long, one-pixel
+# sides.
 SHAPES = (
     (64, 64),
     (48, 64),

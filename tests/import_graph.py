@@ -62,4 +62,8 @@ def closure(seeds: Iterable[str], edges: Mapping[str, set[str]]) -> set[str]:
 
 def with_packages(imported: set[str]) -> set[str]:
     """Add the packages of modules: their `__init__.py` is run first."""
-    return {name[:end] for name in imported for end in [*(dot.start() for dot in re.finditer(r"\.", name)), len(name)]}
+    return {
+        name[:end]
+        for name in imported
+        for end in [*(dot.start() for dot in re.finditer(r"\.", name)), len(name)]
+    }

@@ -24,7 +24,12 @@ from transformers import (
 )
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-COLOURS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (40, 60, 220), "white": (240, 240, 240)}
+COLOURS = {
+    "red": (220, 30, 30),
+    "green": (30, 200, 60),
+    "blue": (40, 60, 220),
+    "white": (240, 240, 240),
+}
 SIDE, PATCH = 16, 4
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'].upper() + ':' }}"
@@ -43,8 +48,12 @@ def save_tokenizer(folder: Path) -> TokenizersBackend:
     backend.decoder = decoders.ByteLevel()
     corpus = [f"USER: What colour is the upper half? ASSISTANT: {c}" for c in COLOURS] * 8
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
-    special = [AddedToken(t, special=True, normalized=False) for t in ("<s>", "</s>", "<pad>", "<image>")]
+    backend.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
+    )
+    special = [
+        AddedToken(t, special=True, normalized=False) for t in ("<s>", "</s>", "<pad>", "<image>")
+    ]
     backend.add_special_tokens(special)
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
@@ -85,7 +94,10 @@ def save_checkpoint(
     )
     image = tokenizer.convert_tokens_to_ids("<image>")
     config = LlavaConfig(
-        vision_config=vision, text_config=text, image_token_index=image, image_seq_length=(SIDE // PATCH) ** 2
+        vision_config=vision,
+        text_config=text,
+        image_token_index=image,
+        image_seq_length=(SIDE // PATCH) ** 2,
     )
     model = LlavaForConditionalGeneration(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -112,11 +124,23 @@ def save_checkpoint(
 def save_parts(place: Path) -> None:
     """`tower` and `llm` in a folder: a SigLIP and a Qwen2 that never met, with its tokenizer and the template."""
     tokens = len(save_tokenizer(place / "llm"))
-    text = {"vocab_size": tokens, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text = {
+        "vocab_size": tokens,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+    }
     qwen = Qwen2Config(**text, num_attention_heads=4, num_key_value_heads=2)
     Qwen2ForCausalLM(qwen).save_pretrained(place / "llm")
-    tower = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    SiglipVisionModel(SiglipVisionConfig(**tower, image_size=SIDE, patch_size=PATCH)).save_pretrained(place / "tower")
+    tower = {
+        "hidden_size": 24,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    SiglipVisionModel(
+        SiglipVisionConfig(**tower, image_size=SIDE, patch_size=PATCH)
+    ).save_pretrained(place / "tower")
     SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE}).save_pretrained(place / "tower")
 
 

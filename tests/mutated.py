@@ -1,8 +1,8 @@
 """What mmjax makes of the inputs that `mutations.py` spoils.
 
-A mutation is accepted where everything is used whole or is what it was before, refused where a UserError says so in one
-line; samples that mmjax lists as bad are counted. Anything else is a fault: a traceback, a minute without an end, a
-sample that is lost or half used without a word.
+A mutation is accepted where everything is used whole or is what it was before, refused where a
+UserError says so in one line; samples that mmjax lists as bad are counted. Anything else is a
+fault: a traceback, a minute without an end, a sample that is lost or half used without a word.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def outcome_of(one: Mutation, things: DataSets | Runs) -> Outcome:
     way = ["?"]
     before = signal.signal(signal.SIGALRM, _ring)
     signal.alarm(SECONDS)
-    faulthandler.dump_traceback_later(3 * SECONDS, exit=True)  # where it hangs in a library, which no signal reaches
+    # where it hangs in a library, which no signal reaches
+    faulthandler.dump_traceback_later(3 * SECONDS, exit=True)
     try:
         listed = getattr(things, one.kind)(one.random(), way)
         return Outcome(way[0], "accepted", listed)

@@ -52,7 +52,9 @@ class Loaded(NamedTuple):
     def bad(self) -> dict[int, str]:
         """The samples that are listed, now or when they are decoded."""
         known = dict(zip(self.index.bad.tolist(), self.index.reason.tolist(), strict=True))
-        return known | {sample: reason for step in self.steps for sample, reason in step.unreadable.items()}
+        return known | {
+            sample: reason for step in self.steps for sample, reason in step.unreadable.items()
+        }
 
     def drawn(self) -> set[int]:
         """The samples that came."""
@@ -89,13 +91,18 @@ def check_whole(loaded: Loaded) -> None:
             held = sum(int(((of.owner == sample) & (of.item >= 0)).sum()) for of in items)
             useful = index.item_useful[slice(*index.item_start[sample : sample + 2])].sum()
             if tokens != times * index.llm_tokens[sample] or held != times * useful:
-                raise Fault(f"sample {sample} has {tokens} tokens and {held} positions of items, not what was promised")
+                raise Fault(
+                    f"sample {sample} has {tokens} tokens and {held} positions of items, not what was promised"
+                )
 
 
 def same(a: Loaded, b: Loaded) -> bool:
     """To the bit, but for what the clock says."""
     x, y = (
-        jax.tree.leaves([s._replace(plan_seconds=0, load_seconds=0, unreadable={}) for s in of.steps]) for of in (a, b)
+        jax.tree.leaves(
+            [s._replace(plan_seconds=0, load_seconds=0, unreadable={}) for s in of.steps]
+        )
+        for of in (a, b)
     )
     return len(x) == len(y) and all(np.array_equal(u, v) for u, v in zip(x, y, strict=True))
 
@@ -103,15 +110,16 @@ def same(a: Loaded, b: Loaded) -> bool:
 class DataSets:
     """Data sets, made when they are first needed, and put back after every mutation. A method for each kind.
 
-    Each is given random numbers and a list for the way, and returns how many samples are listed as bad. Raises
-    UserError where mmjax refuses, Fault where it does wrong.
+    Each is given random numbers and a list for the way, and returns how many samples are listed as
+    bad. Raises UserError where mmjax refuses, Fault where it does wrong.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.chat, self.media = save_chat(folder / "chat"), save_media(folder / "media")
 
-    # ------------------------------------------------------------------------------------------------------- media
+    # ----------------------------------------------------------------------------------------------
+    # media
 
     @cached_property
     def names(self) -> list[str]:
@@ -153,7 +161,9 @@ class DataSets:
             path.write_bytes(self.media[name])
         bad = loaded.bad()
         if len(loaded.index) != len(self.names) + 1 or set(bad) - {number}:
-            raise Fault(f"of {len(loaded.index)} samples {bad} are listed; only {number} is spoiled")
+            raise Fault(
+                f"of {len(loaded.index)} samples {bad} are listed; only {number} is spoiled"
+            )
         if kind in ("cut", "empty") and not bad and len(spoiled) < 0.95 * len(self.media[name]):
             path.write_bytes(spoiled)
             after = loaded.sources["mine"].item(number, 0)
@@ -164,7 +174,8 @@ class DataSets:
                 )
         return len(bad)
 
-    # ----------------------------------------------------------------------------------------------------- records
+    # ----------------------------------------------------------------------------------------------
+    # records
 
     @cached_property
     def formats(self) -> dict[str, FileSource]:
@@ -180,7 +191,9 @@ class DataSets:
                 headers = (path / "00000.jsonl").read_text().splitlines()
                 number = int(rng.integers(len(headers)))
                 kind, line = spoiled_record(json.loads(headers[number]), rng)
-                content = b"\n".join(line if k == number else of.encode() for k, of in enumerate(headers))
+                content = b"\n".join(
+                    line if k == number else of.encode() for k, of in enumerate(headers)
+                )
                 (path / "00000.jsonl").write_bytes(content + b"\n")
                 way[0] = f"arrayrecord header {kind}: {line[:150]!r}"
             elif name in RECORDS and rng.random() < 0.6:
@@ -214,11 +227,16 @@ class DataSets:
             shutil.rmtree(cache, ignore_errors=True)
             shutil.rmtree(index, ignore_errors=True)
         bad = loaded.bad()
-        if changed is not None and (len(loaded.index) != len(RECORDS[name]) or set(bad) - {changed}):
-            raise Fault(f"of {len(loaded.index)} records {bad} are listed; only {changed} is spoiled")
+        if changed is not None and (
+            len(loaded.index) != len(RECORDS[name]) or set(bad) - {changed}
+        ):
+            raise Fault(
+                f"of {len(loaded.index)} records {bad} are listed; only {changed} is spoiled"
+            )
         return len(bad)
 
-    # ------------------------------------------------------------------------------------------ index, cache and run
+    # ------------------------------------------------------------------------------------------
+    # index, cache and run
 
     @cached_property
     def kept(self) -> tuple[Config, Loaded]:

@@ -28,7 +28,13 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.memory import ModelSharding
 from mmjax.planning.remat import MemoryLimit, RunPlan, StagePlan
-from mmjax.runtime.checkpoint import CheckpointMetadata, CheckpointStore, DataState, read_metadata, restore_parameters
+from mmjax.runtime.checkpoint import (
+    CheckpointMetadata,
+    CheckpointStore,
+    DataState,
+    read_metadata,
+    restore_parameters,
+)
 from mmjax.runtime.checkpoint_commit import Retention
 from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.run_dir import RunFolder, changes_of
@@ -65,7 +71,9 @@ class Runs:
         write_memory_plan(folder.memory_plan, self._asked(config), decided)
         steps = [json.dumps({"step": k, "loss": 1.5, "time": 1.0 * k}) for k in range(1, 9)]
         folder.metrics.write_text("".join(line + "\n" for line in steps))
-        folder.quarantine.write_text(json_lines({"sample": f"few[{k}]", "reason": "broken"} for k in range(3)))
+        folder.quarantine.write_text(
+            json_lines({"sample": f"few[{k}]", "reason": "broken"} for k in range(3))
+        )
         return config, folder.path
 
     def _asked(self, config: Config) -> dict[str, Any]:
@@ -75,7 +83,9 @@ class Runs:
         config, path = self.run_files
         folder = RunFolder(path)
         with put_back(path):
-            spoiled = (folder.config, folder.memory_plan, folder.metrics, folder.quarantine)[int(rng.integers(4))]
+            spoiled = (folder.config, folder.memory_plan, folder.metrics, folder.quarantine)[
+                int(rng.integers(4))
+            ]
             if spoiled.suffix == ".json" and rng.random() < 0.5:
                 kind, content = spoiled_record(json.loads(spoiled.read_text()), rng)
                 spoiled.write_bytes(content)
@@ -93,7 +103,10 @@ class Runs:
             decided = MemoryDecision.of(kept)
             apply_overrides(
                 config,
-                [f"model.llm.remat={','.join(decided.policies['llm'])}", f"training.loss_chunks={decided.loss_chunks}"],
+                [
+                    f"model.llm.remat={','.join(decided.policies['llm'])}",
+                    f"training.loss_chunks={decided.loss_chunks}",
+                ],
             )
             if len(decided.policies["llm"]) != config.model.llm.layers:
                 raise Fault(f"a fit of other layers: {decided}")
@@ -105,11 +118,15 @@ class Runs:
             raise Fault(f"the log has {told}")
         quarantine = Quarantine(folder.quarantine, DataConfig(max_bad_share=1.0), 100)
         quarantine.add([BadSampleEntry("few[1]", "broken"), BadSampleEntry("few[7]", "torn")])
-        listed = [(str(bad.get("sample")), str(bad.get("reason"))) for bad in read_json_lines(folder.quarantine)]
+        listed = [
+            (str(bad.get("sample")), str(bad.get("reason")))
+            for bad in read_json_lines(folder.quarantine)
+        ]
         if not {("few[1]", "broken"), ("few[7]", "torn")} <= set(listed):
             raise Fault(f"the list has {listed}")
 
-    # ----------------------------------------------------------------------------------------------------- configs
+    # ----------------------------------------------------------------------------------------------
+    # configs
 
     def config_file(self, text: str) -> Path:
         path = self.folder / "mine.py"
@@ -142,16 +159,21 @@ class Runs:
         make_optimizer(config.optimizer, model.axes)
         parameter_shardings(model, mesh, ShardingRules.of(config.mesh))
 
-    # ------------------------------------------------------------------------------------------------- checkpoints
+    # ----------------------------------------------------------------------------------------------
+    # checkpoints
 
     @cached_property
     def saved(self) -> tuple[Path, Model, Any, Any, CheckpointMetadata]:
         config = load(TINY)
         mesh, rules = make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
         model = Model.build(config.model, jnp.float32)
-        executor = Executor.on_mesh(model, make_optimizer(config.optimizer, model.axes), mesh, rules, sources=1)
+        executor = Executor.on_mesh(
+            model, make_optimizer(config.optimizer, model.axes), mesh, rules, sources=1
+        )
         rng, folder = np.random.default_rng(0), self.folder / "checkpoints"
-        host = jax.tree.map(lambda x: np.asarray(rng.normal(size=x.shape), x.dtype), executor.states[0].abstract)
+        host = jax.tree.map(
+            lambda x: np.asarray(rng.normal(size=x.shape), x.dtype), executor.states[0].abstract
+        )
         state = State((jax.device_put(host, executor.states[0].shardings),))
         checkpoints = CheckpointStore(folder, executor, Retention(2))
         for step in (2, 4):
@@ -176,5 +198,7 @@ class Runs:
 
 def first_difference(a: str, b: str) -> str:
     """Where two texts begin to differ."""
-    at = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    at = next(
+        (k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
     return f"{a[max(0, at - 20) : at + 20]!r} -> {b[max(0, at - 20) : at + 20]!r}"

@@ -1,7 +1,8 @@
 """A thousand inputs that somebody or something has spoiled: `python tests/mutations.py --first 0 --count 1000`.
 
-Every mutation is a pure function of (seed, number): what it is of, in which way it is spoiled, and the random numbers
-of that way. `mutated.py` has the things that are spoiled, and judges what mmjax makes of them.
+Every mutation is a pure function of (seed, number): what it is of, in which way it is spoiled, and
+the random numbers of that way. `mutated.py` has the things that are spoiled, and judges what mmjax
+makes of them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def mutation(number: int, seed: int = SEED) -> Mutation:
     return Mutation(seed, number, kinds[order[place]])
 
 
-# ------------------------------------------------------------------------------------------------------------- bytes
+# --------------------------------------------------------------------------------------------------
+# bytes
 
 HEADS = (
     b"\xff\xd8\xff\xe0\0\x10JFIF\0", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", b"GIF89a\1\0\1\0", b"BM", b"II*\0\x08\0\0\0",
@@ -114,13 +116,16 @@ BYTES: Mapping[str, Callable[[bytes, Random], bytes]] = {
 }
 
 
-def spoiled_bytes(data: bytes, rng: Random, ways: Sequence[str] = tuple(BYTES)) -> tuple[str, bytes]:
+def spoiled_bytes(
+    data: bytes, rng: Random, ways: Sequence[str] = tuple(BYTES)
+) -> tuple[str, bytes]:
     """The way, and what it makes of a file's bytes."""
     way = str(rng.choice(ways))
     return way, BYTES[way](data, rng)
 
 
-# -------------------------------------------------------------------------------------------------- records as JSON
+# --------------------------------------------------------------------------------------------------
+# records as JSON
 
 VALUES = (
     None, True, False, 0, -1, 3, 1.5, -2.5e300, 10**18, 10**400, float("nan"), float("inf"), "", "text", "<image>",
@@ -133,7 +138,13 @@ VALUES = (
 
 def _places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Where values are, inner ones too."""
-    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    inner = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     return [path, *(place for key, value in inner for place in _places(value, (*path, key)))]
 
 
@@ -149,13 +160,19 @@ def spoiled_record(record: dict[str, Any], rng: Random) -> tuple[str, bytes]:
     places = [place for place in _places(tree) if place]
     *above, key = places[int(rng.integers(len(places)))]
     parent = _at(tree, above)
-    way = str(rng.choice(["value", "value", "drop", "rename", "nest", "double", "deep", "utf8", "number", "text"]))
+    way = str(
+        rng.choice(
+            ["value", "value", "drop", "rename", "nest", "double", "deep", "utf8", "number", "text"]
+        )
+    )
     if way == "drop":
         del parent[key]
     elif way == "rename" and isinstance(parent, dict):
         parent[str(key)[:-1] + chr(97 + int(rng.integers(26)))] = parent.pop(key)
     elif way == "nest":
-        parent[key] = [{key: parent[key]}, [parent[key]], {"value": parent[key]}][int(rng.integers(3))]
+        parent[key] = [{key: parent[key]}, [parent[key]], {"value": parent[key]}][
+            int(rng.integers(3))
+        ]
     elif way == "double" and isinstance(parent, list):
         parent.append(parent[key])
     else:
@@ -167,16 +184,28 @@ def spoiled_record(record: dict[str, Any], rng: Random) -> tuple[str, bytes]:
         line = line.replace(b"a", b"\xff\xfe", 1)
     elif way == "number":
         line = re.sub(
-            rb'"[^"]*"', [b"1e999", b"-", b"9" * 6000, b"Infinity", b"0x10"][int(rng.integers(5))], line, count=1
+            rb'"[^"]*"',
+            [b"1e999", b"-", b"9" * 6000, b"Infinity", b"0x10"][int(rng.integers(5))],
+            line,
+            count=1,
         )
     elif way == "text":
-        line = [b"null", b'"text"', b"[1]", b"5", b"{", b"}{", b"\0", line[: len(line) // 2], b"{}"][
-            int(rng.integers(9))
-        ]
+        line = [
+            b"null",
+            b'"text"',
+            b"[1]",
+            b"5",
+            b"{",
+            b"}{",
+            b"\0",
+            line[: len(line) // 2],
+            b"{}",
+        ][int(rng.integers(9))]
     return way, line
 
 
-# ------------------------------------------------------------------------------------------------------ config files
+# --------------------------------------------------------------------------------------------------
+# config files
 
 NUMBERS = ("0", "-1", "1", "2", "3", "7", "1e9", "10**9", "10**30", "2**31", "float('nan')", "float('inf')", "-0.5",
            "1e-30", "True", "None", "'4'", "(1, 2)", "{}", "'none'")  # fmt: skip
@@ -190,7 +219,11 @@ def _one(found: Sequence[Any], rng: Random) -> Any:
 
 def spoiled_source(text: str, rng: Random) -> tuple[str, str]:
     """The way, and the text of a config file."""
-    way = str(rng.choice(["number", "number", "number", "key", "class", "line", "character", "text", "bytes"]))
+    way = str(
+        rng.choice(
+            ["number", "number", "number", "key", "class", "line", "character", "text", "bytes"]
+        )
+    )
     lines = text.splitlines(keepends=True)
     number, key, kind = (
         [m.span() for m in re.finditer(pattern, text) if m.start() > text.index("def config")]
@@ -211,7 +244,9 @@ def spoiled_source(text: str, rng: Random) -> tuple[str, str]:
     if way == "bytes":
         return way, spoiled_bytes(text.encode(), rng, ("flip", "cut", "noise"))[1].decode("latin-1")
     start = int(rng.integers(len(text)))
-    return way, text[:start] + _one("()[]{}'\",:=\t\0é#\\", rng) + text[start + int(rng.integers(2)) :]
+    return way, text[:start] + _one("()[]{}'\",:=\t\0é#\\", rng) + text[
+        start + int(rng.integers(2)) :
+    ]
 
 
 def spoiled_words(words: Sequence[str], rng: Random) -> list[str]:
@@ -234,7 +269,8 @@ def spoiled_words(words: Sequence[str], rng: Random) -> list[str]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------ running
+# --------------------------------------------------------------------------------------------------
+# running
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -262,7 +298,9 @@ def table(outcomes: Mapping[str, Sequence[Any]]) -> str:
     rows = [("kind", "mutations", "accepted", "refused", "samples bad", "faults")]
     total = np.zeros(5, int)
     for kind, of in outcomes.items():
-        verdicts = [sum(o.verdict == verdict for o in of) for verdict in ("accepted", "refused", "fault")]
+        verdicts = [
+            sum(o.verdict == verdict for o in of) for verdict in ("accepted", "refused", "fault")
+        ]
         numbers = np.array([len(of), *verdicts[:2], sum(o.listed for o in of), verdicts[2]])
         total += numbers
         rows.append((kind, *map(str, numbers)))

@@ -33,9 +33,15 @@ def plan_of(
     """The plan of a run whose mesh has these axes, the others of size 1."""
     sizes = dict.fromkeys(AXES, 1) | dict(mesh or {})
     layout = layout_of_rows(config, sizes, shapes, widths, peers)
-    return plan_run(on_one_mesh(config, sizes), layout, speed, MemoryLimit(gigabytes * 1e9, host * 1e9))
+    return plan_run(
+        on_one_mesh(config, sizes), layout, speed, MemoryLimit(gigabytes * 1e9, host * 1e9)
+    )
 
 
-def with_settings(config: Config, precision: str = "float32", microbatches: int = 1, chunks: int = 1) -> Config:
+def with_settings(
+    config: Config, precision: str = "float32", microbatches: int = 1, chunks: int = 1
+) -> Config:
     training = replace(config.training, precision=precision, loss_chunks=chunks)
-    return replace(config, training=training, batch=replace(config.batch, microbatches=microbatches))
+    return replace(
+        config, training=training, batch=replace(config.batch, microbatches=microbatches)
+    )

@@ -58,5 +58,7 @@ def _arrays(tree: Any) -> dict[str, np.ndarray]:
 def _saved(run: Path, step: int) -> Any:
     handler = ocp.PyTreeCheckpointHandler()
     path = run / "checkpoints" / str(step) / "state"
-    arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(path).tree)
+    arrays = jax.tree.map(
+        lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(path).tree
+    )
     return handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=arrays))

@@ -36,7 +36,13 @@ def check_shapes(package: str) -> None:
 def _has_shapes(function: ast.FunctionDef) -> bool:
     """Whether an annotation of it holds a string, as `Float[Array, "r t d"]` does."""
     arguments = function.args
-    every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
+    every = (
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    )
     annotations = [function.returns, *(argument.annotation for argument in every if argument)]
     parts = [part for annotation in annotations if annotation for part in ast.walk(annotation)]
     return any(isinstance(part, ast.Constant) and isinstance(part.value, str) for part in parts)

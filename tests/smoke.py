@@ -1,9 +1,9 @@
 """The smoke tier, `pytest -m smoke`: tests that neither compile nor start a process, and cheap ones of planted faults.
 
-A light file reaches no import of JAX or PyTorch, through whatever it imports, and neither it nor the helpers that it
-imports start processes. Its default tests belong to the tier without a word; `smoke.txt` names those that are left out,
-and what is taken beside them. A test that got in and compiles or starts a process fails by
-`allow_no_program_and_no_process`, in any tier.
+A light file reaches no import of JAX or PyTorch, through whatever it imports, and neither it nor
+the helpers that it imports start processes. Its default tests belong to the tier without a word;
+`smoke.txt` names those that are left out, and what is taken beside them. A test that got in and
+compiles or starts a process fails by `allow_no_program_and_no_process`, in any tier.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def smoke() -> Smoke:
     """Read which tests belong to the tier."""
     tests = modules_of_tests(FOLDER)
     modules = modules_of(FOLDER.parent / "mmjax") | tests
-    imports = {name: with_packages(imports_of(name, path, modules)) for name, path in modules.items()}
+    imports = {
+        name: with_packages(imports_of(name, path, modules)) for name, path in modules.items()
+    }
     lines = [line.split() for line in TABLE.read_text().splitlines() if not line.startswith("#")]
     left_out = frozenset(test for sign, test in lines if sign == "-")
     light = []
@@ -54,7 +56,8 @@ def smoke() -> Smoke:
         if name.startswith("test_") and not starting and not reached & COMPILING:
             light.append(name)
     return Smoke(
-        light_files=frozenset(tests[name].relative_to(FOLDER.parent).as_posix() for name in light) - left_out,
+        light_files=frozenset(tests[name].relative_to(FOLDER.parent).as_posix() for name in light)
+        - left_out,
         left_out=left_out,
         taken=frozenset(test for sign, test in lines if sign == "+"),
     )
@@ -71,7 +74,10 @@ def assign_smoke(items: list[pytest.Item]) -> None:
 
 def must_be_light(item: pytest.Item) -> bool:
     """Whether a test may neither compile nor start a process."""
-    return item.get_closest_marker("smoke") is not None and _file_and_name(item)[1] not in smoke().taken
+    return (
+        item.get_closest_marker("smoke") is not None
+        and _file_and_name(item)[1] not in smoke().taken
+    )
 
 
 def _file_and_name(item: pytest.Item) -> tuple[str, str]:
@@ -102,7 +108,9 @@ def _refuse_to_compile(event: str, _: float, **__: object) -> None:
 
 
 def _refuse(what: str) -> NoReturn:
-    pytest.fail(f"a test of the smoke tier {what}: leave it out with a line `- tests/FILE.py` in tests/smoke.txt")
+    pytest.fail(
+        f"a test of the smoke tier {what}: leave it out with a line `- tests/FILE.py` in tests/smoke.txt"
+    )
 
 
 jax.monitoring.register_event_duration_secs_listener(_refuse_to_compile)

@@ -67,14 +67,19 @@ def save_chat(folder: Path) -> ChatFormat:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(
-        ["user: What is it? assistant: A cat."] * 4, trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet)
+        ["user: What is it? assistant: A cat."] * 4,
+        trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet),
     )
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("</s>", "<image>", "<audio>")])
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in ("</s>", "<image>", "<audio>")]
+    )
     folder.mkdir()
     backend.save(str(folder / "tokenizer.json"))
     told = {"eos_token": "</s>", "pad_token": "</s>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
-    return ChatFormat(str(folder), placeholders={kind: Placeholder(f"<{kind}>") for kind in ("image", "audio")})
+    return ChatFormat(
+        str(folder), placeholders={kind: Placeholder(f"<{kind}>") for kind in ("image", "audio")}
+    )
 
 
 def picture(kind: str, number: int, **how: Any) -> bytes:
@@ -90,7 +95,9 @@ def picture(kind: str, number: int, **how: Any) -> bytes:
 
 def clip(kind: str, number: int, subtype: str = "", channels: int = 1) -> bytes:
     """An encoded clip of noise."""
-    wave = 0.3 * np.random.default_rng(number).standard_normal((1600 + 160 * number, channels)).astype(np.float32)
+    wave = 0.3 * np.random.default_rng(number).standard_normal(
+        (1600 + 160 * number, channels)
+    ).astype(np.float32)
     file = io.BytesIO()
     soundfile.write(file, wave.clip(-1, 1), 16_000, subtype or CLIPS[kind], format=kind)
     return file.getvalue()
@@ -132,9 +139,16 @@ def save_media(folder: Path) -> dict[str, bytes]:
 def chat_of(name: str, turns: str = "conversations") -> dict[str, Any]:
     """A record about one file, or about none."""
     place = "" if not name else "<image>" if is_image(name) else "<audio>"
-    keys = ("from", "value", "human", "gpt") if turns == "conversations" else ("role", "content", "user", "assistant")
+    keys = (
+        ("from", "value", "human", "gpt")
+        if turns == "conversations"
+        else ("role", "content", "user", "assistant")
+    )
     who, what, human, machine = keys
-    said = [{who: human, what: f"{place}What is it?"}, {who: machine, what: f"It is {name or 'nothing'}."}]
+    said = [
+        {who: human, what: f"{place}What is it?"},
+        {who: machine, what: f"It is {name or 'nothing'}."},
+    ]
     beside = {} if not name else {"images" if is_image(name) else "audios": [name]}
     return {"id": name, turns: said, **beside}
 
@@ -143,11 +157,19 @@ def parts_of(name: str) -> dict[str, Any]:
     """The same with typed parts."""
     kind = "image" if is_image(name) else "audio"
     parts = [{"type": kind, "path": name}, {"type": "text", "text": "What is it?"}]
-    return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A thing."}]}
+    return {
+        "messages": [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": "A thing."},
+        ]
+    }
 
 
 NAMES = ("1.png", "0.jpg", "0.wav", "", "2.webp", "1.flac")
-PICTURES, CLIPPED = ("1.png", "0.jpg", "2.webp", "turned.jpg"), ("0.wav", "1.flac", "2.ogg", "float.wav")
+PICTURES, CLIPPED = (
+    ("1.png", "0.jpg", "2.webp", "turned.jpg"),
+    ("0.wav", "1.flac", "2.ogg", "float.wav"),
+)
 RECORDS: Mapping[str, Sequence[dict[str, Any]]] = {  # by format
     "llava": [{"id": 1, **chat_of(name)} | {"image": name} for name in PICTURES],
     "sharegpt": [{**chat_of(name), "system": "Be brief."} for name in NAMES],
@@ -194,7 +216,9 @@ def save_formats(folder: Path, files: Path, cache: Path) -> dict[str, FileSource
     (folder / "array.json").write_text(json.dumps(RECORDS["llava"], indent=1))
     found["array"] = replace(found["llava"], path=str(folder / "array.json"))
     save_parquet(folder / "rows.parquet", rows())
-    found["parquet"] = ParquetSource(str(folder / "rows.parquet"), question="question", answer="answer", images="image")
+    found["parquet"] = ParquetSource(
+        str(folder / "rows.parquet"), question="question", answer="answer", images="image"
+    )
     read = open_conversations(found["sharegpt"], "train", cache, "data.sources.mine")
     write_array_records(read, read_facts(read, PROBES, cache), folder / "arrays", lambda done: None)
     found["arrayrecord"] = ArrayRecordSource(str(folder / "arrays"))
@@ -212,19 +236,26 @@ def zipped(folder: Path, path: Path) -> Path:
 def config_of(source: FileSource, chat: ChatFormat, cache: Path, samples: int) -> Config:
     """A run on one source of files, all of whose samples are in each step."""
     base = load(TINY_MEDIA)
-    llm, seeing = replace(base.model.llm, vocab=300), replace(base.model.encoders["vision"], channels=3)
+    llm, seeing = (
+        replace(base.model.llm, vocab=300),
+        replace(base.model.encoders["vision"], channels=3),
+    )
     hearing = base.model.encoders["audio"]
     return replace(
         base,
         data=DataConfig({"mine": source}, str(cache), chat=chat, workers=0, max_bad_share=1.0),
         batch=BatchConfig(
-            Samples(samples), {"llm": 1, "vision": 1, "audio": 1}, grouping=PackGrouping(chunk_steps=1), shapes=1
+            Samples(samples),
+            {"llm": 1, "vision": 1, "audio": 1},
+            grouping=PackGrouping(chunk_steps=1),
+            shapes=1,
         ),
         model=replace(base.model, llm=llm, encoders={"vision": seeing, "audio": hearing}),
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ spoiling
+# --------------------------------------------------------------------------------------------------
+# spoiling
 
 
 class Fault(AssertionError):
@@ -234,7 +265,13 @@ class Fault(AssertionError):
 def one_file(folder: Path, rng: Random) -> Path:
     """A file somewhere in a folder. They are told by their size: some have names of chance."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.name != "lock"]
-    files.sort(key=lambda path: (str(path.parent.relative_to(folder)).count("/"), path.suffix, path.stat().st_size))
+    files.sort(
+        key=lambda path: (
+            str(path.parent.relative_to(folder)).count("/"),
+            path.suffix,
+            path.stat().st_size,
+        )
+    )
     return files[int(rng.random() * len(files))]
 
 

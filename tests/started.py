@@ -41,7 +41,11 @@ def launch(processes: int, *words: object, devices: int) -> subprocess.Popen:
 
 def environment(devices: int, **more: str) -> dict[str, str]:
     """Of a command with that many CPU devices."""
-    found = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": str(devices)}
+    found = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "JAX_NUM_CPU_DEVICES": str(devices),
+    }
     return found | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | more
 
 
@@ -55,7 +59,8 @@ def begin(command: Sequence[str], variables: dict[str, str], **options) -> subpr
 
 
 def heed_interrupts() -> None:
-    # Tests that were started in the background ignore Ctrl-C, and would have their children do the same.
+    # Tests that were started in the background ignore Ctrl-C, and would have their children do the
+    # same.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -70,7 +75,9 @@ def without_activities(err: str) -> str:
     return re.sub(r"(?m)^(mmjax \S+  \w+: loading libraries| {7}\S.* \.\.\. \d+ s)\n", "", err)
 
 
-def wait_until(what: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 480) -> None:
+def wait_until(
+    what: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 480
+) -> None:
     """Until something is so, while the process runs."""
     deadline = time.monotonic() + seconds
     while not what():
@@ -87,7 +94,11 @@ def process_of(run: Path, number: int) -> int:
             variables = (folder / "environ").read_text().split("\0")
         except (OSError, ValueError):
             continue
-        if f"run={run}" in command and f"MMJAX_PROCESS={number}" in variables and "mmjax.train" in command:
+        if (
+            f"run={run}" in command
+            and f"MMJAX_PROCESS={number}" in variables
+            and "mmjax.train" in command
+        ):
             return int(folder.name)
     raise AssertionError(f"process {number} is not there")
 

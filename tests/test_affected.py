@@ -31,8 +31,10 @@ ALL = {name.rpartition("/")[2] for name in FILES if "test_" in name}
 @pytest.mark.parametrize(
     ("changed", "reached"),
     [
-        ("mmjax/low.py", {"test_low.py", "test_deep.py", "test_beside.py", "test_command.py"}),  # by lazy imports too
-        ("mmjax/part/deep.py", {"test_deep.py", "test_beside.py", "test_command.py"}),  # by the package's first lines
+        # by lazy imports too
+        ("mmjax/low.py", {"test_low.py", "test_deep.py", "test_beside.py", "test_command.py"}),
+        # by the package's first lines
+        ("mmjax/part/deep.py", {"test_deep.py", "test_beside.py", "test_command.py"}),
         ("mmjax/part/beside.py", {"test_beside.py", "test_command.py"}),
         ("mmjax/command.py", {"test_command.py"}),  # as a process
         ("mmjax/lonely.py", set()),
@@ -45,7 +47,9 @@ ALL = {name.rpartition("/")[2] for name in FILES if "test_" in name}
         ("pyproject.toml", ALL),
     ],
 )
-def test_a_change_reaches_the_tests_that_import_run_or_name_it(tmp_path: Path, changed: str, reached: set[str]) -> None:
+def test_a_change_reaches_the_tests_that_import_run_or_name_it(
+    tmp_path: Path, changed: str, reached: set[str]
+) -> None:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

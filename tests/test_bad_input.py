@@ -60,8 +60,16 @@ FAULTS = {
     "a wrong kind": (["optimizer=adam"], "optimizer", "adamw"),
     "no value": (["training.steps"], "training.steps", "="),
     "zero steps": (["training.steps=0"], "training.steps=0", "at least 1"),
-    "a warm-up longer than the run": (["training.steps=1"], "schedule.warmup", "set schedule.warmup="),
-    "weights that sum to zero": (["data.sources.few.weight=0"], "data.sources.few.weight", "above 0"),
+    "a warm-up longer than the run": (
+        ["training.steps=1"],
+        "schedule.warmup",
+        "set schedule.warmup=",
+    ),
+    "weights that sum to zero": (
+        ["data.sources.few.weight=0"],
+        "data.sources.few.weight",
+        "above 0",
+    ),
     "a mesh of more devices than there are": (["mesh.data=16"], "16 devices", "-1"),
     "a mesh that does not divide the devices": (["mesh.fsdp=3"], "mesh.data=-1", "8 devices"),
     "a mesh that cuts heads": (["mesh.tensor=4", "mesh.data=2"], "model.llm.kv_heads=2", "divisor"),
@@ -83,22 +91,36 @@ FAULTS = {
         "data.sources.few",
         "batch.size",
     ),
-    "a source that is not there": (["data.sources.few.function=config:fwe"], "data.sources.few.function", "fwe"),
-    "a run to start from that is not there": (["init_from=runs/nothing"], "init_from=runs/nothing", "no run"),
+    "a source that is not there": (
+        ["data.sources.few.function=config:fwe"],
+        "data.sources.few.function",
+        "fwe",
+    ),
+    "a run to start from that is not there": (
+        ["init_from=runs/nothing"],
+        "init_from=runs/nothing",
+        "no run",
+    ),
     "a device with too little memory": (
         ["mesh.memory=0.0001"],
         "the run needs",
         "do not make it fit; use more devices",
     ),
     "a device with memory for more shards": (["mesh.memory=0.0006"], "the run needs", "fits, with"),
-    "no option of the compiler": (["compiler.xla_no=1"], "compiler: XLA of JAX", "'xla_no'; change or leave it out"),
+    "no option of the compiler": (
+        ["compiler.xla_no=1"],
+        "compiler: XLA of JAX",
+        "'xla_no'; change or leave it out",
+    ),
     "memory below zero": (["mesh.memory=-1"], "mesh.memory=-1.0", "at least 0"),
     "a device that is not there": (["device=tpu"], "device=tpu", "device=auto"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_config_is_named_with_its_remedy_and_leaves_no_folder(fault, capsys, tmp_path):
+def test_a_fault_in_the_config_is_named_with_its_remedy_and_leaves_no_folder(
+    fault, capsys, tmp_path
+):
     lines, *expected = FAULTS[fault]
     error = refused(capsys, train.main, TINY, *lines, f"run={tmp_path / 'run'}")
     assert all(text in error for text in expected), error
@@ -114,7 +136,9 @@ def test_a_pool_that_is_not_there_is_named_with_its_remedy_and_leaves_no_folder(
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("fault", ["a mesh that cuts heads", "a run to start from that is not there", "a wrong type"])
+@pytest.mark.parametrize(
+    "fault", ["a mesh that cuts heads", "a run to start from that is not there", "a wrong type"]
+)
 @pytest.mark.parametrize("mode", ["--resume", "--overwrite", "--resume=auto"])
 def test_a_fault_in_the_config_leaves_the_run_in_the_folder_to_the_byte(fault, mode, capsys, a_run):
     before = files(a_run)
@@ -159,7 +183,8 @@ def test_a_source_that_returns_something_else_is_named(capsys, tmp_path):
     assert "data.sources.few: config:few returned list, which has no" in error
 
 
-# ------------------------------------------------------------------------------------------------------- run folders
+# --------------------------------------------------------------------------------------------------
+# run folders
 
 
 def test_an_existing_run_is_not_touched(capsys, a_run):
@@ -179,7 +204,9 @@ def test_a_folder_that_cannot_be_written_is_named(capsys, tmp_path):
 
 
 def test_nothing_to_resume_is_said(capsys, tmp_path):
-    assert "--resume=auto" in refused(capsys, train.main, TINY, "--resume", f"run={tmp_path / 'run'}")
+    assert "--resume=auto" in refused(
+        capsys, train.main, TINY, "--resume", f"run={tmp_path / 'run'}"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -192,9 +219,13 @@ def test_nothing_to_resume_is_said(capsys, tmp_path):
         (["training.steps=2"], "has done 4 steps already"),
     ],
 )
-def test_resuming_with_another_model_data_or_length_tells_the_difference(lines, expected, capsys, a_run):
+def test_resuming_with_another_model_data_or_length_tells_the_difference(
+    lines, expected, capsys, a_run
+):
     before = files(a_run)
-    error = refused(capsys, train.main, TINY, "--resume", f"run={a_run}", "training.steps=4", *lines)
+    error = refused(
+        capsys, train.main, TINY, "--resume", f"run={a_run}", "training.steps=4", *lines
+    )
     assert expected in error
     assert files(a_run) == before
 
@@ -208,18 +239,26 @@ def test_resuming_a_run_that_another_planner_has_planned_is_refused(capsys, a_ru
 
 
 @pytest.mark.exhaustive
-def test_a_run_that_began_before_attention_was_levelled_goes_on_with_its_rows_and_that_is_said(capsys, runs):
+def test_a_run_that_began_before_attention_was_levelled_goes_on_with_its_rows_and_that_is_said(
+    capsys, runs
+):
     with pytest.MonkeyPatch.context() as older:
         older.setattr(fit_budget, "PLANNER", 10)
         older.setattr(run_checkpoints, "PLANNER", 10)
         prices = dict.fromkeys(budget.OF_START, ()) | {"planner": 10}
-        older.setattr(run_data, "make_budget", lambda *given: replace(fit_budget.make_budget(*given), **prices))
+        older.setattr(
+            run_data,
+            "make_budget",
+            lambda *given: replace(fit_budget.make_budget(*given), **prices),
+        )
         words = ["training.steps=2", "training.evaluate_every=0", "schedule.warmup=0"]
         assert run(capsys, train.main, TINY, f"run={runs / 'older'}", *words).code == 0
     ended = run(capsys, train.main, "--resume", str(runs / "older"), "training.steps=3")
     assert ended.code == 0, ended
     assert "rows are filled as this run began, by positions alone" in ended.out
-    launch = launch_of_step(RunFolder(runs / "older").history, 2, RunFolder(runs / "older").due_samples)
+    launch = launch_of_step(
+        RunFolder(runs / "older").history, 2, RunFolder(runs / "older").due_samples
+    )
     assert (launch.first, launch.budget.prices, launch.budget.planner) == (2, None, 10)
     shutil.rmtree(runs / "older")
 
@@ -228,18 +267,22 @@ def test_resuming_on_data_that_changed_beneath_it_is_refused(capsys, a_run):
     kept = (a_run / "config.py").read_text()
     (a_run / "config.py").write_text(kept.replace("seed=2", "seed=1"))
     before = files(a_run)
-    error = refused(capsys, train.main, TINY, "--resume", "--trust", f"run={a_run}", "training.steps=8")
+    error = refused(
+        capsys, train.main, TINY, "--resume", "--trust", f"run={a_run}", "training.steps=8"
+    )
     assert "was trained on other data: its files have changed since" in error
     assert "--new-data" in error
     assert "init_from=" in error
     assert {name: text for name, text in files(a_run).items() if name in before} == before
 
 
-# ------------------------------------------------------------------------------------------------------- checkpoints
+# --------------------------------------------------------------------------------------------------
+# checkpoints
 
 
 def tear(checkpoint: Path) -> None:
-    # Nearly all of it: in a file cut in half the parameters may still be whole, and scoring them right.
+    # Nearly all of it: in a file cut in half the parameters may still be whole, and scoring them
+    # right.
     torn = [path for path in (checkpoint / "state").rglob("d/*") if path.is_file()]
     assert torn
     for path in torn:
@@ -272,13 +315,23 @@ def test_a_torn_or_foreign_checkpoint_is_named_with_the_one_before(damage, capsy
 
 def test_without_its_newest_checkpoint_a_run_goes_on_from_the_one_before(capsys, a_run):
     shutil.rmtree(a_run / "checkpoints" / "4")
-    ended = run(capsys, train.main, TINY, "--resume", f"run={a_run}", "training.steps=4", "training.evaluate_every=0")
+    ended = run(
+        capsys,
+        train.main,
+        TINY,
+        "--resume",
+        f"run={a_run}",
+        "training.steps=4",
+        "training.evaluate_every=0",
+    )
     assert ended.code == 0
     assert f"resumed {a_run} at step 2" in ended.out
 
 
 def test_another_model_cannot_start_from_a_runs_parameters(capsys, finished, tmp_path):
-    error = refused(capsys, train.main, TINY_MEDIA, f"init_from={finished}", f"run={tmp_path / 'run'}")
+    error = refused(
+        capsys, train.main, TINY_MEDIA, f"init_from={finished}", f"run={tmp_path / 'run'}"
+    )
     assert f"init_from={finished}" in error
     assert "no parameter" in error
     assert not (tmp_path / "run").exists()
@@ -325,7 +378,8 @@ def test_a_history_with_any_letter_changed_is_never_believed(a_run):
     assert all("is not what was written; restore that file" in line for line in said)
 
 
-# -------------------------------------------------------------------------------------------------------- evaluation
+# --------------------------------------------------------------------------------------------------
+# evaluation
 
 
 @pytest.mark.parametrize(
@@ -353,7 +407,8 @@ def test_a_folder_without_a_run_or_with_a_torn_config_is_named(capsys, a_run, tm
     assert f"{a_run}/config.json" in refused(capsys, train.main, TINY, "--resume", f"run={a_run}")
 
 
-# ----------------------------------------------------------------------------------------------------------- devices
+# --------------------------------------------------------------------------------------------------
+# devices
 
 
 @pytest.fixture

@@ -22,7 +22,10 @@ def rows(capsys, *words: str) -> list[dict]:
 @pytest.mark.exhaustive
 def test_recompute_predicts_every_mix_from_layers_timed_alone(capsys):
     found = {
-        r["remat"]: r for r in rows(capsys, "recompute", "--width=256", "--layers=2", "--length=64", "--seconds=0.2")
+        r["remat"]: r
+        for r in rows(
+            capsys, "recompute", "--width=256", "--layers=2", "--length=64", "--seconds=0.2"
+        )
     }
     assert {"none", "full", "products", "auto"} < set(found)
     assert found["none"]["gained"] == 1
@@ -34,7 +37,9 @@ def test_recompute_predicts_every_mix_from_layers_timed_alone(capsys):
 
 @pytest.mark.exhaustive
 def test_pool_trains_on_late_images_from_workers_and_from_a_ray_cluster(capsys):
-    found = {r["loader"]: r for r in rows(capsys, "pool", "--seconds=0.05", "--tokens=64", "--steps=9")}
+    found = {
+        r["loader"]: r for r in rows(capsys, "pool", "--seconds=0.05", "--tokens=64", "--steps=9")
+    }
     assert list(found) == ["no delay", "2 workers", "pool of 8"]
     assert len({r["images/step"] for r in found.values()}) == 1
     assert all(0 <= r["data_wait_share"] <= 1 for r in found.values())
@@ -42,7 +47,10 @@ def test_pool_trains_on_late_images_from_workers_and_from_a_ray_cluster(capsys):
 
 def test_fill_compares_groupings_on_the_same_data(capsys):
     found = {
-        r["grouping"]: r for r in rows(capsys, "fill", "--seeds=1", "--steps=64", "data.sources.embedded.samples=4000")
+        r["grouping"]: r
+        for r in rows(
+            capsys, "fill", "--seeds=1", "--steps=64", "data.sources.embedded.samples=4000"
+        )
     }
     assert list(found) == ["pack", "isf", "none", "none, one shape"]
     assert found["pack"]["shapes"] == found["none, one shape"]["shapes"] == 1
@@ -58,7 +66,13 @@ def a_short_dry_run(monkeypatch):
 
 
 def test_fill_compares_balances_on_ranks(capsys, a_short_dry_run):
-    data = ["--ranks=4", "--seeds=1", "--steps=16", "data.sources.embedded.samples=2000", "batch.size.count=64"]
+    data = [
+        "--ranks=4",
+        "--seeds=1",
+        "--steps=16",
+        "data.sources.embedded.samples=2000",
+        "batch.size.count=64",
+    ]
     found = {(r["grouping"], r["balance"]): r for r in rows(capsys, "fill", *data)}
     assert len(found) == 4 * 3
     for grouping in ("pack", "isf", "none", "none, one shape"):
@@ -70,7 +84,9 @@ def test_fill_compares_balances_on_ranks(capsys, a_short_dry_run):
     assert found["none", "post"]["fill_audio"] > found["none", "none"]["fill_audio"]
 
 
-def test_ranks_make_as_many_patches_of_images_of_many_sizes_and_their_rows_are_full(capsys, a_short_dry_run):
+def test_ranks_make_as_many_patches_of_images_of_many_sizes_and_their_rows_are_full(
+    capsys, a_short_dry_run
+):
     """1 to 12 images a sample, of 256 to 1,024 pixels a side, 16 samples a rank."""
     config = f"--config={Path(__file__).with_name('text_to_image.py')}"
     samples = "data.sources.sizes.arguments.samples=3000"
@@ -89,8 +105,16 @@ def made_lengths(folder: Path, samples: int = 4000) -> Path:
     return folder / "made.npz"
 
 
-def test_fill_of_lengths_from_a_file_is_full_in_every_phase_with_pack_or_post(capsys, tmp_path, a_short_dry_run):
-    options = ["--ranks=8", "--per-rank=16", "--scale=4", "--steps=12", f"--lengths={made_lengths(tmp_path)}"]
+def test_fill_of_lengths_from_a_file_is_full_in_every_phase_with_pack_or_post(
+    capsys, tmp_path, a_short_dry_run
+):
+    options = [
+        "--ranks=8",
+        "--per-rank=16",
+        "--scale=4",
+        "--steps=12",
+        f"--lengths={made_lengths(tmp_path)}",
+    ]
     found = {(r["grouping"], r["balance"]): r for r in rows(capsys, "fill", *options)}
     assert list(found) == [(g, b) for g in ("pack", "none") for b in ("none", "llm", "post")]
     post = found["pack", "post"]
@@ -99,11 +123,14 @@ def test_fill_of_lengths_from_a_file_is_full_in_every_phase_with_pack_or_post(ca
         assert 0.95 < post[f"aligned_{module}"] <= 1
         assert post[f"fill_{module}"] <= post[f"aligned_{module}"]
         assert found["none", "post"][f"aligned_{module}"] > 0.85
-        assert found["pack", "none"][f"dist_ratio_{module}"] == post[f"dist_ratio_{module}"]  # in columns all are equal
+        # in columns all are equal
+        assert found["pack", "none"][f"dist_ratio_{module}"] == post[f"dist_ratio_{module}"]
     assert post["width_vision"] == post["width_audio"] == 0
     assert found["none", "none"]["aligned_audio"] < 0.8 * found["none", "post"]["aligned_audio"]
     for grouping in ("pack", "none"):
-        assert found[grouping, "none"]["width_vision"] == found[grouping, "llm"]["width_vision"] == 0
+        assert (
+            found[grouping, "none"]["width_vision"] == found[grouping, "llm"]["width_vision"] == 0
+        )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +165,9 @@ def test_planning_with_pack_fills_all_modules_and_sends_nothing(capsys, tmp_path
         assert found["steps"] == len(written["used"]) == written["step"].max() + 1
         fill = written["used"] / written["room"]
         used, room = written["used"].sum(0), written["room"].sum(0)
-        assert len(set(zip(written["sample"].tolist(), written["step"].tolist(), strict=True))) == len(written["step"])
+        assert len(
+            set(zip(written["sample"].tolist(), written["step"].tolist(), strict=True))
+        ) == len(written["step"])
     for k, module in enumerate(("llm", "vision", "audio")):
         assert found["fill"][module] == pytest.approx(used[k] / room[k])
         assert found["worst_fill"][module] == pytest.approx(fill[:, k].min())
@@ -148,7 +177,9 @@ def test_planning_with_pack_fills_all_modules_and_sends_nothing(capsys, tmp_path
         assert found[name] > 0
 
 
-def test_planning_reads_tiles_and_sources_and_balances_what_is_not_packed(capsys, tmp_path, a_short_dry_run):
+def test_planning_reads_tiles_and_sources_and_balances_what_is_not_packed(
+    capsys, tmp_path, a_short_dry_run
+):
     np.savez(tmp_path / "tiles.npz", **visual_corpus(3000, 0))
     words = [f"--lengths={tmp_path / 'tiles.npz'}", "--per-rank=8", "--grouping=none", "--steps=4"]
     post, none = (planned(capsys, *words, f"--balance={balance}") for balance in ("post", "none"))
@@ -160,7 +191,9 @@ def test_planning_reads_tiles_and_sources_and_balances_what_is_not_packed(capsys
 
 
 def test_attention_reports_both_backends_against_dense(capsys):
-    dense, blockwise, smaller = rows(capsys, "attention", "--tokens=512", "--repeats=1", "--blocks", "128", "64")
+    dense, blockwise, smaller = rows(
+        capsys, "attention", "--tokens=512", "--repeats=1", "--blocks", "128", "64"
+    )
     assert dense["speedup"] == dense["memory_saving"] == 1
     assert blockwise["memory_saving"] > 1
     assert [row["block"] for row in (dense, blockwise, smaller)] == [None, 128, 64]

@@ -78,7 +78,9 @@ def test_a_command_gets_the_words_behind_its_name_and_its_stdout_is_its_own(caps
     assert ended.out == describe_with_meanings(load(default_config(), ["training.steps=70"])) + "\n"
 
 
-@pytest.mark.parametrize("words", [["train"], ["generate", "nothing", "What?", "--json"]], ids=["train", "generate"])
+@pytest.mark.parametrize(
+    "words", [["train"], ["generate", "nothing", "What?", "--json"]], ids=["train", "generate"]
+)
 def test_the_first_line_is_there_before_anything_large_is_loaded_and_not_on_stdout(words):
     """No JAX can be imported here: the line must be there all the same."""
     code = f"import sys; from mmjax import cli; sys.modules['jax'] = None; cli.main({words!r})"
@@ -87,7 +89,10 @@ def test_the_first_line_is_there_before_anything_large_is_loaded_and_not_on_stdo
     assert without_activities(ended.stderr).startswith("Traceback")
     assert ended.stdout == ""
     large = "import sys; from mmjax import cli; print([m for m in ('jax', 'numpy', 'flax') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", large], capture_output=True, text=True).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", large], capture_output=True, text=True).stdout
+        == "[]\n"
+    )
 
 
 @pytest.mark.exhaustive
@@ -97,7 +102,13 @@ def test_data_workers_start_from_the_console_script(installed, tmp_path):
     module, function = entry_point()
     script.write_text(SCRIPT.format(module=module, function=function))
     program = [str(script)] if installed else ["-m", "mmjax"]
-    words = ["train", TINY, f"run={tmp_path / 'run'}", "training.steps=3", "training.evaluate_every=0"]
+    words = [
+        "train",
+        TINY,
+        f"run={tmp_path / 'run'}",
+        "training.steps=3",
+        "training.evaluate_every=0",
+    ]
     ended = finish(begin([sys.executable, *program, *words, "data.workers=2"], environment(1)))
     assert ended.code == 0, ended.err
     assert ended.err == ""

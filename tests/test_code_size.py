@@ -1,7 +1,8 @@
 """How much code each folder of the package holds, in tokens: lines would be answered with denser ones.
 
-`code_tokens.txt` has a ceiling for each. `python tests/test_code_size.py --write` lowers those that are too high and
-adds new folders; it raises one only with `--because "what the code is for"`, which is written beside it.
+`code_tokens.txt` has a ceiling for each. `python tests/test_code_size.py --write` lowers those that
+are too high and adds new folders; it raises one only with `--because "what the code is for"`, which
+is written beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ HEAD = "# Thousands of tokens that the code of a folder may have (tests/test_cod
 STEP = 500
 SLACK = 1500  # below its ceiling, a folder lowers it
 
-# By one expression, a fifth of the time of `tokenize`, which also counts f-strings differently since Python 3.12.
+# By one expression, a fifth of the time of `tokenize`, which also counts f-strings differently
+# since Python 3.12.
 TOKEN = re.compile(
     r"""
     (?P<aside> \#[^\n]* | ^[ ]*r?\"{3}.*?\"{3} | \\\n )  # comments, docstrings, line ends that are none
@@ -55,7 +57,11 @@ def measured() -> dict[str, int]:
 
 def ceilings() -> dict[str, Ceiling]:
     """Read the table."""
-    lines = [line.split(maxsplit=2) for line in TABLE.read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line.split(maxsplit=2)
+        for line in TABLE.read_text().splitlines()
+        if not line.startswith("#")
+    ]
     return {folder: Ceiling(float(thousands), *reason) for folder, thousands, *reason in lines}
 
 
@@ -71,14 +77,20 @@ def breaches(tokens: dict[str, int], table: dict[str, Ceiling]) -> list[str]:
     for folder in tokens.keys() & table.keys():
         ceiling = int(1000 * table[folder].thousands)
         if tokens[folder] > ceiling:
-            found.append(f"{folder} has {tokens[folder]} tokens, {tokens[folder] - ceiling} above its ceiling")
+            found.append(
+                f"{folder} has {tokens[folder]} tokens, {tokens[folder] - ceiling} above its ceiling"
+            )
         elif tokens[folder] < ceiling - SLACK:
-            found.append(f"{folder} has {tokens[folder]} tokens, its ceiling of {ceiling} comes down")
+            found.append(
+                f"{folder} has {tokens[folder]} tokens, its ceiling of {ceiling} comes down"
+            )
     return sorted(found)
 
 
 def test_no_folder_outgrows_its_ceiling_and_what_is_removed_stays_away() -> None:
-    assert breaches(measured(), ceilings()) == [], "python tests/test_code_size.py --write renews the table"
+    assert breaches(measured(), ceilings()) == [], (
+        "python tests/test_code_size.py --write renews the table"
+    )
 
 
 def test_growth_removal_and_new_and_absent_folders_are_named() -> None:
@@ -105,7 +117,9 @@ def g(a: int = 2) -> str:  # 12
 
 def main() -> None:
     """Print the table, or write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="write the table anew")
     parser.add_argument("--because", default="", metavar="REASON", help="why ceilings are raised")
     args = parser.parse_args()
@@ -120,7 +134,9 @@ def main() -> None:
         elif args.because:
             lines.append(f"{folder} {lowest} {args.because}")
         else:
-            sys.exit(f"{folder} has {tokens} tokens, above {old.thousands} thousand: say --because what for")
+            sys.exit(
+                f"{folder} has {tokens} tokens, above {old.thousands} thousand: say --because what for"
+            )
     print(*lines, sep="\n")
     if args.write:
         TABLE.write_text(HEAD + "\n".join(lines) + "\n")

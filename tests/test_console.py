@@ -7,7 +7,14 @@ import pytest
 from mmjax import console
 from mmjax.console import ProgressLine, time_left
 
-STEP = {"epoch": 0.5, "loss": 1.0, "tokens/s": 1e3, "mfu": 0.1, "straggler_wait_before": 0.0, "padding": 0.1}
+STEP = {
+    "epoch": 0.5,
+    "loss": 1.0,
+    "tokens/s": 1e3,
+    "mfu": 0.1,
+    "straggler_wait_before": 0.0,
+    "padding": 0.1,
+}
 
 
 def test_the_share_of_waiting_is_that_of_the_time_and_not_the_mean_of_the_steps(capsys):
@@ -24,7 +31,10 @@ def test_a_step_says_the_learning_rate_the_gradient_norm_and_the_time_left(capsy
         line._interval = 0.0
         for done, factor in ((1, 1.0), (40, 0.5)):
             scalars = STEP | {key: factor * rate for key, rate in rates.items()}
-            line.update(done, scalars | {"gradient_norm": 0.531, "seconds/step": 90.0, "seconds/data_wait": 0.0})
+            line.update(
+                done,
+                scalars | {"gradient_norm": 0.531, "seconds/step": 90.0, "seconds/data_wait": 0.0},
+            )
     first, later = capsys.readouterr().out.splitlines()
     assert "loss 1.0000  learning rate 0.02  gradient norm 0.531  1k tok/s" in first
     assert first.endswith("  2 h 28 min left")
@@ -45,7 +55,14 @@ def test_a_wait_by_measured_rates_has_that_of_the_data_sheet_beside_it(capsys):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0 s"), (59, "59 s"), (60, "1 min"), (3725, "1 h 2 min"), (93_784, "1 d 2 h"), (7200, "2 h")],
+    [
+        (0.4, "0 s"),
+        (59, "59 s"),
+        (60, "1 min"),
+        (3725, "1 h 2 min"),
+        (93_784, "1 d 2 h"),
+        (7200, "2 h"),
+    ],
 )
 def test_a_time_is_said_in_its_two_largest_units(seconds, text):
     assert time_left(seconds) == text
@@ -58,6 +75,8 @@ def test_a_run_of_an_hour_writes_about_a_line_a_minute_into_a_file(capsys, monke
         for second in range(1, 3601):
             clock = float(second)
             line.show(second, lambda: "")
-    steps = [int(line.partition("/")[0].split()[1]) for line in capsys.readouterr().out.splitlines()]
+    steps = [
+        int(line.partition("/")[0].split()[1]) for line in capsys.readouterr().out.splitlines()
+    ]
     assert steps[:6] == [4, 12, 28, 60, 120, 180]
     assert len(steps) == 63

@@ -39,7 +39,9 @@ def content(path: Path) -> str:
 
 
 @pytest.mark.parametrize("replace", [atomic_write, atomic_folder])
-def test_what_is_written_replaces_what_was_there_once_it_is_whole(replace: Replace, tmp_path: Path) -> None:
+def test_what_is_written_replaces_what_was_there_once_it_is_whole(
+    replace: Replace, tmp_path: Path
+) -> None:
     path = tmp_path / "mine"
     for text in ("old", "new"):
         before = content(path) if path.exists() else None
@@ -51,8 +53,12 @@ def test_what_is_written_replaces_what_was_there_once_it_is_whole(replace: Repla
 
 
 @pytest.mark.parametrize("replace", [atomic_write, atomic_folder])
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_a_writer_that_fails_changes_nothing_and_leaves_nothing(replace: Replace, error, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
+)
+def test_a_writer_that_fails_changes_nothing_and_leaves_nothing(
+    replace: Replace, error, tmp_path: Path
+) -> None:
     path = tmp_path / "mine"
     with replace(path) as partial:
         fill(partial, "old")
@@ -69,7 +75,9 @@ def test_a_writer_that_fails_changes_nothing_and_leaves_nothing(replace: Replace
 
 
 @pytest.mark.parametrize("name", ["atomic_write", "atomic_folder"])
-def test_a_writer_that_is_killed_leaves_no_half_of_it_under_the_name(name: str, tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_leaves_no_half_of_it_under_the_name(
+    name: str, tmp_path: Path
+) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from mmjax import disk\n"
         f"with disk.{name}(Path(sys.argv[1])) as partial:\n"
@@ -105,7 +113,9 @@ def test_objects_are_read_and_lines_that_are_none_left_out(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("before", ["", '{"a": 1}\n', '{"a": 1}\n{"a": 2, "b'])
-def test_a_line_that_a_kill_cut_off_spoils_none_that_is_appended(before: str, tmp_path: Path) -> None:
+def test_a_line_that_a_kill_cut_off_spoils_none_that_is_appended(
+    before: str, tmp_path: Path
+) -> None:
     path = tmp_path / "some.jsonl"
     path.write_text(before)
     append_json_lines(path, [{"a": 3}, {"a": "é"}])
@@ -135,7 +145,9 @@ def test_a_checksum_does_not_depend_on_the_order_of_keys() -> None:
         verify_checksum(json.loads("[1]"))
 
 
-def test_the_cache_is_in_the_folder_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_in_the_folder_that_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert user_cache() == Path("/home/me/.cache/mmjax")

@@ -39,14 +39,22 @@ def write_examples(document: str, folder: Path) -> None:
 def test_the_variant_in_configs_md_loads_with_its_overrides(tmp_path: Path) -> None:
     write_examples("docs/configs.md", tmp_path)
     config = load(
-        tmp_path / "bigger.py", ["batch.grouping=isf", "seed=3", "optimizer.modules.vision.learning_rate=1e-3"]
+        tmp_path / "bigger.py",
+        ["batch.grouping=isf", "seed=3", "optimizer.modules.vision.learning_rate=1e-3"],
     )
-    assert (config.name, config.model.llm.layers, config.batch.grouping.kind, config.seed) == ("bigger", 6, "isf", 3)
+    assert (config.name, config.model.llm.layers, config.batch.grouping.kind, config.seed) == (
+        "bigger",
+        6,
+        "isf",
+        3,
+    )
 
 
 def test_the_adapters_in_models_md_load_with_their_overrides(tmp_path: Path) -> None:
     write_examples("docs/models.md", tmp_path)
-    config = load(tmp_path / "adapters.py", ["model.lora.llm.rank=4", "model.lora.ears.layers=audio.*"])
+    config = load(
+        tmp_path / "adapters.py", ["model.lora.llm.rank=4", "model.lora.ears.layers=audio.*"]
+    )
     assert adapted_modules(config.model) == ["llm", "vision", "audio", "audio.connector"]
     assert config.model.lora["llm"].rank == 4
 
@@ -74,8 +82,16 @@ def test_the_captions_example_in_data_sources_md_trains(
     for i in range(60):
         np.save(photos / f"{i}.npy", rng.integers(0, 255, (8 + 4 * (i % 5), 12), np.uint8))
     monkeypatch.chdir(tmp_path)
-    small = ["model.llm.layers=1", "model.encoders.vision.layers=1", "data.workers=0", "mesh.data=1", "mesh.fsdp=8"]
-    code = run_command(lambda: train(["captions.py", "training.steps=3", "schedule.warmup=1", *small]))
+    small = [
+        "model.llm.layers=1",
+        "model.encoders.vision.layers=1",
+        "data.workers=0",
+        "mesh.data=1",
+        "mesh.fsdp=8",
+    ]
+    code = run_command(
+        lambda: train(["captions.py", "training.steps=3", "schedule.warmup=1", *small])
+    )
     assert code == 0, capsys.readouterr().err
     assert "3 steps" in capsys.readouterr().out
 
@@ -92,11 +108,15 @@ def test_the_examples_in_using_md_answer(
     for name in ("street.jpg", "left.jpg"):
         Image.new("RGB", (30, 20), "red").save(tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    commands = re.findall(r"^python -m mmjax.generate (.+)$", (ROOT / "docs/using.md").read_text(), re.M)
+    commands = re.findall(
+        r"^python -m mmjax.generate (.+)$", (ROOT / "docs/using.md").read_text(), re.M
+    )
     assert len(commands) == 3
     for command in commands:
         few = [] if "--max-tokens" in command else ["--max-tokens", "6"]
-        assert run_command(partial(generate, [*shlex.split(command), *few])) == 0, capsys.readouterr().err
+        assert run_command(partial(generate, [*shlex.split(command), *few])) == 0, (
+            capsys.readouterr().err
+        )
     write_examples("docs/using.md", tmp_path)
     made: dict[str, Any] = {}
     exec((tmp_path / "ask.py").read_text(), made)
@@ -111,13 +131,20 @@ def test_the_code_in_balance_md_runs() -> None:
         exec(code, {})
 
 
-def test_the_picture_in_pipelines_md_is_made_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_in_pipelines_md_is_made_by_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     document = (ROOT / "docs/pipelines.md").read_text()
-    (code,) = (code for code in re.findall(r"```python\n(.*?)```", document, re.DOTALL) if "plot_timelines" in code)
+    (code,) = (
+        code
+        for code in re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+        if "plot_timelines" in code
+    )
     monkeypatch.chdir(tmp_path)
     exec(code, {})
     texts = [
-        re.findall("<text.*?>(.*?)</text>", (at / "schedules.svg").read_text()) for at in (ROOT / "docs", tmp_path)
+        re.findall("<text.*?>(.*?)</text>", (at / "schedules.svg").read_text())
+        for at in (ROOT / "docs", tmp_path)
     ]
     assert texts[0] == texts[1] != []
 
@@ -135,22 +162,32 @@ def test_the_commands_in_balance_md_run(
     monkeypatch.chdir(tmp_path)
     write_lengths(tmp_path / "F.npz")
     text = (ROOT / "docs/balance.md").read_text()
-    commands = re.findall(r"python -m mmjax.bench (.+)", re.search(r"```sh\n(.*?)```", text, re.DOTALL)[1])
+    commands = re.findall(
+        r"python -m mmjax.bench (.+)", re.search(r"```sh\n(.*?)```", text, re.DOTALL)[1]
+    )
     assert len(commands) == 6
     for command in commands:
         assert run_command(partial(bench, command.split())) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("document", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))])
+@pytest.mark.parametrize(
+    "document", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+)
 def test_every_file_that_a_document_names_is_there(document: str) -> None:
     text = (ROOT / document).read_text()
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (ROOT / document).parent.joinpath(link).exists(), f"{document} links to {link}"
-    for name in re.findall(r"`((?:mmjax|tests|data|models|parallel|training|balance|configs)/[\w/]*\.?\w*)`", text):
-        assert (ROOT / name).exists() or (ROOT / "mmjax" / name).exists(), f"{document} names {name}"
+    for name in re.findall(
+        r"`((?:mmjax|tests|data|models|parallel|training|balance|configs)/[\w/]*\.?\w*)`", text
+    ):
+        assert (ROOT / name).exists() or (ROOT / "mmjax" / name).exists(), (
+            f"{document} names {name}"
+        )
 
 
-def test_the_tutorials_split_reads_a_table_that_excel_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tutorials_split_reads_a_table_that_excel_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_examples("docs/tutorial.md", tmp_path)
     monkeypatch.chdir(tmp_path)
     rows = "".join(f"{n}.jpg,What?,a cat\n" for n in range(20))
@@ -167,21 +204,35 @@ def named(dotted: str) -> bool:
             found = importlib.import_module(".".join(parts[:end]))
         except ModuleNotFoundError:
             continue
-        return reduce(lambda owner, name: getattr(owner, name, None), parts[end:], found) is not None
+        return (
+            reduce(lambda owner, name: getattr(owner, name, None), parts[end:], found) is not None
+        )
     return False
 
 
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
+]
 
 
 def test_every_module_and_function_that_a_document_names_is_there() -> None:
     """Also those of docs/balance.md, which are relative to mmjax.balance."""
     texts = {document: (ROOT / document).read_text() for document in DOCUMENTS}
-    names = {(name, doc) for doc, text in texts.items() for name in re.findall(r"\bmmjax(?:\.[a-z_][\w]*)+\b", text)}
+    names = {
+        (name, doc)
+        for doc, text in texts.items()
+        for name in re.findall(r"\bmmjax(?:\.[a-z_][\w]*)+\b", text)
+    }
     balance = re.findall(r"`((?:[a-z_]\w*\.)+[a-z_]\w*)(?:\(.*?\))?`", texts["docs/balance.md"])
     files = (".jsonl", ".npz", ".py", ".svg", ".md")
     relative = {name for name in balance if not name.startswith(("mmjax.", "batch.", "mesh."))}
-    names |= {(f"mmjax.balance.{name}", "docs/balance.md") for name in relative if not name.endswith(files)}
+    names |= {
+        (f"mmjax.balance.{name}", "docs/balance.md")
+        for name in relative
+        if not name.endswith(files)
+    }
     assert len(set(balance)) > 20
     missing = [f"{document}: {name}" for name, document in sorted(names) if not named(name)]
     assert not missing
@@ -193,7 +244,9 @@ def test_the_examples_in_balancing_md_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_lengths(tmp_path / "F.npz")
-    commands = re.findall(r"^python -m mmjax.bench (.+?)(?: +#.*)?$", (ROOT / "docs/balancing.md").read_text(), re.M)
+    commands = re.findall(
+        r"^python -m mmjax.bench (.+?)(?: +#.*)?$", (ROOT / "docs/balancing.md").read_text(), re.M
+    )
     assert len(commands) == 4
     for command in commands:
         assert run_command(partial(bench, command.split())) == 0, capsys.readouterr().err
@@ -214,11 +267,17 @@ def texts_of_the_code() -> str:
     """Every string of mmjax's code; of an f-string, the parts between its values."""
     trees = (ast.parse(path.read_text()) for path in (ROOT / "mmjax").rglob("*.py"))
     nodes = (node for tree in trees for node in ast.walk(tree))
-    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return "\n".join(
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
 
 
 def test_every_extra_is_in_install_md() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     page = (ROOT / "docs" / "install.md").read_text()
     assert [extra for extra in extras if f"`{extra}`" not in page] == []
 
@@ -226,7 +285,12 @@ def test_every_extra_is_in_install_md() -> None:
 def test_the_error_lines_of_mmjax_in_troubleshooting_md_are_in_its_code() -> None:
     text = (ROOT / "docs/troubleshooting.md").read_text()
     blocks = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines() if re.match("error: |note: |THE LOADER", line)]
+    lines = [
+        line
+        for block in blocks
+        for line in block.splitlines()
+        if re.match("error: |note: |THE LOADER", line)
+    ]
     assert len(lines) >= 20
     for line in lines:
         for part in re.sub("^(error|note): ", "", line).split("..."):
@@ -264,7 +328,11 @@ def test_the_tutorial_goes_from_photos_to_an_answer_over_http(tmp_path: Path) ->
     assert len(printed) == 14
     (table,) = (out for command, out in printed.items() if command.startswith("mmjax evaluate"))
     assert float(re.search(r"photos +40 +0 +(\S+)", table)[1]) > 0.9
-    answers = [out.strip() for command, out in printed.items() if re.match("mmjax generate|python ask.py", command)]
+    answers = [
+        out.strip()
+        for command, out in printed.items()
+        if re.match("mmjax generate|python ask.py", command)
+    ]
     assert len(answers) == 3
     assert set(answers) < {"red", "green", "blue", "white"}
     assert len(set(answers)) == 1

@@ -26,11 +26,15 @@ SMALL_SHM = ["unshare", "--user", "--map-root-user", "--mount"]
 MOUNT = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
 
 
-def diagnose(before: str, variables: dict[str, str], *prefix: str) -> tuple[int, dict[str, list[dict[str, str]]]]:
+def diagnose(
+    before: str, variables: dict[str, str], *prefix: str
+) -> tuple[int, dict[str, list[dict[str, str]]]]:
     """Exit code and findings of a doctor that a shell starts behind the commands `before`, by name."""
     script = f"{before}\nexec {shlex.quote(sys.executable)} -m mmjax.doctor --json"
     found = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-    ended = subprocess.run([*prefix, "bash", "-c", script], env=found, capture_output=True, text=True)
+    ended = subprocess.run(
+        [*prefix, "bash", "-c", script], env=found, capture_output=True, text=True
+    )
     assert ended.stderr == ""
     findings: dict[str, list[dict[str, str]]] = {}
     for finding in json.loads(ended.stdout):
@@ -75,22 +79,32 @@ def test_each_planted_fault_is_named_with_a_command_that_mends_it(
         assert bool(finding["remedy"]) == (finding["state"] != "ok")
         assert subprocess.run(["bash", "-n", "-c", finding["remedy"]]).returncode == 0
 
-    # Mended: by those commands, and, as after a new log-in, without the low limit of files. JAX is asked for a platform
-    # that is not there instead.
+    # Mended: by those commands, and, as after a new log-in, without the low limit of files. JAX is
+    # asked for a platform that is not there instead.
     mend = f"{found['nccl'][0]['remedy']}\nexport XDG_CACHE_HOME={tmp_path}"
-    more = {"JAX_PLATFORMS": "nosuch", "TMPDIR": str(tmp_path / "not there"), "MMJAX_COORDINATOR": "localhost"}
+    more = {
+        "JAX_PLATFORMS": "nosuch",
+        "TMPDIR": str(tmp_path / "not there"),
+        "MMJAX_COORDINATOR": "localhost",
+    }
     code, mended = diagnose(mend, variables | {"PATH": os.environ["PATH"]} | more)
     assert code == 1
     assert [mended[name][0]["state"] for name in ("limits", "cache")] == ["ok", "ok"]
-    assert [finding["text"] for finding in mended["nccl"]] == ["MMJAX_COORDINATOR=localhost: it is not HOST:PORT"]
+    assert [finding["text"] for finding in mended["nccl"]] == [
+        "MMJAX_COORDINATOR=localhost: it is not HOST:PORT"
+    ]
     assert "JAX" in mended["jax"][0]["text"]
     assert "nosuch" in mended["jax"][0]["text"]
     assert mended["jax"][0]["remedy"] == "unset JAX_PLATFORMS"
     assert mended["temporary"][0]["remedy"] == f"mkdir -p {shlex.quote(more['TMPDIR'])}"
 
 
-@pytest.mark.parametrize(("name", "value"), [("XLA_FLAGS", "--xla_nosuch=1"), ("JAX_PLATFORMS", "cuda")])
-def test_a_variable_without_which_jax_starts_is_what_to_unset(monkeypatch: pytest.MonkeyPatch, name: str, value: str):
+@pytest.mark.parametrize(
+    ("name", "value"), [("XLA_FLAGS", "--xla_nosuch=1"), ("JAX_PLATFORMS", "cuda")]
+)
+def test_a_variable_without_which_jax_starts_is_what_to_unset(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv(name, value)
     (finding,) = doctor.check_jax(doctor.Gpus(0, (), "", (), ""))
@@ -98,7 +112,9 @@ def test_a_variable_without_which_jax_starts_is_what_to_unset(monkeypatch: pytes
     assert f"{name}={value}" in finding.text
 
 
-def test_a_machine_without_faults_is_all_right_and_the_exit_code_says_so(capsys, monkeypatch, tmp_path):
+def test_a_machine_without_faults_is_all_right_and_the_exit_code_says_so(
+    capsys, monkeypatch, tmp_path
+):
     monkeypatch.setattr(doctor, "LEAST_SHM", 0)
     monkeypatch.setattr(doctor, "LEAST_DISK", 0)
     monkeypatch.setattr(doctor, "LEAST_FILES", 0)
@@ -116,7 +132,11 @@ def test_a_machine_without_faults_is_all_right_and_the_exit_code_says_so(capsys,
     ("gpus", "state", "text"),
     [
         (doctor.Gpus(8, (), "", (), ""), "broken", "8 NVIDIA GPU(s), but no driver for them here"),
-        (doctor.Gpus(1, (), "", (), "Driver/library version mismatch"), "broken", "version mismatch"),
+        (
+            doctor.Gpus(1, (), "", (), "Driver/library version mismatch"),
+            "broken",
+            "version mismatch",
+        ),
         (doctor.Gpus(2, ("H100", "H100"), "580.65.06", (), ""), "ok", "580.65.06, 2 x H100"),
     ],
 )

@@ -15,9 +15,20 @@ from llava_folder import save_checkpoint, save_parts, save_questions
 from started import ROOT, begin, environment, finish
 from test_docs import write_examples
 
-PROGRAMS = ("python", "mmjax", "pip", "launch/", "sbatch", "ray", "transformers", "mkdocs", "pytest", "JAX_NUM_CPU")
-# The tests that run other commands, by file, with the beginnings of these or their document; .ci/run is what a newcomer
-# does.
+PROGRAMS = (
+    "python",
+    "mmjax",
+    "pip",
+    "launch/",
+    "sbatch",
+    "ray",
+    "transformers",
+    "mkdocs",
+    "pytest",
+    "JAX_NUM_CPU",
+)
+# The tests that run other commands, by file, with the beginnings of these or their document;
+# .ci/run is what a newcomer does.
 ELSEWHERE: dict[str, dict[str, list[str]]] = {
     ".ci/run": {
         "": [
@@ -171,12 +182,21 @@ ELSEWHERE: dict[str, dict[str, list[str]]] = {
 def commands(document: str) -> list[str]:
     """The commands of a document's shell blocks and of its indented lines, without comments."""
     text = (ROOT / document).read_text().replace("\\\n", " ")
-    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    lines = [
+        line
+        for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    ]
     lines += re.findall(r"^ {4}(python -m .*)$", text, re.MULTILINE)
-    return [re.sub(r"\s+#.*", "", " ".join(line.split())) for line in lines if line.startswith(PROGRAMS)]
+    return [
+        re.sub(r"\s+#.*", "", " ".join(line.split())) for line in lines if line.startswith(PROGRAMS)
+    ]
 
 
-DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    "README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+]
 FOUND = [(document, command) for document in DOCUMENTS for command in commands(document)]
 
 
@@ -198,12 +218,19 @@ for document, command in FOUND:
 
 
 @pytest.mark.parametrize(("file", "test", "beginning"), RUN_ELSEWHERE)
-def test_a_documented_command_that_runs_elsewhere_is_there_and_so_is_its_test(file, test, beginning) -> None:
+def test_a_documented_command_that_runs_elsewhere_is_there_and_so_is_its_test(
+    file, test, beginning
+) -> None:
     assert any(is_elsewhere(document, command, beginning) for document, command in FOUND)
     assert file == ".ci/run" or f"def {test}(" in (ROOT / file).read_text()
 
 
-SHORT = ["training.steps=2", "schedule.warmup=1", "training.evaluate_every=0", "training.evaluate_samples=4"]
+SHORT = [
+    "training.steps=2",
+    "schedule.warmup=1",
+    "training.evaluate_every=0",
+    "training.evaluate_samples=4",
+]
 SMALL = [
     "training.precision=float32",
     "batch.size.count=8",
@@ -218,7 +245,9 @@ def shortened(command: str, place: Path) -> tuple[str, list[str]]:
     name, *words = shlex.split(re.sub("^(python -m mmjax.|mmjax )", "", command))
     words = [word.replace("/data/fast", str(place / "fast")).replace("120", "2") for word in words]
     if name == "train" and "--show" not in words:
-        words += SHORT + (SMALL if any(word.startswith(("checkpoint=", "tower=")) for word in words) else [])
+        words += SHORT + (
+            SMALL if any(word.startswith(("checkpoint=", "tower=")) for word in words) else []
+        )
     few = {"verify": ["batch.size.count=16", "--backend=dense"]}
     return name, [*words, *few.get(name, [])]
 
@@ -242,16 +271,26 @@ def test_the_commands_of_a_document_run(document, tmp_path, monkeypatch, capsys)
         "from mmjax.config.loading import sibling\n\nstyle = sibling(__file__, 'llava_style')\n\n\n"
         "def config():\n    return style.config('llava-1.5-7b-hf', 'llava.json', 'images')\n"
     )
-    earlier = {"tiny_omni": "tiny_omni", "mine": "my.py", "first": "tiny_text", "second": "tiny_text"}
+    earlier = {
+        "tiny_omni": "tiny_omni",
+        "mine": "my.py",
+        "first": "tiny_text",
+        "second": "tiny_text",
+    }
     for folder, config in earlier.items():
         if any(f"runs/{folder}" in command for command in HERE[document]):
             words = [config, f"run=runs/{folder}", *SHORT]
             assert run(capsys, importlib.import_module("mmjax.train").main, *words).code == 0
     for command in HERE[document]:
         name, words = shortened(command, tmp_path)
-        # A unit's devices are its own, and every device is one of a unit: as many as the command asks for.
-        if devices := sum(int(word.partition("=")[2]) for word in words if word.startswith("units.")):
-            process = begin([sys.executable, "-m", f"mmjax.{name}", *words], environment(devices), cwd=tmp_path)
+        # A unit's devices are its own, and every device is one of a unit: as many as the command
+        # asks for.
+        if devices := sum(
+            int(word.partition("=")[2]) for word in words if word.startswith("units.")
+        ):
+            process = begin(
+                [sys.executable, "-m", f"mmjax.{name}", *words], environment(devices), cwd=tmp_path
+            )
             ended = finish(process)
         else:
             ended = run(capsys, importlib.import_module(f"mmjax.{name}").main, *words)

@@ -12,21 +12,30 @@ from mmjax.data.sample import BadSample
 from mmjax.errors import BadMedia, UserError, run_command
 
 
-def test_a_command_that_ends_well_returns_0_and_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_ends_well_returns_0_and_prints_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run_command(lambda: None) == 0
     assert capsys.readouterr() == ("", "")
 
 
-def test_bad_input_is_one_line_on_stderr_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def main() -> None:
         raise UserError("unknown key 'batch.row': did you mean 'batch.rows'?")
 
     assert run_command(main) == 2
-    assert capsys.readouterr() == ("", "error: unknown key 'batch.row': did you mean 'batch.rows'?\n")
+    assert capsys.readouterr() == (
+        "",
+        "error: unknown key 'batch.row': did you mean 'batch.rows'?\n",
+    )
 
 
 @pytest.mark.parametrize("kind", [UserError, BadMedia, BadSample])
-def test_a_message_is_one_line_that_a_terminal_obeys_in_nothing_whatever_it_quotes(kind: type[Exception]) -> None:
+def test_a_message_is_one_line_that_a_terminal_obeys_in_nothing_whatever_it_quotes(
+    kind: type[Exception],
+) -> None:
     message = str(kind("media/a\r\n\x1b[2J\u202eb\ud800 is missing; set data.path"))
     assert message == r"media/a\r\n\x1b[2J\u202eb\ud800 is missing; set data.path"
     assert str(kind("ein schöner Ölfleck 図 is missing")) == "ein schöner Ölfleck 図 is missing"
@@ -76,7 +85,9 @@ def test_an_interrupt_that_python_drops_is_raised_again(capsys: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_further_interrupts_do_not_end_what_the_first_tidies_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_further_interrupts_do_not_end_what_the_first_tidies_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     tidied = []
 
     def main() -> None:
@@ -90,13 +101,17 @@ def test_further_interrupts_do_not_end_what_the_first_tidies_up(capsys: pytest.C
     assert run_command(main) == 130
     assert tidied == ["whole"]
     lines = capsys.readouterr().err.splitlines()
-    assert [line.startswith("interrupted already: tidying up") for line in lines] == [True] * 4 + [False]
+    assert [line.startswith("interrupted already: tidying up") for line in lines] == [True] * 4 + [
+        False
+    ]
     assert lines[-1] == "interrupted"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_other_errors_in_destructors_are_reported_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_in_destructors_are_reported_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Raises:
         def __del__(self) -> None:
             raise ValueError("something else")
@@ -132,14 +147,19 @@ def test_leaving_waits_for_threads_runs_what_is_to_run_at_the_end_and_says_all()
         "threading.Thread(target=lambda: time.sleep(100), daemon=True).start()\n"
         "exit_process(130)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=480)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=480
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "a thread\nat the end", "")
 
 
 @pytest.mark.parametrize(
-    ("devices", "said", "used"), [("1", None, None), ("64", None, "256"), ("64", "3", "3"), ("many", None, None)]
+    ("devices", "said", "used"),
+    [("1", None, None), ("64", None, "256"), ("64", "3", "3"), ("many", None, None)],
 )
-def test_commands_give_several_cpu_devices_threads_for_all_their_collectives(devices, said, used, monkeypatch):
+def test_commands_give_several_cpu_devices_threads_for_all_their_collectives(
+    devices, said, used, monkeypatch
+):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", devices)
     monkeypatch.setenv("NPROC", said or "")
     if said is None:
@@ -148,7 +168,9 @@ def test_commands_give_several_cpu_devices_threads_for_all_their_collectives(dev
     assert os.environ.get("NPROC") == used
 
 
-def test_memory_that_is_exhausted_anywhere_is_one_line_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_that_is_exhausted_anywhere_is_one_line_with_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run_command(lambda: jnp.zeros((1 << 44,), jnp.float32).block_until_ready() and None) == 2
     out, err = capsys.readouterr()
     assert err.startswith(
@@ -178,4 +200,6 @@ def test_a_command_may_open_as_many_files_as_the_hard_limit_allows_and_says_wher
     )
     assert (enough.returncode, enough.stdout, enough.stderr) == (0, "1000\n", "")
     assert (too_few.returncode, too_few.stdout) == (2, "")
-    assert too_few.stderr.startswith("error: this process may open 64 files at once, and needs 256; allow more with ul")
+    assert too_few.stderr.startswith(
+        "error: this process may open 64 files at once, and needs 256; allow more with ul"
+    )

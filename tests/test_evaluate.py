@@ -46,11 +46,16 @@ def test_the_scores_are_those_that_training_ended_with(trained, capsys):
 def test_answers_to_some_questions_are_those_that_the_scores_count(trained, capsys):
     answered = evaluate.ask(trained, range(24))
     scores = json.loads((trained / "test.json").read_text())
-    assert {name: scores[name] for name in exact_match_by_group(answered)} == exact_match_by_group(answered)
+    assert {name: scores[name] for name in exact_match_by_group(answered)} == exact_match_by_group(
+        answered
+    )
     for found, number in zip(evaluate.ask(trained, [3, 1], source="few"), [3, 1], strict=True):
-        # What never ends is cut after as many tokens as the longest of the questions' answers may have.
+        # What never ends is cut after as many tokens as the longest of the questions' answers may
+        # have.
         assert answered[number].prediction.startswith(found.prediction)
-        assert replace(found, prediction="", ended=False) == replace(answered[number], prediction="", ended=False)
+        assert replace(found, prediction="", ended=False) == replace(
+            answered[number], prediction="", ended=False
+        )
     with pytest.raises(UserError, match="test/other has no questions; those that have: test/few"):
         evaluate.ask(trained, [0], source="other")
 
@@ -63,7 +68,9 @@ def test_a_table_names_the_run_the_step_and_every_family(trained, capsys):
 
 
 def test_another_split_and_a_swapped_encoder_are_said(trained, capsys):
-    out = run(capsys, evaluate.main, trained, "--split=validation", "--swap", "vision", "device=cpu").out
+    out = run(
+        capsys, evaluate.main, trained, "--split=validation", "--swap", "vision", "device=cpu"
+    ).out
     assert "with the vision items of other samples" in out
     assert "of the validation split" in out
 

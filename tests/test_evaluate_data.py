@@ -31,7 +31,9 @@ def data(tmp_path_factory) -> Path:
     asked = []
     for record in records:
         question, answer = (turn["value"] for turn in record["conversations"][:2])
-        asked.append({"image": record["image"], "question": question, "answers": [answer, "colour"]})
+        asked.append(
+            {"image": record["image"], "question": question, "answers": [answer, "colour"]}
+        )
     whole = (folder / "images" / asked[5]["image"]).read_bytes()
     (folder / "images" / f"cut_{asked[5]['image']}").write_bytes(whole[: len(whole) - 40])
     asked[5]["image"] = f"cut_{asked[5]['image']}"
@@ -46,8 +48,18 @@ def told(capsys, *words: object) -> str:
     return ended.out
 
 
-def test_a_checkpoint_is_asked_every_question_and_scored_on_what_it_said(checkpoint, data, capsys, tmp_path):
-    words = (checkpoint, "--data", data / "data.json", "--images", data / "images", "--max-tokens", "6")
+def test_a_checkpoint_is_asked_every_question_and_scored_on_what_it_said(
+    checkpoint, data, capsys, tmp_path
+):
+    words = (
+        checkpoint,
+        "--data",
+        data / "data.json",
+        "--images",
+        data / "images",
+        "--max-tokens",
+        "6",
+    )
     scores = json.loads(told(capsys, *words, "--json", "--out", tmp_path / "said.jsonl"))["asked"]
     said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
     assert [line["sample"] for line in said] == [f"asked[{i}]" for i in range(COUNT)]
@@ -59,15 +71,37 @@ def test_a_checkpoint_is_asked_every_question_and_scored_on_what_it_said(checkpo
     for i in (0, 11):
         image = data / "images" / records[i]["image"]
         question = records[i]["conversations"][0]["value"]
-        alone = run(capsys, generate.main, checkpoint, question, "--image", image, "--max-tokens", "6", "--json")
+        alone = run(
+            capsys,
+            generate.main,
+            checkpoint,
+            question,
+            "--image",
+            image,
+            "--max-tokens",
+            "6",
+            "--json",
+        )
         assert json.loads(alone.out)["answer"].strip() == said[i]["said"].strip()
         assert said[i]["right"] == [records[i]["conversations"][1]["value"]]
 
 
-def test_what_cannot_be_read_is_left_out_and_named_before_and_after_decoding(checkpoint, data, capsys, tmp_path):
-    words = (checkpoint, "--data", data / "asked.jsonl", "--images", data / "images", "--max-tokens", "3")
+def test_what_cannot_be_read_is_left_out_and_named_before_and_after_decoding(
+    checkpoint, data, capsys, tmp_path
+):
+    words = (
+        checkpoint,
+        "--data",
+        data / "asked.jsonl",
+        "--images",
+        data / "images",
+        "--max-tokens",
+        "3",
+    )
     out = told(capsys, *words, "--measures", "vqa_accuracy,wer", "--out", tmp_path / "said.jsonl")
-    assert [line.split()[:3] for line in out.splitlines() if line.split()[:1] == ["asked"]] == [["asked", "18", "2"]]
+    assert [line.split()[:3] for line in out.splitlines() if line.split()[:1] == ["asked"]] == [
+        ["asked", "18", "2"]
+    ]
     assert "vqa_accuracy" in out
     assert "exact_match" not in out
     said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
@@ -81,11 +115,25 @@ def test_what_cannot_be_read_is_left_out_and_named_before_and_after_decoding(che
 
 def test_parquet_and_a_limit(checkpoint, data, capsys, tmp_path):
     records = [json.loads(line) for line in (data / "asked.jsonl").read_text().splitlines()]
-    images = [{"bytes": (data / "images" / r["image"]).read_bytes(), "path": None} for r in records[:5]]
-    columns = {"question": [r["question"].replace("<image>", "").strip() for r in records[:5]], "image": images}
+    images = [
+        {"bytes": (data / "images" / r["image"]).read_bytes(), "path": None} for r in records[:5]
+    ]
+    columns = {
+        "question": [r["question"].replace("<image>", "").strip() for r in records[:5]],
+        "image": images,
+    }
     table = pyarrow.table(columns | {"answers": [r["answers"] for r in records[:5]]})
     pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
-    words = (checkpoint, "--data", tmp_path / "d.parquet", "--max-tokens", "3", "--limit", "4", "--json")
+    words = (
+        checkpoint,
+        "--data",
+        tmp_path / "d.parquet",
+        "--max-tokens",
+        "3",
+        "--limit",
+        "4",
+        "--json",
+    )
     scores = json.loads(told(capsys, *words))["asked"]
     assert (scores["asked"], scores["left_out"]) == (4, 0)
 
@@ -95,9 +143,18 @@ def test_parquet_and_a_limit(checkpoint, data, capsys, tmp_path):
     [
         (["--data", "gone.json"], "--data: gone.json is missing"),
         ([], "is a checkpoint, which has no data of its own; name questions with --data"),
-        (["--data", "other.jsonl"], "conversations, messages, audio_filepath, question; name what it is"),
-        (["--data", "{data}", "--measures", "bleu"], "there is no 'bleu'; known are exact_match, anls"),
-        (["--data", "{data}", "--swap", "vision"], "--swap goes with a run's embedded questions alone"),
+        (
+            ["--data", "other.jsonl"],
+            "conversations, messages, audio_filepath, question; name what it is",
+        ),
+        (
+            ["--data", "{data}", "--measures", "bleu"],
+            "there is no 'bleu'; known are exact_match, anls",
+        ),
+        (
+            ["--data", "{data}", "--swap", "vision"],
+            "--swap goes with a run's embedded questions alone",
+        ),
         (
             ["--data", "{data}", "--log-probs", "out.jsonl"],
             "first record has no chosen and rejected, and no completion and label, of which --log-probs",
@@ -109,12 +166,16 @@ def test_parquet_and_a_limit(checkpoint, data, capsys, tmp_path):
         ),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line(words, error, checkpoint, data, capsys, tmp_path, monkeypatch):
+def test_what_cannot_work_is_said_in_one_line(
+    words, error, checkpoint, data, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("other.jsonl").write_text('{"prompt": "?"}\n')
     turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "This."}] * 2
     Path("open.jsonl").write_text(json.dumps({"messages": turns[:3]}) + "\n")
-    ended = run(capsys, evaluate.main, checkpoint, *(word.format(data=data / "data.json") for word in words))
+    ended = run(
+        capsys, evaluate.main, checkpoint, *(word.format(data=data / "data.json") for word in words)
+    )
     assert ended.code == 2
     assert error in ended.err
     assert ended.err.count("\n") == 1

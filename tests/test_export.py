@@ -60,12 +60,21 @@ def ours(folder: Path) -> np.ndarray:
     """The logits of a run's newest checkpoint, float32."""
     run = RunFolder(folder)
     model = Model.build(run.read_config().model, jnp.float32)
-    shardings = parameter_shardings(model, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules())
+    shardings = parameter_shardings(
+        model, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
+    )
     params = restore_parameters(run.checkpoints, checkpoint_step(run.checkpoints), model, shardings)
     full = lambda value: np.full(TOKENS.shape, value, np.int32)  # noqa: E731
     at = np.broadcast_to(np.arange(TOKENS.shape[1], dtype=np.int32), TOKENS.shape)
     fields = dict.fromkeys(TextBatch._fields, full(0)) | {"slots": {}, "send": {}, "token": TOKENS}
-    fields |= {"pos": at, "position": at, "offset": at, "kind": full(1), "sees": full(1), "owner": full(PADDING)}
+    fields |= {
+        "pos": at,
+        "position": at,
+        "offset": at,
+        "kind": full(1),
+        "sees": full(1),
+        "owner": full(PADDING),
+    }
     return np.asarray(jax.jit(model.logits)(params, Microbatch(TextBatch(**fields), {})))
 
 
@@ -75,7 +84,9 @@ def theirs(model: torch.nn.Module) -> np.ndarray:
 
 
 def loaded(folder: Path, **options) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", **options
+    )
 
 
 def check_beside(source: Path, out: Path) -> None:
@@ -147,9 +158,12 @@ def test_a_changed_checkpoint_computes_in_transformers_what_the_run_computes(fam
 def test_what_was_not_trained_comes_back_to_the_byte(dtype, precision, tmp_path):
     save_checkpoint(tmp_path / "source", dtype=dtype, shard="20KB", tie_word_embeddings=True)
     still = {"precision": precision, "amount": 0.0}
-    frozen = LoraConfig(("llm.*",), 2)  # whose b stays zero, over weights that are held in the computation's precision
+    # whose b stays zero, over weights that are held in the computation's precision
+    frozen = LoraConfig(("llm.*",), 2)
     for name, changes in {"whole": still, "adapters": still | {"lora": {"all": frozen}}}.items():
-        export.export(moved(tmp_path / "source", tmp_path / name, **changes), tmp_path / f"{name} out")
+        export.export(
+            moved(tmp_path / "source", tmp_path / name, **changes), tmp_path / f"{name} out"
+        )
         check_beside(tmp_path / "source", tmp_path / f"{name} out")
         for path in (tmp_path / "source").glob("*.safetensors"):
             assert filecmp.cmp(path, tmp_path / f"{name} out" / path.name, shallow=False), path.name
@@ -166,7 +180,8 @@ def test_a_bfloat16_checkpoint_stays_one_and_a_frozen_module_unchanged(tmp_path)
         adapted = ("self_attn" in key and key.endswith("proj.weight")) or "down_proj" in key
         assert (value.tobytes() != after[key].tobytes()) == adapted, key
     found = theirs(loaded(tmp_path / "out"))
-    np.testing.assert_allclose(found, ours(run), atol=0.02 * np.abs(found).max())  # merged weights are rounded
+    # merged weights are rounded
+    np.testing.assert_allclose(found, ours(run), atol=0.02 * np.abs(found).max())
 
 
 def test_adapters_are_merged_or_written_for_peft_and_both_compute_the_same(source, tuned, tmp_path):
@@ -192,7 +207,9 @@ def test_adapters_are_merged_or_written_for_peft_and_both_compute_the_same(sourc
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["nf4", "int8"])
-def test_adapters_are_merged_into_the_quantised_weights_beside_which_they_were_trained(how, tmp_path):
+def test_adapters_are_merged_into_the_quantised_weights_beside_which_they_were_trained(
+    how, tmp_path
+):
     source, merged = tmp_path / "source", tmp_path / "merged"
     save_checkpoint(source, hidden_size=64, intermediate_size=128)
     llm = replace(from_hf(source).llm, quantize=how)
@@ -214,11 +231,15 @@ def test_adapters_are_merged_into_the_quantised_weights_beside_which_they_were_t
 def test_quantised_weights_without_adapters_come_back_to_the_byte(tmp_path):
     save_checkpoint(tmp_path / "source")
     llm = replace(from_hf(tmp_path / "source").llm, quantize="int8")
-    run = moved(tmp_path / "source", tmp_path / "run", lora={"some": LoraConfig(("*.down",), 4)}, llm=llm)
+    run = moved(
+        tmp_path / "source", tmp_path / "run", lora={"some": LoraConfig(("*.down",), 4)}, llm=llm
+    )
     export.export(run, tmp_path / "out")
     before, after = (HfFolder.open(tmp_path / name) for name in ("source", "out"))
     for key in before.tensors:
-        assert (before.read(key).tobytes() != after.read(key).tobytes()) == ("down_proj" in key), key
+        assert (before.read(key).tobytes() != after.read(key).tobytes()) == ("down_proj" in key), (
+            key
+        )
 
 
 def test_parameters_are_read_a_few_at_a_time(source, tuned, tmp_path, monkeypatch):
@@ -235,7 +256,9 @@ def test_parameters_are_read_a_few_at_a_time(source, tuned, tmp_path, monkeypatc
     export.export(tuned, tmp_path / "in turns")
     assert len(held) > 8
     assert max(held) <= 12_000
-    assert sum(held) == sum(4 * np.prod(s.shape, dtype=int) for s in HfFolder.open(source).tensors.values())
+    assert sum(held) == sum(
+        4 * np.prod(s.shape, dtype=int) for s in HfFolder.open(source).tensors.values()
+    )
     for path in (tmp_path / "at once").glob("*.safetensors"):
         assert filecmp.cmp(path, tmp_path / "in turns" / path.name, shallow=False)
 
@@ -261,22 +284,36 @@ def test_peft_writes_the_same_adapter_folder(source, scaling, tmp_path):
     beside = peft.PeftModel.from_pretrained(loaded(source), tmp_path / "out")
     np.testing.assert_allclose(theirs(beside), ours(run), atol=1e-4)
     beside.save_pretrained(tmp_path / "again")
-    mine, again = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "again"))
+    mine, again = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "again")
+    )
     assert mine.keys() == again.keys()
     for key in mine:
         np.testing.assert_array_equal(mine[key], again[key])
-    mine, again = (json.loads((tmp_path / n / "adapter_config.json").read_text()) for n in ("out", "again"))
-    assert sorted(mine.pop("target_modules")) == sorted(again["target_modules"]) == ["q_proj", "up_proj"]
+    mine, again = (
+        json.loads((tmp_path / n / "adapter_config.json").read_text()) for n in ("out", "again")
+    )
+    assert (
+        sorted(mine.pop("target_modules"))
+        == sorted(again["target_modules"])
+        == ["q_proj", "up_proj"]
+    )
     assert mine.items() <= {**again, "task_type": mine["task_type"]}.items()
 
 
 @pytest.mark.default_cases("llm")
 @pytest.mark.parametrize(
     "patterns",
-    [("llm.*", "vision.*.query", "vision.connector.*"), ("llm.*.query", "vision.*"), ("*.value", "vision.connector.*")],
+    [
+        ("llm.*", "vision.*.query", "vision.connector.*"),
+        ("llm.*.query", "vision.*"),
+        ("*.value", "vision.connector.*"),
+    ],
     ids=["llm", "vision", "values"],
 )
-def test_adapters_of_a_vision_language_model_compute_in_peft_what_the_merged_folder_computes(patterns, tmp_path):
+def test_adapters_of_a_vision_language_model_compute_in_peft_what_the_merged_folder_computes(
+    patterns, tmp_path
+):
     llava_folder.save_checkpoint(tmp_path / "source")
     run = moved(tmp_path / "source", tmp_path / "run", lora={"all": LoraConfig(patterns, 4, 6.0)})
     export.export(run, tmp_path / "merged")
@@ -301,14 +338,22 @@ def test_the_shipped_recipe_is_an_adapter_with_its_connector_saved_whole(recipe,
     """The model, tower and all, computes in PEFT what the merged folder computes; PEFT saves the same tensors again."""
     dtype = BF16 if recipe == "bfloat16" else torch.float32
     llava_folder.save_checkpoint(tmp_path / "source", dtype)
-    words = [f"checkpoint={tmp_path / 'source'}", "data=none.json", "model.lora.llm.rank=4", "model.lora.llm.alpha=8"]
-    run = moved_run(load("llava_lora", [*words, f"run={tmp_path / 'run'}", "training.precision=float32"]), 0.05)
+    words = [
+        f"checkpoint={tmp_path / 'source'}",
+        "data=none.json",
+        "model.lora.llm.rank=4",
+        "model.lora.llm.alpha=8",
+    ]
+    run = moved_run(
+        load("llava_lora", [*words, f"run={tmp_path / 'run'}", "training.precision=float32"]), 0.05
+    )
     export.export(run, tmp_path / "merged")
     told = export.export(run, tmp_path / "adapter", adapter=True)
     assert "vision.connector whole, as modules_to_save" in told[-1]
     kind = transformers.LlavaForConditionalGeneration
     merged, source, plain = (
-        kind.from_pretrained(tmp_path / name, dtype=torch.float32).eval() for name in ("merged", "source", "source")
+        kind.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
+        for name in ("merged", "source", "source")
     )
     image, text = merged.config.image_token_index, torch.arange(5, 25)
     given = {
@@ -319,11 +364,13 @@ def test_the_shipped_recipe_is_an_adapter_with_its_connector_saved_whole(recipe,
     with torch.no_grad():
         before, wanted, found = (model(**given).logits for model in (plain, merged, beside))
     assert (before - wanted).abs().max() > 0.01
-    near = 1e-4 if dtype == torch.float32 else 0.02 * wanted.abs().max().item()  # merged weights are rounded
+    # merged weights are rounded
+    near = 1e-4 if dtype == torch.float32 else 0.02 * wanted.abs().max().item()
     np.testing.assert_allclose(found.numpy(), wanted.numpy(), atol=near)
     beside.save_pretrained(tmp_path / "again")
     mine, again = (
-        safetensors.torch.load_file(tmp_path / n / "adapter_model.safetensors") for n in ("adapter", "again")
+        safetensors.torch.load_file(tmp_path / n / "adapter_model.safetensors")
+        for n in ("adapter", "again")
     )
     assert mine.keys() == again.keys()
     assert sum("projector" in key for key in mine) == 4
@@ -343,10 +390,14 @@ def test_tensors_that_nobody_reads_are_kept_and_a_second_copy_of_a_tied_table_fo
     after = load_file(tmp_path / "out" / "model.safetensors")
     np.testing.assert_array_equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
     assert (after["lm_head.weight"] != tensors["lm_head.weight"].numpy()).any()
-    np.testing.assert_array_equal(after["model.layers.0.self_attn.rotary_emb.inv_freq"], np.arange(4.0))
+    np.testing.assert_array_equal(
+        after["model.layers.0.self_attn.rotary_emb.inv_freq"], np.arange(4.0)
+    )
 
 
-def test_the_command_takes_a_step_and_a_moved_source_and_never_overwrites_unasked(source, tuned, tmp_path, capsys):
+def test_the_command_takes_a_step_and_a_moved_source_and_never_overwrites_unasked(
+    source, tuned, tmp_path, capsys
+):
     elsewhere = shutil.copytree(source, tmp_path / "elsewhere")
     work = shutil.copytree(tuned, tmp_path / "run")
     config = (work / "config.json").read_text()
@@ -377,7 +428,9 @@ def test_the_command_takes_a_step_and_a_moved_source_and_never_overwrites_unaske
         (["--source", "/nowhere"], "/nowhere, from which llm came, is not there"),
     ],
 )
-def test_what_cannot_be_exported_is_said_and_nothing_is_left(tuned, tmp_path, capsys, words, message):
+def test_what_cannot_be_exported_is_said_and_nothing_is_left(
+    tuned, tmp_path, capsys, words, message
+):
     ended = run(capsys, export.main, tuned, tmp_path / "out", *words)
     assert ended.code == 2
     assert ended.err.count("\n") == 1
@@ -394,7 +447,9 @@ def test_the_source_and_the_run_are_never_replaced(source, tuned, capsys):
     assert (tuned / "config.json").exists()
 
 
-def test_an_interrupted_export_leaves_the_folder_that_was_there(source, tuned, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_export_leaves_the_folder_that_was_there(
+    source, tuned, tmp_path, monkeypatch, capsys
+):
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine").write_text("kept")
@@ -411,9 +466,14 @@ def test_whole_modules_do_not_go_into_an_adapter(source, tmp_path, capsys, tuned
     plain = moved(source, tmp_path / "plain")
     ended = run(capsys, export.main, plain, tmp_path / "out", "--adapter")
     assert "this run has no adapters" in ended.err
-    beside = moved(source, tmp_path / "beside", lora={"all": LoraConfig(("llm.*",), 2, base="trained")})
+    beside = moved(
+        source, tmp_path / "beside", lora={"all": LoraConfig(("llm.*",), 2, base="trained")}
+    )
     ended = run(capsys, export.main, beside, tmp_path / "out", "--adapter")
-    assert "llm was trained whole beneath its adapters (base=trained), which no adapter holds" in ended.err
+    assert (
+        "llm was trained whole beneath its adapters (base=trained), which no adapter holds"
+        in ended.err
+    )
     export.export(beside, tmp_path / "out")
     np.testing.assert_allclose(theirs(loaded(tmp_path / "out")), ours(beside), atol=1e-4)
 
@@ -421,7 +481,9 @@ def test_whole_modules_do_not_go_into_an_adapter(source, tmp_path, capsys, tuned
 @pytest.mark.exhaustive
 def test_a_composed_model_is_exported_in_parts_with_its_new_modules_in_our_layout(source, tmp_path):
     vision = VisionConfig(2, 16, 2, 24, 4, channels=1, connector=ConnectorConfig(mlp_width=24))
-    config = tuning(source, tmp_path / "run", lora={"all": LoraConfig(("llm.*", "vision.connector.*"), 2)})
+    config = tuning(
+        source, tmp_path / "run", lora={"all": LoraConfig(("llm.*", "vision.connector.*"), 2)}
+    )
     batch = replace(config.batch, rows={"llm": 4, "vision": 1})
     config = replace(config, model=replace(config.model, encoders={"vision": vision}), batch=batch)
     moved_run(config)
@@ -430,7 +492,9 @@ def test_a_composed_model_is_exported_in_parts_with_its_new_modules_in_our_layou
     parts = json.loads((tmp_path / "out" / "parts.json").read_text())
     assert parts == {"llm": "llm", "vision": "vision", "vision.connector": "vision.connector"}
     check_beside(source, tmp_path / "out" / "llm")
-    np.testing.assert_allclose(theirs(loaded(tmp_path / "out" / "llm")).shape, (2, 24, from_hf(source).llm.vocab))
+    np.testing.assert_allclose(
+        theirs(loaded(tmp_path / "out" / "llm")).shape, (2, 24, from_hf(source).llm.vocab)
+    )
     connector = load_file(tmp_path / "out" / "vision.connector" / "model.safetensors")
     assert {k: v.shape for k, v in connector.items()} == {
         "mlp.up.weight": (64, 24), "mlp.up.bias": (24,), "mlp.down.weight": (24, 32), "mlp.down.bias": (32,),

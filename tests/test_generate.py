@@ -33,7 +33,13 @@ from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.run_dir import RunFolder
 
 QUESTION = "What colour is the upper half?"
-SMALL = ("training.precision=float32", "batch.rows.llm=2", "batch.rows.vision=2", "device=cpu", "data.workers=0")
+SMALL = (
+    "training.precision=float32",
+    "batch.rows.llm=2",
+    "batch.rows.vision=2",
+    "device=cpu",
+    "data.workers=0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -117,18 +123,24 @@ def test_a_run_of_the_embedded_data_answers_what_its_evaluation_has_it_say(runs,
     folder, _ = media_run(runs)
     served = CheckpointModel.open(folder)
     (source,) = evaluation_sources(served.config, ("test",), folder).values()
-    chosen: dict[tuple[type, ...], int] = {}  # of each combination of media, a sample with words between them
+    # of each combination of media, a sample with words between them
+    chosen: dict[tuple[type, ...], int] = {}
     for number in range(len(source)):
         recipe = source.recipe(number)
         if any(recipe.words):
             chosen.setdefault(tuple(map(type, recipe.media)), number)
     numbers = [*chosen.values()][:4]
-    assert {type(item) for number in numbers for item in source.recipe(number).media} == {Strip, Clip}
+    assert {type(item) for number in numbers for item in source.recipe(number).media} == {
+        Strip,
+        Clip,
+    }
     mesh, rules = make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
     model, params = served.load(mesh, rules)
     form = served.prompt_format()
     generator = Generator(model, mesh, rules, form.ends, form.decode_answer, max_tokens=10)
-    for number, wanted in zip(numbers, generator.answers(params, QuestionPrompts(source), numbers), strict=True):
+    for number, wanted in zip(
+        numbers, generator.answers(params, QuestionPrompts(source), numbers), strict=True
+    ):
         found = asked(capsys, folder, *asked_of(source, number, tmp_path))
         assert (found["tokens"], found["answer"]) == (list(wanted.tokens), wanted.text)
 
@@ -156,7 +168,10 @@ def asked_of(source: EmbeddedDataset, number: int, folder: Path) -> list[object]
     [
         (["What is it?"], "'W' cannot be said in this run's alphabet, ' abcdefg"),
         (["read a?", "--system", "be brief"], "knows no system messages; leave out --system"),
-        (["x" * 130 + "\nread a?"], "is longer than the 128 characters that samples of this run have there"),
+        (
+            ["x" * 130 + "\nread a?"],
+            "is longer than the 128 characters that samples of this run have there",
+        ),
         (["what <image>", "--image", "{place}/small.png"], "no encoder for it (it has none)"),
     ],
 )
@@ -180,7 +195,9 @@ UNTRAINABLE = (
 )
 
 
-def test_dynamic_rope_answers_beyond_its_positions_by_a_template_that_only_asks(place, capsys, tmp_path):
+def test_dynamic_rope_answers_beyond_its_positions_by_a_template_that_only_asks(
+    place, capsys, tmp_path
+):
     """The template leaves out what the assistant says, so nothing can be trained with it."""
     folder = tmp_path / "dynamic"
     shutil.copytree(place / "llava", folder)
@@ -196,11 +213,23 @@ def test_dynamic_rope_answers_beyond_its_positions_by_a_template_that_only_asks(
 
 
 BAD = {
-    "no such image": (["{place}/llava", "--image", "{place}/no.png", "What?"], "no.png: No such file"),
-    "no image": (["{place}/llava", "--image", "{place}/x.wav", "What?"], "x.wav: no image of a known format"),
-    "no clip": (["{place}/llava", "--audio", "{place}/x.wav", "What?"], "no encoder for it (it has vision)"),
+    "no such image": (
+        ["{place}/llava", "--image", "{place}/no.png", "What?"],
+        "no.png: No such file",
+    ),
+    "no image": (
+        ["{place}/llava", "--image", "{place}/x.wav", "What?"],
+        "x.wav: no image of a known format",
+    ),
+    "no clip": (
+        ["{place}/llava", "--audio", "{place}/x.wav", "What?"],
+        "no encoder for it (it has vision)",
+    ),
     "an empty question": (["{place}/llava", "  "], "the question is empty"),
-    "a picture and no question": (["{place}/llava", "--image", "{place}/tall.png", "<image>"], "the question is empty"),
+    "a picture and no question": (
+        ["{place}/llava", "--image", "{place}/tall.png", "<image>"],
+        "the question is empty",
+    ),
     "a place without its image": (["{place}/llava", "<image>What?"], "1 places <image> for 0"),
     "an image too many": (
         ["{place}/llava", "--image", "{place}/tall.png", "<image><image>What?"],

@@ -25,7 +25,13 @@ from started import begin, environment, finish
 from vae_folder import save_vae
 
 from mmjax import generate, index
-from mmjax.config import ChatFormat, DiffusionTransformerConfig, LlavaSource, ParquetSource, VaeLatents
+from mmjax.config import (
+    ChatFormat,
+    DiffusionTransformerConfig,
+    LlavaSource,
+    ParquetSource,
+    VaeLatents,
+)
 from mmjax.config.loading import load
 from mmjax.data.sample import BadSample, Split
 from mmjax.data.sources.opening import open_conversations
@@ -39,7 +45,9 @@ from mmjax.hf.generators import generator_from_hf
 from mmjax.hf.layout import TensorNames
 from mmjax.hub import DIFFUSERS_SINGLE, cache_folder, checkpoint_folder
 
-PICTURE = DiffusionTransformerConfig(1, 24, 2, mlp_width=96, condition_width=16, latents=VaeLatents())
+PICTURE = DiffusionTransformerConfig(
+    1, 24, 2, mlp_width=96, condition_width=16, latents=VaeLatents()
+)
 NAME, COMMIT = "someone/Tiny-llava.1", "0123abcd" * 5
 
 
@@ -66,10 +74,17 @@ def into_cache(repository: Path, *left_out: str, kind: str = "models") -> Path:
     (stored / "refs" / "main").write_text(COMMIT)
     for path in repository.rglob("*"):
         if path.is_file() and path.name not in left_out:
-            link, blob = snapshot / path.relative_to(repository), blobs / f"{len(list(blobs.iterdir())):040x}"
+            link, blob = (
+                snapshot / path.relative_to(repository),
+                blobs / f"{len(list(blobs.iterdir())):040x}",
+            )
             shutil.copy(path, blob)
             link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(Path(*[".."] * (2 + len(link.parent.relative_to(snapshot).parts)), "blobs", blob.name))
+            link.symlink_to(
+                Path(
+                    *[".."] * (2 + len(link.parent.relative_to(snapshot).parts)), "blobs", blob.name
+                )
+            )
     return snapshot
 
 
@@ -120,7 +135,10 @@ def test_a_generator_is_read_by_a_name_too_and_its_text_encoder_is_not_missed(tm
     assert generator.weights == str(snapshot / "transformer")
     assert generator.latents.weights == str(snapshot)
     (snapshot / "vae" / DIFFUSERS_SINGLE).unlink()
-    with pytest.raises(UserError, match=rf"^{NAME} is no folder here, and the Hugging Face cache .*hf download {NAME}"):
+    with pytest.raises(
+        UserError,
+        match=rf"^{NAME} is no folder here, and the Hugging Face cache .*hf download {NAME}",
+    ):
         generator_from_hf(NAME)
 
 
@@ -145,12 +163,15 @@ def test_a_download_that_fails_is_one_line_with_its_reason(monkeypatch):
         raise ConnectionError("no route to host\nmore")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(UserError, match=r"cannot be downloaded \(no route to host\): fetch it where") as error:
+    with pytest.raises(
+        UserError, match=r"cannot be downloaded \(no route to host\): fetch it where"
+    ) as error:
         checkpoint_folder(NAME)
     assert "\n" not in str(error.value)
 
 
-# --------------------------------------------------------------------------------------------------------- data sets
+# --------------------------------------------------------------------------------------------------
+# data sets
 
 QUESTIONS = {"question": "question", "answer": "answer", "images": "image"}
 
@@ -176,7 +197,9 @@ def tables(tmp_path) -> Path:
     """A repository of Parquet: training's in two shards, validation's in one."""
     repository = tmp_path / "tables"
     for shard in range(2):
-        write_parquet(repository / f"data/train-{shard:05d}-of-00002.parquet", range(3 * shard, 3 * shard + 3))
+        write_parquet(
+            repository / f"data/train-{shard:05d}-of-00002.parquet", range(3 * shard, 3 * shard + 3)
+        )
     write_parquet(repository / "data/validation-00000-of-00001.parquet", range(6, 8))
     (repository / "README.md").write_text("# Numbers")
     return repository
@@ -191,7 +214,9 @@ def pages(tmp_path) -> Path:
         (repository / "photos" / f"{number}.png").write_bytes(image_bytes(number))
     turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A number."}]
     records = [{"image": f"photos/{number}.png", "conversations": turns} for number in range(3)]
-    (repository / "questions.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (repository / "questions.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     (repository / "dataset_infos.json").write_text("{}")
     return repository
 
@@ -204,7 +229,9 @@ def opened(path: str, tmp_path: Path, split: Split = "train", **own: str) -> Con
 def contents(conversations: Conversations) -> list:
     """The turns and the bytes of the media of all records."""
     records = range(len(conversations))
-    return [(conversations.conversation(i), [m.read() for m in conversations.media(i)]) for i in records]
+    return [
+        (conversations.conversation(i), [m.read() for m in conversations.media(i)]) for i in records
+    ]
 
 
 def test_a_data_set_in_the_cache_is_what_its_files_are_split_by_split(tables, tmp_path):
@@ -222,14 +249,20 @@ def test_a_data_set_in_the_cache_is_what_its_files_are_split_by_split(tables, tm
         assert contents(named) == contents(opened(files, tmp_path, split, validation=files))
         by_url = f"hf://datasets/{NAME}/data/{split}-*.parquet"
         assert contents(named) == contents(opened(by_url, tmp_path, split, validation=by_url))
-    with pytest.raises(UserError, match=f"x.test={NAME} is no file here, and the Hugging Face cache"):
+    with pytest.raises(
+        UserError, match=f"x.test={NAME} is no file here, and the Hugging Face cache"
+    ):
         opened(NAME, tmp_path, "test", test=NAME)
 
 
 def test_files_beside_records_are_read_through_the_cache_s_links_and_no_others(pages, tmp_path):
     snapshot = into_cache(pages, kind="datasets")
-    conversations = open_conversations(LlavaSource(NAME), "train", tmp_path / "learned", "data.sources.x")
-    assert [images for _, images in contents(conversations)] == [[image_bytes(number)] for number in range(3)]
+    conversations = open_conversations(
+        LlavaSource(NAME), "train", tmp_path / "learned", "data.sources.x"
+    )
+    assert [images for _, images in contents(conversations)] == [
+        [image_bytes(number)] for number in range(3)
+    ]
     (snapshot / "photos" / "1.png").unlink()
     (snapshot / "photos" / "1.png").symlink_to(pages / "photos" / "1.png")
     with pytest.raises(BadSample, match="is a link that leads outside"):
@@ -239,7 +272,12 @@ def test_files_beside_records_are_read_through_the_cache_s_links_and_no_others(p
 def test_a_command_takes_a_data_set_s_name_as_it_takes_files(tables, capsys):
     into_cache(tables, kind="datasets")
     columns = [f"data.sources.numbers.{name}={column}" for name, column in QUESTIONS.items()]
-    words = ["tiny_vlm", "data.sources.numbers=parquet", f"data.sources.numbers.path={NAME}", *columns]
+    words = [
+        "tiny_vlm",
+        "data.sources.numbers=parquet",
+        f"data.sources.numbers.path={NAME}",
+        *columns,
+    ]
     ended = run(capsys, index.main, *words)
     assert ended.code == 0, ended.err
     assert "record 6/6  numbers train" in ended.out
@@ -274,9 +312,18 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         folder, path = self.server.folder, urllib.parse.urlsplit(self.path).path
-        files = {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        files = {
+            file.relative_to(folder).as_posix(): file.read_bytes()
+            for file in folder.rglob("*")
+            if file.is_file()
+        }
         entries = [
-            {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+            {
+                "type": "file",
+                "path": name,
+                "size": len(content),
+                "oid": hashlib.sha1(content).hexdigest(),
+            }
             for name, content in files.items()
         ]
         named = path.removeprefix(f"/datasets/{NAME}/resolve/{COMMIT}/")
@@ -301,7 +348,9 @@ class Hub(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def test_a_window_streams_the_newest_commit_of_a_data_set_and_downloads_no_file(tables, tmp_path, monkeypatch):
+def test_a_window_streams_the_newest_commit_of_a_data_set_and_downloads_no_file(
+    tables, tmp_path, monkeypatch
+):
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.folder, server.fetched = tables, []
         Thread(target=server.serve_forever, daemon=True).start()
@@ -309,9 +358,16 @@ def test_a_window_streams_the_newest_commit_of_a_data_set_and_downloads_no_file(
             "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
         }  # fmt: skip
         columns = [f"data.sources.numbers.{name}={column}" for name, column in QUESTIONS.items()]
-        words = ["tiny_vlm", "data.sources.numbers=parquet", f"data.sources.numbers.path={NAME}", *columns]
+        words = [
+            "tiny_vlm",
+            "data.sources.numbers=parquet",
+            f"data.sources.numbers.path={NAME}",
+            *columns,
+        ]
         words += ["data.sources.numbers.window=2", f"data.cache={tmp_path / 'learned'}"]
-        ended = finish(begin([sys.executable, "-m", "mmjax.index", *words], variables, cwd=tmp_path))
+        ended = finish(
+            begin([sys.executable, "-m", "mmjax.index", *words], variables, cwd=tmp_path)
+        )
         assert ended.code == 0, ended.err
         assert "record 6/6  numbers train" in ended.out
         shards = {url.partition("/data/")[2] for url in server.fetched}
@@ -320,7 +376,10 @@ def test_a_window_streams_the_newest_commit_of_a_data_set_and_downloads_no_file(
         url = f"hf://datasets/{NAME}@{COMMIT}/data/train-00000-of-00002.parquet"
         code = f"from mmjax.data.storage.files import file_at; print(file_at({url!r}).stamp())"
         stamp = finish(begin([sys.executable, "-c", code], variables, cwd=tmp_path)).out
-        assert hashlib.sha1((tables / "data/train-00000-of-00002.parquet").read_bytes()).hexdigest() in stamp
+        assert (
+            hashlib.sha1((tables / "data/train-00000-of-00002.parquet").read_bytes()).hexdigest()
+            in stamp
+        )
         server.shutdown()
     assert not list(cache_folder().rglob("*.parquet"))
 

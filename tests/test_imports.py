@@ -77,11 +77,14 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     ),
     "data.media": May(
         ("mmjax.data.media", *DATA, "mmjax.batch", *BASE),
-        frozenset({"av", "numpy", "pillow_heif", "scipy", "PIL", "simplejpeg", "soundfile", "soxr"}),
+        frozenset(
+            {"av", "numpy", "pillow_heif", "scipy", "PIL", "simplejpeg", "soundfile", "soxr"}
+        ),
     ),
     "data.toy": May(("mmjax.data.toy", *DATA, *BASE), frozenset({"numpy"})),
     "data.text": May(
-        ("mmjax.data.text", "mmjax.data.toy", *DATA, "mmjax.hub", *BASE), frozenset({"numpy", "tokenizers", "jinja2"})
+        ("mmjax.data.text", "mmjax.data.toy", *DATA, "mmjax.hub", *BASE),
+        frozenset({"numpy", "tokenizers", "jinja2"}),
     ),
     "data.sources": May(
         (
@@ -104,11 +107,20 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         NUMERIC,
     ),
     "data.loading": May(
-        ("mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.cost", "mmjax.batch", "mmjax.console", *BASE),
+        (
+            "mmjax.data",
+            "mmjax.balance",
+            "mmjax.planning",
+            "mmjax.cost",
+            "mmjax.batch",
+            "mmjax.console",
+            *BASE,
+        ),
         frozenset({"numpy", "grain", "absl", "ray"}),
     ),
     "hf": May(
-        ("mmjax.hf", "mmjax.hub", "mmjax.config", "mmjax.disk", "mmjax.errors"), frozenset({"numpy", "ml_dtypes"})
+        ("mmjax.hf", "mmjax.hub", "mmjax.config", "mmjax.disk", "mmjax.errors"),
+        frozenset({"numpy", "ml_dtypes"}),
     ),
     "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
     "models": May(
@@ -129,7 +141,14 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         frozenset({"jax"}),
     ),
     "parallel": May(
-        ("mmjax.parallel", "mmjax.kernels", "mmjax.balance", "mmjax.config", "mmjax.batch", "mmjax.errors"),
+        (
+            "mmjax.parallel",
+            "mmjax.kernels",
+            "mmjax.balance",
+            "mmjax.config",
+            "mmjax.batch",
+            "mmjax.errors",
+        ),
         frozenset({"jax", "numpy", "jaxtyping"}),
     ),
     "distributed": May(("mmjax.distributed", *BASE), frozenset({"jax", "numpy"})),
@@ -137,7 +156,16 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         (
             *(
                 f"mmjax.{part}"
-                for part in ("runtime", "losses", "models", "parallel", "distributed", "kernels", "hf", "data")
+                for part in (
+                    "runtime",
+                    "losses",
+                    "models",
+                    "parallel",
+                    "distributed",
+                    "kernels",
+                    "hf",
+                    "data",
+                )
             ),
             *(f"mmjax.{part}" for part in ("planning", "balance", "batch", "hub")),
             *BASE,
@@ -146,7 +174,10 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     ),
     "autotune": May(
         (
-            *(f"mmjax.{part}" for part in ("autotune", "runtime", "models", "parallel", "distributed", "data")),
+            *(
+                f"mmjax.{part}"
+                for part in ("autotune", "runtime", "models", "parallel", "distributed", "data")
+            ),
             *(f"mmjax.{part}" for part in ("planning", "cost", "balance", "batch")),
             *BASE,
         ),
@@ -156,7 +187,16 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         (
             *(
                 f"mmjax.{part}"
-                for part in ("inference", "runtime", "losses", "models", "parallel", "distributed", "hf", "data")
+                for part in (
+                    "inference",
+                    "runtime",
+                    "losses",
+                    "models",
+                    "parallel",
+                    "distributed",
+                    "hf",
+                    "data",
+                )
             ),
             *(f"mmjax.{part}" for part in ("balance", "batch", "hub")),
             *BASE,
@@ -165,16 +205,25 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     ),
     "training": May(
         (
-            *(f"mmjax.{part}" for part in ("training", "inference", "autotune", "runtime", "losses", "models")),
+            *(
+                f"mmjax.{part}"
+                for part in ("training", "inference", "autotune", "runtime", "losses", "models")
+            ),
             "mmjax.parallel",
-            *(f"mmjax.{part}" for part in ("distributed", "data", "planning", "cost", "balance", "batch")),
+            *(
+                f"mmjax.{part}"
+                for part in ("distributed", "data", "planning", "cost", "balance", "batch")
+            ),
             *BASE,
         ),
         None,
     ),
     "reporting": May(
         (
-            *(f"mmjax.{part}" for part in ("reporting", "training", "autotune", "runtime", "data", "planning")),
+            *(
+                f"mmjax.{part}"
+                for part in ("reporting", "training", "autotune", "runtime", "data", "planning")
+            ),
             *(f"mmjax.{part}" for part in ("cost", "balance", "batch")),
             *BASE,
         ),
@@ -189,9 +238,17 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "array_record": ("mmjax.data.sources.array_records", "mmjax.data.sources.array_record_writing"),
     "pyarrow": ("mmjax.data.sources.parquet", "mmjax.data.sources.csv_tables"),
     "orbax": ("mmjax.runtime.checkpoint",),
-    "matplotlib": ("mmjax.reporting.plots", "mmjax.reporting.plan_plot", "mmjax.reporting.timeline_plot"),
+    "matplotlib": (
+        "mmjax.reporting.plots",
+        "mmjax.reporting.plan_plot",
+        "mmjax.reporting.timeline_plot",
+    ),
     "tokenizers": ("mmjax.data.text.tokenizer",),
-    "jinja2": ("mmjax.data.text.chat_template", "mmjax.data.text.template_sandbox", "mmjax.reporting.page"),
+    "jinja2": (
+        "mmjax.data.text.chat_template",
+        "mmjax.data.text.template_sandbox",
+        "mmjax.reporting.page",
+    ),
     "wandb": ("mmjax.training.metrics_log",),
     "huggingface_hub": ("mmjax.hub",),
     "av": ("mmjax.data.media.video_header",),
@@ -211,12 +268,16 @@ def breaches(package: Path) -> list[str]:
         for imported in sorted(imports_of(name, path, modules)):
             top = imported.split(".")[0]
             if name not in ONLY_IN.get(top, (name,)):
-                found.append(f"{name} imports {imported}, which only {' and '.join(ONLY_IN[top])} may")
+                found.append(
+                    f"{name} imports {imported}, which only {' and '.join(ONLY_IN[top])} may"
+                )
             if not part or top in sys.stdlib_module_names:
                 continue  # commands may import everything
             may = RULES[part]
             if top == "mmjax":
-                allowed = imported == "mmjax" or any(imported == p or imported.startswith(f"{p}.") for p in may.ours)
+                allowed = imported == "mmjax" or any(
+                    imported == p or imported.startswith(f"{p}.") for p in may.ours
+                )
             else:
                 allowed = may.others is None or top in may.others
             if not allowed:
@@ -246,7 +307,9 @@ def test_nothing_but_the_command_bench_imports_a_benchmark() -> None:
     importing = {
         name.removeprefix("mmjax.").split(".")[0]
         for name, path in modules.items()
-        if any(imported.startswith("mmjax.benchmarks") for imported in imports_of(name, path, modules))
+        if any(
+            imported.startswith("mmjax.benchmarks") for imported in imports_of(name, path, modules)
+        )
     }
     assert importing == {"bench", "benchmarks"}
 
@@ -254,7 +317,11 @@ def test_nothing_but_the_command_bench_imports_a_benchmark() -> None:
 def test_what_the_pages_of_the_docs_are_made_from_exists() -> None:
     # They are made without the tests' libraries, so nothing else imports this file.
     tree = ast.parse((ROOT / "docs/reference_pages.py").read_text())
-    wanted = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("mmjax")]
+    wanted = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("mmjax")
+    ]
     names = [(node.module, alias.name) for node in wanted for alias in node.names]
     assert names
     assert [name for name in names if not hasattr(importlib.import_module(name[0]), name[1])] == []
@@ -266,7 +333,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def map_in_docs() -> list[str]:
     """The packages of docs/architecture.md's map, from the top down."""
-    text = (ROOT / "docs/architecture.md").read_text().split("<!-- packages, from the top down -->")[1]
+    text = (
+        (ROOT / "docs/architecture.md").read_text().split("<!-- packages, from the top down -->")[1]
+    )
     return [line.split()[0] for line in text.split("```")[1].strip().splitlines()]
 
 
@@ -302,11 +371,17 @@ def test_every_package_has_its_rules() -> None:
 def test_everything_imported_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    optional = (line for extra in ("wandb", "hub", "video", "heif", "pool", "peer") for line in extras[extra])
+    optional = (
+        line
+        for extra in ("wandb", "hub", "video", "heif", "pool", "peer")
+        for line in extras[extra]
+    )
     lines = [*project["dependencies"], *optional]
     declared = {re.split(r"[\[<>=!~ ;]", line)[0].lower() for line in lines}
     modules = modules_of(ROOT / "mmjax")
-    tops = {i.split(".")[0] for name, path in modules.items() for i in imports_of(name, path, modules)}
+    tops = {
+        i.split(".")[0] for name, path in modules.items() for i in imports_of(name, path, modules)
+    }
     others = tops - set(sys.stdlib_module_names) - {"mmjax"}
     assert {DISTRIBUTIONS.get(name, name).lower() for name in others} <= declared
 
@@ -315,8 +390,16 @@ def test_everything_imported_is_a_declared_dependency() -> None:
     ("module", "source", "breach"),
     [
         ("balance/isf", "import jax", "mmjax.balance.isf imports jax"),
-        ("balance/isf", "from mmjax.planning import costs", "mmjax.balance.isf imports mmjax.planning.costs"),
-        ("balance/isf", "from ..planning.costs import f", "mmjax.balance.isf imports mmjax.planning.costs"),
+        (
+            "balance/isf",
+            "from mmjax.planning import costs",
+            "mmjax.balance.isf imports mmjax.planning.costs",
+        ),
+        (
+            "balance/isf",
+            "from ..planning.costs import f",
+            "mmjax.balance.isf imports mmjax.planning.costs",
+        ),
         ("planning/costs", "import mmjax.models", "mmjax.planning.costs imports mmjax.models"),
         (
             "data/plan/length_index",
@@ -328,10 +411,22 @@ def test_everything_imported_is_a_declared_dependency() -> None:
             "import grain",
             "mmjax.data.plan.length_index imports grain, which only mmjax.data.loading.workers may",
         ),
-        ("data/plan/length_index", "import mmjax.models.llm", "mmjax.data.plan.length_index imports mmjax.models.llm"),
-        ("models/llm", "import mmjax.runtime.executor", "mmjax.models.llm imports mmjax.runtime.executor"),
+        (
+            "data/plan/length_index",
+            "import mmjax.models.llm",
+            "mmjax.data.plan.length_index imports mmjax.models.llm",
+        ),
+        (
+            "models/llm",
+            "import mmjax.runtime.executor",
+            "mmjax.models.llm imports mmjax.runtime.executor",
+        ),
         ("models/llm", "import optax", "mmjax.models.llm imports optax"),
-        ("parallel/sharding", "import mmjax.models.llm", "mmjax.parallel.sharding imports mmjax.models.llm"),
+        (
+            "parallel/sharding",
+            "import mmjax.models.llm",
+            "mmjax.parallel.sharding imports mmjax.models.llm",
+        ),
         (
             "parallel/sharding",
             "import mmjax.data.plan.length_index",

@@ -38,7 +38,10 @@ from mmjax.index import PROBES
 def words(tmp_path: Path) -> list[str]:
     """A config's edits: photos with two bad records, speech with a validation split, and a folder for facts."""
     write(tmp_path, {f"photos/{i}.png": picture(10 + i, 20) for i in range(20)})
-    write(tmp_path, {"photos/3.png": b"broken", **{f"speech/{i}.wav": clip(800 * (1 + i)) for i in range(5)}})
+    write(
+        tmp_path,
+        {"photos/3.png": b"broken", **{f"speech/{i}.wav": clip(800 * (1 + i)) for i in range(5)}},
+    )
     records = [asked("<image>what?", image=f"{i}.png") for i in range(21)]
     lines(tmp_path / "photos.jsonl", records)
     said = [{"audio_filepath": f"{i}.wav", "text": f"number {i}"} for i in range(5)]
@@ -77,21 +80,33 @@ def test_every_modality_is_counted_and_what_is_bad_is_named(words, tmp_path, cap
     assert "3.png is a bad image file" in bad[0]["reason"]
     assert "20.png is missing" in bad[1]["reason"]
     drawn = "\n".join(ElementTree.parse(tmp_path / "out" / "lengths.svg").getroot().itertext())
-    for text in ("image, megapixels", "clip, seconds", "text, characters", "speech validation", "26 records"):
+    for text in (
+        "image, megapixels",
+        "clip, seconds",
+        "text, characters",
+        "speech validation",
+        "26 records",
+    ):
         assert text in drawn
 
 
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        ("max_bad_share=0.01", "more than data.max_bad_share=0.01 allows: training refuses .* with data.max_bad=2"),
+        (
+            "max_bad_share=0.01",
+            "more than data.max_bad_share=0.01 allows: training refuses .* with data.max_bad=2",
+        ),
         (
             "max_bad=1",
             "more than data.max_bad=1 allows: training refuses to start; mend them, or .* with data.max_bad=2",
         ),
         ("max_bad=2", "training leaves them out"),
         ("max_bad_share=0.1", "training leaves them out"),
-        ("on_bad_sample=raise", "data.on_bad_sample=raise: training refuses to start; mend them, or say skip"),
+        (
+            "on_bad_sample=raise",
+            "data.on_bad_sample=raise: training refuses to start; mend them, or say skip",
+        ),
     ],
 )
 def test_the_last_line_says_what_training_does_about_bad_records(edit, said, words, capsys) -> None:
@@ -99,11 +114,14 @@ def test_the_last_line_says_what_training_does_about_bad_records(edit, said, wor
     assert re.fullmatch(f"train  2 of 25 records are bad(:|,| and)+ {said}", last)
 
 
-def test_with_a_checkpoints_template_lengths_are_in_tokens_and_training_counts_nothing_again(tmp_path, capsys) -> None:
+def test_with_a_checkpoints_template_lengths_are_in_tokens_and_training_counts_nothing_again(
+    tmp_path, capsys
+) -> None:
     checkpoint = save_checkpoint(tmp_path / "checkpoint")
     save_questions(tmp_path / "data", 12)
     records = json.loads((tmp_path / "data" / "data.json").read_text())
-    records[5]["conversations"][1]["value"] = "<pad>"  # only the template may write it: known when it is tokenized
+    # only the template may write it: known when it is tokenized
+    records[5]["conversations"][1]["value"] = "<pad>"
     (tmp_path / "data" / "data.json").write_text(json.dumps(records))
     words = ["llava_style", f"checkpoint={checkpoint}", f"data={tmp_path}/data/data.json"]
     words += [f"images={tmp_path}/data/images", f"data.cache={tmp_path}/cache"]
@@ -131,19 +149,33 @@ def test_a_second_run_says_the_same_and_probes_nothing(words, capsys, monkeypatc
 def test_all_of_it_as_arrayrecord_is_the_same_data(words, tmp_path, capsys) -> None:
     out = told(capsys, *words, "--to", "arrayrecord", tmp_path / "records")
     assert f"data.sources.speech.validation={tmp_path}/records/speech/validation" in out
-    written = open_conversations(ArrayRecordSource(f"{tmp_path}/records/photos/train"), "train", tmp_path / "c", "mine")
+    written = open_conversations(
+        ArrayRecordSource(f"{tmp_path}/records/photos/train"), "train", tmp_path / "c", "mine"
+    )
     assert len(written) == 19
-    with pytest.raises(UserError, match=r"has no index\.json: .*; name a folder in it: .*/records/photos/train$"):
-        open_conversations(ArrayRecordSource(f"{tmp_path}/records"), "train", tmp_path / "c", "mine")
-    assert [written.media(i)[0].read() for i in (0, 3, 18)] == [picture(10 + i, 20) for i in (0, 4, 19)]
+    with pytest.raises(
+        UserError, match=r"has no index\.json: .*; name a folder in it: .*/records/photos/train$"
+    ):
+        open_conversations(
+            ArrayRecordSource(f"{tmp_path}/records"), "train", tmp_path / "c", "mine"
+        )
+    assert [written.media(i)[0].read() for i in (0, 3, 18)] == [
+        picture(10 + i, 20) for i in (0, 4, 19)
+    ]
     facts = open_facts(written, tmp_path / "c")
     assert facts.size.tolist() == [[10 + i, 20] for i in range(20) if i != 3]
     used = [word.strip() for word in out.partition("train on it with\n")[2].splitlines()]
-    again = told(capsys, "tiny_omni", *used, f"data.cache={tmp_path}/cache", f"--out={tmp_path}/out2")
+    again = told(
+        capsys, "tiny_omni", *used, f"data.cache={tmp_path}/cache", f"--out={tmp_path}/out2"
+    )
     assert ("photos", "19", "0", "19", "0") in {tuple(line.split()) for line in again.splitlines()}
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "records").rglob("*.arrayrecord")}
+    before = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "records").rglob("*.arrayrecord")
+    }
     told(capsys, *words, "--to", "arrayrecord", tmp_path / "records")
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "records").rglob("*.arrayrecord")} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "records").rglob("*.arrayrecord")
+    } == before
 
 
 @pytest.mark.parametrize(
@@ -171,17 +203,35 @@ def test_a_config_without_files_is_refused(capsys) -> None:
 def photos(tmp_path: Path, count: int):
     """Conversations of as many records, and their facts."""
     write(tmp_path, {f"{i}.png": picture(2 + i % 9, 3, i) for i in range(count)})
-    path = lines(tmp_path / "d.jsonl", [asked(f"<image>{i}", image=f"{i}.png") for i in range(count)])
-    source = index.load("tiny_omni", ["data.sources.a=llava", f"data.sources.a.path={path}"]).data.sources["a"]
+    path = lines(
+        tmp_path / "d.jsonl", [asked(f"<image>{i}", image=f"{i}.png") for i in range(count)]
+    )
+    source = index.load(
+        "tiny_omni", ["data.sources.a=llava", f"data.sources.a.path={path}"]
+    ).data.sources["a"]
     opened = open_conversations(source, "train", tmp_path / "cache", "a")
     return opened, read_facts(opened, PROBES, tmp_path / "cache")
 
 
 @pytest.mark.exhaustive
-def test_a_killed_conversion_is_not_whole_and_goes_on_with_the_shards_that_it_lacks(tmp_path: Path) -> None:
+def test_a_killed_conversion_is_not_whole_and_goes_on_with_the_shards_that_it_lacks(
+    tmp_path: Path,
+) -> None:
     photos(tmp_path, 6000)
-    edits = ["data.sources.a=llava", f"data.sources.a.path={tmp_path}/d.jsonl", f"data.cache={tmp_path}/cache"]
-    command = ["mmjax.index", "tiny_omni", *edits, f"--out={tmp_path}/out", "--to", "arrayrecord", tmp_path / "to"]
+    edits = [
+        "data.sources.a=llava",
+        f"data.sources.a.path={tmp_path}/d.jsonl",
+        f"data.cache={tmp_path}/cache",
+    ]
+    command = [
+        "mmjax.index",
+        "tiny_omni",
+        *edits,
+        f"--out={tmp_path}/out",
+        "--to",
+        "arrayrecord",
+        tmp_path / "to",
+    ]
     process, folder = start(*command), tmp_path / "to" / "a" / "train"
     while len(list(folder.glob("*.arrayrecord"))) < 2 and process.poll() is None:
         signal.sigtimedwait([], 0.001)
@@ -198,7 +248,11 @@ def test_a_killed_conversion_is_not_whole_and_goes_on_with_the_shards_that_it_la
     for i in (0, 999, 1000, 3456, 5999):
         assert whole.media(i)[0].read() == picture(2 + i % 9, 3, i)
         assert whole.conversation(i).messages[0].parts[1] == str(i)
-    assert {path.suffix for path in folder.iterdir() if path.is_file()} == {".arrayrecord", ".jsonl", ".json"}
+    assert {path.suffix for path in folder.iterdir() if path.is_file()} == {
+        ".arrayrecord",
+        ".jsonl",
+        ".json",
+    }
 
 
 def test_a_record_that_cannot_be_read_any_more_is_left_out_and_listed(tmp_path: Path) -> None:
@@ -238,7 +292,15 @@ def test_parquet_behind_a_server_becomes_arrayrecord(tmp_path: Path, capsys) -> 
             *(f"data.sources.a.{edit}" for edit in edits),
             f"data.cache={tmp_path}/cache",
         ]
-        told(capsys, "tiny_omni", *words, f"--out={tmp_path}/out", "--to", "arrayrecord", tmp_path / "to")
+        told(
+            capsys,
+            "tiny_omni",
+            *words,
+            f"--out={tmp_path}/out",
+            "--to",
+            "arrayrecord",
+            tmp_path / "to",
+        )
     whole = ArrayRecords(str(tmp_path / "to" / "a" / "train"), tmp_path / "cache")
     assert [whole.media(i)[0].read() for i in range(7)] == [row["bytes"] for row in rows]
     assert np.array_equal(open_facts(whole, tmp_path / "cache").size[:, 0], np.arange(3, 10))
@@ -247,15 +309,21 @@ def test_parquet_behind_a_server_becomes_arrayrecord(tmp_path: Path, capsys) -> 
 def test_data_of_which_nothing_can_be_used_ends_with_2(tmp_path: Path, capsys) -> None:
     (tmp_path / "d.jsonl").write_text('{"messages": []}\n{"messages": 3}\n')
     path = f"data.sources.few.path={tmp_path / 'd.jsonl'}"
-    ended = run(capsys, index.main, "tiny_vlm", "data.sources.few=messages", path, "--out", tmp_path / "out")
+    ended = run(
+        capsys, index.main, "tiny_vlm", "data.sources.few=messages", path, "--out", tmp_path / "out"
+    )
     assert ended.code == 2
     assert f"few: none of its 2 records can be used; see {tmp_path / 'out'}" in ended.err
     assert (tmp_path / "out" / index.BAD).read_text().count("\n") == 2
 
 
-def test_videos_are_counted_and_their_tokens_told_by_frames_per_second(tmp_path: Path, capsys) -> None:
+def test_videos_are_counted_and_their_tokens_told_by_frames_per_second(
+    tmp_path: Path, capsys
+) -> None:
     write_video(tmp_path / "a.mp4", frames_of(np.random.default_rng(0), 40, 32, 48), 10)
-    write_video(tmp_path / "b.webm", frames_of(np.random.default_rng(1), 20, 32, 48), 10, "libvpx-vp9")
+    write_video(
+        tmp_path / "b.webm", frames_of(np.random.default_rng(1), 20, 32, 48), 10, "libvpx-vp9"
+    )
     records = [asked("<video>What?", video=name) for name in ("a.mp4", "b.webm", "gone.mp4")]
     words = [
         "tiny_vlm",
@@ -266,12 +334,19 @@ def test_videos_are_counted_and_their_tokens_told_by_frames_per_second(tmp_path:
     ]
     assert "tokens of a video at fps" not in told(capsys, *words)
     sampling = ["model.encoders.vision.videos=qwen2_video", "model.encoders.vision.frames=2"]
-    bounds = [f"model.encoders.vision.videos.{name}_pixels={pixels}" for name, pixels in (("min", 64), ("max", 1536))]
+    bounds = [
+        f"model.encoders.vision.videos.{name}_pixels={pixels}"
+        for name, pixels in (("min", 64), ("max", 1536))
+    ]
     out = told(capsys, *words, *sampling, *bounds, "--video-tokens=100")
     at_most = re.findall(r"videos have at most 100 tokens up to videos.fps=(\S+)", out)
     assert len(at_most) == 2
-    again = told(capsys, *words, *sampling, *bounds, f"model.encoders.vision.videos.fps={at_most[0]}")
-    assert max(map(int, re.search(r"\(this config\) +(\d+) +\S+ +\S+ +(\d+)", again).groups())) <= 100
+    again = told(
+        capsys, *words, *sampling, *bounds, f"model.encoders.vision.videos.fps={at_most[0]}"
+    )
+    assert (
+        max(map(int, re.search(r"\(this config\) +(\d+) +\S+ +\S+ +(\d+)", again).groups())) <= 100
+    )
     few = told(capsys, *words, *sampling, *bounds, "--video-tokens=12")
     assert "at no rate all videos have at most 12 tokens" in few
     rows = {tuple(line.split()) for line in out.splitlines()}
@@ -283,11 +358,16 @@ def test_videos_are_counted_and_their_tokens_told_by_frames_per_second(tmp_path:
     assert any(row[:3] == ("8", "192", "288") for row in rows)
 
 
-def test_json_has_the_bad_records_by_line_and_the_keys_that_nothing_reads_by_source(words, tmp_path, capsys) -> None:
+def test_json_has_the_bad_records_by_line_and_the_keys_that_nothing_reads_by_source(
+    words, tmp_path, capsys
+) -> None:
     records = [asked("what?", note=k, mood="x" * (k % 2)) for k in range(4)]
     records += [asked("what?", fps=1), asked("<image>what?", image="3.png", note=1)]
     lines(tmp_path / "photos.jsonl", records)
-    held = [{"audio_filepath": "4.wav", "text": "four", "note": "y"}, {"audio_filepath": "none.wav", "text": "x"}]
+    held = [
+        {"audio_filepath": "4.wav", "text": "four", "note": "y"},
+        {"audio_filepath": "none.wav", "text": "x"},
+    ]
     lines(tmp_path / "held.jsonl", held)
     found = json.loads(told(capsys, *words, "--json"))
     assert set(found) == {"records", "bad", "ignored_keys"}
@@ -295,7 +375,9 @@ def test_json_has_the_bad_records_by_line_and_the_keys_that_nothing_reads_by_sou
     assert found["ignored_keys"] == {"photos": {"mood": 2, "note": 5}, "speech": {"note": 1}}
     places = [(Path(bad["file"]).name, bad["line"]) for bad in found["bad"]]
     assert places == [("photos.jsonl", 5), ("photos.jsonl", 6), ("held.jsonl", 2)]
-    assert found["bad"][0]["reason"].startswith("has fps, which is not read here (qwen-vl-utils, ms-swift")
+    assert found["bad"][0]["reason"].startswith(
+        "has fps, which is not read here (qwen-vl-utils, ms-swift"
+    )
     assert "3.png is a bad image file" in found["bad"][1]["reason"]
     again = told(capsys, *words)
     assert "ignored keys of photos: `mood` in 2 records, `note` in 5 records" in again
@@ -352,7 +434,9 @@ def test_copies_of_photos_are_as_small_as_the_model_uses_them(tmp_path, capsys) 
     assert Image.open(copies / "1.png").size == (85, 64)
     assert (copies / "2.png").read_bytes() == picture(10, 20)
     stamps = {path: path.stat().st_ino for path in copies.rglob("*.*g")}
-    assert "3 there already, 1 bad of 4 images" in told(capsys, *words, originals, "--shrink", copies)
+    assert "3 there already, 1 bad of 4 images" in told(
+        capsys, *words, originals, "--shrink", copies
+    )
     assert {path: path.stat().st_ino for path in copies.rglob("*.*g")} == stamps
     words[2] = "model.encoders.vision.images.resize=32"
     ended = run(capsys, index.main, *words, originals, "--shrink", copies)

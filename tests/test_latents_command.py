@@ -37,11 +37,17 @@ def words(tmp_path: Path) -> list[str]:
     return drawing_words(tmp_path)
 
 
-def made(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> tuple[list[Path], str, str]:
+def made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str
+) -> tuple[list[Path], str, str]:
     """The stores' folders that the command names, and its output."""
     ended = run(capsys, index.main, *words, "--latents", f"--out={tmp_path}/out")
     assert ended.code == 0, ended.err
-    return [Path(f) for f in re.findall(r"^latents of .* in (/.*)$", ended.out, re.M)], ended.out, ended.err
+    return (
+        [Path(f) for f in re.findall(r"^latents of .* in (/.*)$", ended.out, re.M)],
+        ended.out,
+        ended.err,
+    )
 
 
 def opened(words: list[str]) -> tuple[StoredLatents, Source, Generator]:
@@ -61,7 +67,9 @@ def test_every_image_to_be_made_has_the_latents_that_the_vae_makes_of_it(words, 
     _, out, _ = made(capsys, tmp_path, *words)
     assert f"latents of drawings for picture: {DRAWINGS} images" in out
     assert "latents of drawings test for picture: 2 images" in out
-    (bad,) = [json.loads(line) for line in (tmp_path / "out" / "bad.jsonl").read_text().splitlines()]
+    (bad,) = [
+        json.loads(line) for line in (tmp_path / "out" / "bad.jsonl").read_text().splitlines()
+    ]
     assert bad["sample"] == f"drawings[{DRAWINGS}]"
     assert "truncated PNG" in bad["reason"]
     stored, source, generator = opened(words)
@@ -76,19 +84,28 @@ def test_every_image_to_be_made_has_the_latents_that_the_vae_makes_of_it(words, 
         stored.moments(DRAWINGS + 1, 0)  # of text alone
 
 
-def test_latents_are_made_again_only_where_the_vae_the_images_or_the_data_has_changed(words, tmp_path, capsys):
+def test_latents_are_made_again_only_where_the_vae_the_images_or_the_data_has_changed(
+    words, tmp_path, capsys
+):
     first, _, err = made(capsys, tmp_path, *words)
     assert len(first) == 2
     assert err == ""
     # What the model does with them, and how its text is written, changes no latents.
-    other_model = ["model.generators.picture.layers=2", "model.llm.vocab=330", "data.chat.placeholders.image.before=:"]
+    other_model = [
+        "model.generators.picture.layers=2",
+        "model.llm.vocab=330",
+        "data.chat.placeholders.image.before=:",
+    ]
     assert made(capsys, tmp_path, *words, *other_model)[0] == first
 
     prepared = ["images=fixed_size", "images.resize=8", "images.crop=8,8"]
     resized = [f"model.generators.picture.{edit}" for edit in prepared]
     second, _, err = made(capsys, tmp_path, *words, *resized)
     assert not set(first) & set(second)
-    assert f"drawings: latents are made again, since the preparation of images changed after those in {first[0]}" in err
+    assert (
+        f"drawings: latents are made again, since the preparation of images changed after those in {first[0]}"
+        in err
+    )
 
     save_vae(tmp_path / "model" / "vae", seed=1)
     third, _, err = made(capsys, tmp_path, *words)
@@ -104,7 +121,13 @@ def test_latents_are_made_again_only_where_the_vae_the_images_or_the_data_has_ch
 
 
 def test_a_run_without_all_latents_says_how_to_make_them(words, tmp_path, capsys):
-    words = [*words, f"run={tmp_path}/run", "training.steps=3", "schedule.warmup=0", "data.sources.drawings.test="]
+    words = [
+        *words,
+        f"run={tmp_path}/run",
+        "training.steps=3",
+        "schedule.warmup=0",
+        "data.sources.drawings.test=",
+    ]
     message = "model.generators.picture: the latents of data.sources.drawings are missing for 8 of 8 samples"
     ended = run(capsys, train.main, *words)
     assert ended.code == 2
@@ -116,15 +139,21 @@ def test_a_run_without_all_latents_says_how_to_make_them(words, tmp_path, capsys
     assert message in run(capsys, train.main, *words).err
 
 
-def test_training_sees_other_latents_of_an_image_in_every_step_and_the_same_again(words, tmp_path, capsys):
+def test_training_sees_other_latents_of_an_image_in_every_step_and_the_same_again(
+    words, tmp_path, capsys
+):
     made(capsys, tmp_path, *words)
-    config = load(find_config("tiny_text"), [*words[1:], "batch.size.count=4", "data.max_bad_share=0.5"])
+    config = load(
+        find_config("tiny_text"), [*words[1:], "batch.size.count=4", "data.max_bad_share=0.5"]
+    )
     sources = open_sources(config, "train", Path())
     index = build_index(sources, config.model.item_modules)
     index.save(tmp_path / "index")
     planner, layout = make_planner(index, config, [1.0], ONE_RANK)
     latents = latent_folders(config, sources, index)
-    loader = StepLoader(config, planner.grouper.budget, layout, tmp_path / "index", tmp_path, latents=latents)
+    loader = StepLoader(
+        config, planner.grouper.budget, layout, tmp_path / "index", tmp_path, latents=latents
+    )
     stored, *_ = opened(words)
     drawn: dict[int, list[np.ndarray]] = {}
     bad: dict[int, str] = {}
@@ -152,14 +181,23 @@ def test_training_sees_other_latents_of_an_image_in_every_step_and_the_same_agai
 @pytest.mark.exhaustive  # it compiles the programs of a whole run
 def test_a_run_trains_on_latents_is_replayed_and_draws(words, tmp_path, capsys):
     made(capsys, tmp_path, *words)
-    short = ["training.steps=3", "schedule.warmup=0", "batch.size.count=4", "data.max_bad_share=0.5"]
+    short = [
+        "training.steps=3",
+        "schedule.warmup=0",
+        "batch.size.count=4",
+        "data.max_bad_share=0.5",
+    ]
     ended = run(capsys, train.main, *words, *short, f"run={tmp_path}/run")
     assert ended.code == 0, ended.err
     assert f"left out drawings[{DRAWINGS}], which cannot be used: item 0 (picture): " in ended.out
     for step in (1, 2, 3):
-        ended = run(capsys, inspect.main, tmp_path / "run", "--step", step, f"--out={tmp_path}/step{step}")
+        ended = run(
+            capsys, inspect.main, tmp_path / "run", "--step", step, f"--out={tmp_path}/step{step}"
+        )
         assert "as it was logged" in ended.out
-    ended = run(capsys, generate.main, tmp_path / "run", "draw 3", f"--out={tmp_path}/3.png", "--size=16x8")
+    ended = run(
+        capsys, generate.main, tmp_path / "run", "draw 3", f"--out={tmp_path}/3.png", "--size=16x8"
+    )
     assert ended.code == 0, ended.err
     assert Image.open(tmp_path / "3.png").size == (8, 16)
 
@@ -168,6 +206,8 @@ def test_a_config_without_a_vae_is_refused(words, capsys):
     ended = run(capsys, index.main, "tiny_text", "--latents")
     assert ended.code == 2
     assert "the model has no generator with a VAE" in ended.err
-    ended = run(capsys, index.main, *words, "model.generators.picture.latents.weights=", "--latents")
+    ended = run(
+        capsys, index.main, *words, "model.generators.picture.latents.weights=", "--latents"
+    )
     assert ended.code == 2
     assert "latents.weights is empty; name the diffusers folder" in ended.err

@@ -15,7 +15,8 @@ from started import LOCAL, ROOT, begin, environment, finish, free_port, wait_unt
 
 SLURM = str(ROOT / "launch" / "slurm.sbatch")
 
-# Notes its start and every signal, saves four steps, and ends with code 0 where it is asked to save, else with 130.
+# Notes its start and every signal, saves four steps, and ends with code 0 where it is asked to
+# save, else with 130.
 TRAINING = """
 import os, signal, sys, time
 from pathlib import Path
@@ -85,7 +86,11 @@ def variables(tmp_path: Path) -> dict[str, str]:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    found = {name: value for name, value in os.environ.items() if not name.startswith(("MMJAX_", "SLURM_"))}
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MMJAX_", "SLURM_"))
+    }
     found |= {"PYTHONPATH": str(package.parent), "SCONTROL_LOG": str(tmp_path / "requeued")}
     found |= {"SRUN_LOG": str(tmp_path / "options"), "SLURM_SUBMIT_DIR": str(ROOT)}
     found |= {"PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -123,7 +128,9 @@ def test_local_processes_all_get_a_signal_as_what_it_is(
     assert got(tmp_path) == [f"SIGUSR2 {name} "] * 2
 
 
-def test_a_slurm_job_whose_run_is_done_ends_and_is_not_requeued(tmp_path: Path, variables: dict[str, str]) -> None:
+def test_a_slurm_job_whose_run_is_done_ends_and_is_not_requeued(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
     ended = finish(begun(variables | {"CODES": "0"}, tmp_path, SLURM, "tiny", "seed=1"))
     assert ended.code == 0, ended.err
     assert "start 1 ended with code 0, 4 steps saved; done" in ended.err
@@ -134,10 +141,17 @@ def test_a_slurm_job_whose_run_is_done_ends_and_is_not_requeued(tmp_path: Path, 
 def test_a_slurm_job_in_a_container_has_pyxis_options_and_its_clusters_settings(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
-    more = {"MMJAX_IMAGE": "registry#mmjax:0.1.0", "MMJAX_MOUNTS": "/data:/data", "MMJAX_CLUSTER": "ethernet"}
-    (tmp_path / "python" / "mmjax" / "train.py").write_text("import os; print(os.environ['NCCL_IB_DISABLE'])")
+    more = {
+        "MMJAX_IMAGE": "registry#mmjax:0.1.0",
+        "MMJAX_MOUNTS": "/data:/data",
+        "MMJAX_CLUSTER": "ethernet",
+    }
+    (tmp_path / "python" / "mmjax" / "train.py").write_text(
+        "import os; print(os.environ['NCCL_IB_DISABLE'])"
+    )
     ended = finish(begun(variables | more, tmp_path, SLURM, "tiny"))
-    assert (ended.code, "".join(ended.out.split())) == (0, "11"), ended.err  # of both tasks, at the same time perhaps
+    # of both tasks, at the same time perhaps
+    assert (ended.code, "".join(ended.out.split())) == (0, "11"), ended.err
     assert (tmp_path / "options").read_text().splitlines() == [
         "--kill-on-bad-exit=1",
         "--container-image=registry#mmjax:0.1.0",
@@ -180,15 +194,21 @@ def test_a_slurm_job_restarts_what_failed_and_is_requeued_where_its_time_is_up_m
     assert (tmp_path / "requeued").read_text() == "requeue Incomplete 7\n"
 
 
-def test_a_slurm_job_that_a_shell_starts_says_how_it_is_submitted(variables: dict[str, str]) -> None:
+def test_a_slurm_job_that_a_shell_starts_says_how_it_is_submitted(
+    variables: dict[str, str],
+) -> None:
     outside = {name: value for name, value in variables.items() if not name.startswith("SLURM_")}
     ended = subprocess.run(["bash", SLURM, "tiny"], env=outside, capture_output=True, text=True)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("error: launch/slurm.sbatch runs in a SLURM job; submit it: sbatch ")
+    assert ended.stderr.startswith(
+        "error: launch/slurm.sbatch runs in a SLURM job; submit it: sbatch "
+    )
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_slurm_job_of_bad_input_ends_with_its_code(tmp_path: Path, variables: dict[str, str]) -> None:
+def test_a_slurm_job_of_bad_input_ends_with_its_code(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
     (tmp_path / "python" / "mmjax" / "train.py").write_text("raise SystemExit(2)")
     ended = finish(begun(variables, tmp_path, SLURM, "tiny"))
     assert ended.code == 2
@@ -197,13 +217,27 @@ def test_a_slurm_job_of_bad_input_ends_with_its_code(tmp_path: Path, variables: 
 
 
 @pytest.mark.exhaustive
-def test_the_check_of_two_hosts_compares_whatever_carries_arrays_between_them_with_one_mesh(tmp_path):
+def test_the_check_of_two_hosts_compares_whatever_carries_arrays_between_them_with_one_mesh(
+    tmp_path,
+):
     variables = {"MMJAX_PROCESSES": "2", "MMJAX_COORDINATOR": f"127.0.0.1:{free_port()}"}
-    command = [str(ROOT / "launch" / "check_units.sh"), str(tmp_path), "2", TINY_MEDIA, "batch.microbatches=2"]
-    first, second = (finish(p) for p in [begin(command, environment(2, MMJAX_PROCESS=p, **variables)) for p in "01"])
+    command = [
+        str(ROOT / "launch" / "check_units.sh"),
+        str(tmp_path),
+        "2",
+        TINY_MEDIA,
+        "batch.microbatches=2",
+    ]
+    first, second = (
+        finish(p)
+        for p in [begin(command, environment(2, MMJAX_PROCESS=p, **variables)) for p in "01"]
+    )
     assert (first.code, second.code) == (0, 0), first
     said = [line for line in first.out.splitlines() if "of one mesh" in line]
     assert [line.partition(":")[0] for line in said] == ["sockets", "collective"]
     assert all(": 10 of 10 steps, losses within " in line for line in said)
     assert "device: ended with code 2; it cannot be used here" in first.out
-    assert "pipeline.carrier=device: CPUs have no transfers of their own; use pipeline.carrier=sockets" in first.err
+    assert (
+        "pipeline.carrier=device: CPUs have no transfers of their own; use pipeline.carrier=sockets"
+        in first.err
+    )

@@ -54,8 +54,16 @@ def trained(tmp_path_factory):
     place = tmp_path_factory.mktemp("llava")
     save_checkpoint(place / "checkpoint")
     data = save_questions(place / "data", COUNT)
-    given = (f"checkpoint={place / 'checkpoint'}", f"data={data}", f"images={place / 'data' / 'images'}")
-    split = (f"validation={data}", f"data.sources.chat.test={data}", f"data.cache={place / 'cache'}")
+    given = (
+        f"checkpoint={place / 'checkpoint'}",
+        f"data={data}",
+        f"images={place / 'data' / 'images'}",
+    )
+    split = (
+        f"validation={data}",
+        f"data.sources.chat.test={data}",
+        f"data.cache={place / 'cache'}",
+    )
     config = load("llava_style", [*given, *split, *RECIPE, f"run={place / 'run'}"])
     train.train(config, find_config("llava_style"), devices=jax.devices()[:1])
     export.main([str(place / "run"), str(place / "served")])
@@ -73,11 +81,15 @@ def test_it_answers_at_least_nine_of_ten_of_its_own_questions(trained, capsys):
 def transformers_tokens(trained) -> dict[int, list[int]]:
     """What transformers' generation answers to each question with the exported folder, at most 8 tokens."""
     processor = AutoProcessor.from_pretrained(trained / "served")
-    model = AutoModelForImageTextToText.from_pretrained(trained / "served", dtype=torch.float32).eval()
+    model = AutoModelForImageTextToText.from_pretrained(
+        trained / "served", dtype=torch.float32
+    ).eval()
     answers = {}
     for i, (image, question, _) in enumerate(questions(trained)):
         content = [{"type": "image"}, {"type": "text", "text": question}]
-        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        text = processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True
+        )
         inputs = processor(images=Image.open(image), text=text, return_tensors="pt")
         out = model.generate(**inputs, do_sample=False, max_new_tokens=8)
         answers[i] = out[0, inputs["input_ids"].shape[1] :].tolist()
@@ -112,10 +124,15 @@ def test_as_many_training_questions_are_answered_right_by_evaluate_generate_and_
 ):
     """The images' line break after `<image>`, the template's own and a byte-level tokenizer: one prompt everywhere."""
     wanted = questions(trained)
-    evaluated = json.loads(run(capsys, evaluate.main, trained / "run", "--max-tokens", "8", "--json").out)
+    evaluated = json.loads(
+        run(capsys, evaluate.main, trained / "run", "--max-tokens", "8", "--json").out
+    )
     served = CheckpointModel.open(trained / "served")
     chat, mesh, rules = served.chat(), make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
-    asked = [make_prompt(f"<image>\n{question}", {"image": [image.read_bytes()]}) for image, question, _ in wanted]
+    asked = [
+        make_prompt(f"<image>\n{question}", {"image": [image.read_bytes()]})
+        for image, question, _ in wanted
+    ]
     model, params = served.load(mesh, rules)
     generator = Generator(model, mesh, rules, chat.tokenizer.ends, chat.decode_answer, max_tokens=8)
     prompts = UserPromptSource(asked, chat, served.config.model.encoders, served.functions())
@@ -137,21 +154,41 @@ def answer_tokens(trained) -> dict[int, list[int]]:
     source = open_sources(config, "test", trained)["chat"]
     model, mesh = Model.build(config.model, jnp.float32), make_mesh(MeshConfig(), jax.devices()[:1])
     shardings = parameter_shardings(model, mesh, ShardingRules())
-    params = restore_parameters(folder.checkpoints, checkpoint_step(folder.checkpoints), model, shardings)
+    params = restore_parameters(
+        folder.checkpoints, checkpoint_step(folder.checkpoints), model, shardings
+    )
     room = max(source.answer_tokens(i) for i in range(COUNT))
     return greedy_tokens(model, params, source, range(COUNT), room)
 
 
-def test_a_text_that_no_ram_holds_ends_the_run_in_a_line_that_names_it_and_what_would_fit(tmp_path, capsys):
+def test_a_text_that_no_ram_holds_ends_the_run_in_a_line_that_names_it_and_what_would_fit(
+    tmp_path, capsys
+):
     checkpoint = save_checkpoint(tmp_path / "checkpoint")
     answers = ["red"] * 20 + ["x7q " * 75_000]
-    turns = [[{"from": "human", "value": "What?"}, {"from": "gpt", "value": answer}] for answer in answers]
+    turns = [
+        [{"from": "human", "value": "What?"}, {"from": "gpt", "value": answer}]
+        for answer in answers
+    ]
     (tmp_path / "data.json").write_text(json.dumps([{"conversations": each} for each in turns]))
-    words = [f"checkpoint={checkpoint}", f"data={tmp_path / 'data.json'}", f"data.cache={tmp_path / 'cache'}", *RECIPE]
+    words = [
+        f"checkpoint={checkpoint}",
+        f"data={tmp_path / 'data.json'}",
+        f"data.cache={tmp_path / 'cache'}",
+        *RECIPE,
+    ]
     # All scores at once: terabytes. Blockwise attention needs 22 GB, which a machine may have.
-    words += ["model.llm.attention=dense", "batch.rows.llm=1", "mesh.fsdp=8", f"run={tmp_path / 'run'}"]
+    words += [
+        "model.llm.attention=dense",
+        "batch.rows.llm=1",
+        "mesh.fsdp=8",
+        f"run={tmp_path / 'run'}",
+    ]
     ended = run(capsys, train.main, "llava_style", *words)
     assert ended.code == 2
     (line,) = (line for line in ended.err.splitlines() if line.startswith("error:"))
     assert " GB of RAM for it (mesh.memory sets another limit)" in line
-    assert re.search(r"the longest sample, chat\[20\], has 300,\d{3} LLM tokens, the median \d\d; .* fits, with ", line)
+    assert re.search(
+        r"the longest sample, chat\[20\], has 300,\d{3} LLM tokens, the median \d\d; .* fits, with ",
+        line,
+    )

@@ -16,16 +16,31 @@ from started import Ended, finish, start
 
 sys.path.append(str(Path(__file__).parent / "data"))
 from mutated import tried
-from mutations import SHARES, Mutation, mutation, spoiled_bytes, spoiled_record, spoiled_source, table
+from mutations import (
+    SHARES,
+    Mutation,
+    mutation,
+    spoiled_bytes,
+    spoiled_record,
+    spoiled_source,
+    table,
+)
 from spoilable import CONFIG_TEXT, RECORDS, is_image, lines, save_chat, save_media
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of sums of samples that are not finite
+# of sums of samples that are not finite
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def faults(mutations: Iterable[Mutation]) -> list[str]:
     outcomes = list(tried(mutations))
-    print(table({kind: [outcome for one, outcome in outcomes if one.kind == kind] for kind in SHARES}))
-    return [f"{one.number} ({one.kind}, {o.way}): {o.told}" for one, o in outcomes if o.verdict == "fault"]
+    print(
+        table({kind: [outcome for one, outcome in outcomes if one.kind == kind] for kind in SHARES})
+    )
+    return [
+        f"{one.number} ({one.kind}, {o.way}): {o.told}"
+        for one, o in outcomes
+        if o.verdict == "fault"
+    ]
 
 
 def test_a_mutation_is_a_pure_function_of_its_number_and_every_kind_comes_in_its_share() -> None:
@@ -37,7 +52,9 @@ def test_a_mutation_is_a_pure_function_of_its_number_and_every_kind_comes_in_its
         data, record = bytes(range(200)), RECORDS["sharegpt"][0]
         assert spoiled_bytes(data, one.random()) == spoiled_bytes(data, again.random())
         assert spoiled_record(record, one.random()) == spoiled_record(record, again.random())
-        assert spoiled_source(CONFIG_TEXT, one.random()) == spoiled_source(CONFIG_TEXT, again.random())
+        assert spoiled_source(CONFIG_TEXT, one.random()) == spoiled_source(
+            CONFIG_TEXT, again.random()
+        )
     different = {spoiled_bytes(bytes(200), mutation(number).random()) for number in range(40)}
     assert len(different) > 20
 
@@ -52,7 +69,8 @@ def test_a_thousand_spoiled_inputs_are_refused_in_a_line_or_their_samples_listed
     assert faults(mutation(number) for number in range(1000)) == []
 
 
-# ------------------------------------------------------------------------------------------------------------ commands
+# --------------------------------------------------------------------------------------------------
+# commands
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +115,9 @@ def ended_well(ended: Ended) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(4))
-def test_the_index_command_ends_well_on_spoiled_files(number: int, photos: Path, tmp_path: Path) -> None:
+def test_the_index_command_ends_well_on_spoiled_files(
+    number: int, photos: Path, tmp_path: Path
+) -> None:
     rng = np.random.default_rng((1, number))
     folder = Path(shutil.copytree(photos, tmp_path / "copy"))
     for image in sorted((folder / "media").iterdir())[::2]:
@@ -109,11 +129,17 @@ def test_the_index_command_ends_well_on_spoiled_files(number: int, photos: Path,
         for k, record in enumerate(records)
     ]
     (folder / "data.jsonl").write_bytes(b"\n".join(spoiled))
-    words = [f"data.sources.photos.path={folder}/data.jsonl", f"data.sources.photos.images={folder}/media"]
+    words = [
+        f"data.sources.photos.path={folder}/data.jsonl",
+        f"data.sources.photos.images={folder}/media",
+    ]
     ended = finish(start("mmjax.index", photos / "photos.py", *words, f"--out={tmp_path}/out"))
     ended_well(ended)
     assert ended.code == 0
-    bad = [json.loads(line)["sample"] for line in (tmp_path / "out" / "bad.jsonl").read_text().splitlines()]
+    bad = [
+        json.loads(line)["sample"]
+        for line in (tmp_path / "out" / "bad.jsonl").read_text().splitlines()
+    ]
     assert "photos[0]" in bad
     assert set(bad) <= {f"photos[{k}]" for k in range(len(records))}
 
@@ -131,7 +157,10 @@ def trained(photos: Path) -> Path:
 
 @pytest.mark.exhaustive
 def test_training_names_the_photo_that_was_cut(trained: Path) -> None:
-    named = [json.loads(line)["sample"] for line in (trained / "quarantine.jsonl").read_text().splitlines()]
+    named = [
+        json.loads(line)["sample"]
+        for line in (trained / "quarantine.jsonl").read_text().splitlines()
+    ]
     assert named == ["photos[1]"]
 
 
@@ -143,7 +172,15 @@ def test_resuming_ends_well_with_a_spoiled_file_of_the_run(name: str, trained: P
     spoiled = bytearray(path.read_bytes())
     spoiled[-20] ^= 1
     path.write_bytes(spoiled)
-    ended = finish(start("mmjax.train", trained.parent / "photos.py", f"run={run}", "--resume", "training.steps=3"))
+    ended = finish(
+        start(
+            "mmjax.train",
+            trained.parent / "photos.py",
+            f"run={run}",
+            "--resume",
+            "training.steps=3",
+        )
+    )
     ended_well(ended)
     if name == "index":
         assert ended.code == 0

@@ -24,7 +24,9 @@ def executed(name: str, folder: Path, **given: object) -> nbformat.NotebookNode:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | said
     with optimized():
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | said
-        NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(folder)}}).execute(env=environment)
+        NotebookClient(
+            notebook, timeout=1800, resources={"metadata": {"path": str(folder)}}
+        ).execute(env=environment)
     return notebook
 
 
@@ -44,9 +46,14 @@ def test_every_notebook_is_stored_with_short_outputs_and_is_tested_here():
         outputs = [output for cell in code for output in cell.outputs]
         assert any("image/png" in output.get("data", {}) for output in outputs), name
         assert not any(output.output_type == "error" for output in outputs), name
-        texts = [output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs]
+        texts = [
+            output.get("text", "") + output.get("data", {}).get("text/plain", "")
+            for output in outputs
+        ]
         assert max(map(len, texts)) < 3000, name
-        assert not any(word in text for text in texts for word in ("/home/", "/root/", "/tmp/", "Warning")), name
+        assert not any(
+            word in text for text in texts for word in ("/home/", "/root/", "/tmp/", "Warning")
+        ), name
 
 
 def test_quickstart_trains_looks_at_rows_asks_and_reports(tmp_path):
@@ -65,14 +72,22 @@ def test_quickstart_trains_looks_at_rows_asks_and_reports(tmp_path):
 def test_compose_shows_a_packed_batch_of_two_models_that_never_met(tmp_path):
     save_parts(tmp_path)
     notebook = executed(
-        "compose.ipynb", tmp_path, TOWER=tmp_path / "tower", LLM=tmp_path / "llm", IMAGE_TOKEN="<image>"
+        "compose.ipynb",
+        tmp_path,
+        TOWER=tmp_path / "tower",
+        LLM=tmp_path / "llm",
+        IMAGE_TOKEN="<image>",
     )
     said = printed(notebook)
     assert "parameters train" in said
     assert "samples in rows of" in said
     assert "<16 tokens of an image>" in said
     assert "What colour is the" in said
-    assert any("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", ()))
+    assert any(
+        "image/png" in output.get("data", {})
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+    )
 
 
 def test_finetune_learns_to_answer_what_it_was_not_shown(tmp_path):

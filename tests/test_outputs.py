@@ -10,7 +10,9 @@ import pytest
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output
 
 
-def test_files_in_folders_that_exist_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_in_folders_that_exist_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.png").write_bytes(b"")
     for name in ("new.svg", "old.png", str(tmp_path / "new.png")):
@@ -37,7 +39,9 @@ def test_what_cannot_be_written_is_refused(
     assert str(refused.value) == said
 
 
-def test_a_folder_that_may_not_be_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_may_not_be_written_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(UserError, match="permission denied"):
         check_output("--out", tmp_path / "plan.json")

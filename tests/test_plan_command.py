@@ -14,7 +14,12 @@ from started import ROOT
 
 from mmjax import plan, train
 from mmjax.config import ExpertsConfig
-from mmjax.config.loading import config_parameters, describe_with_meanings, find_config, shipped_configs
+from mmjax.config.loading import (
+    config_parameters,
+    describe_with_meanings,
+    find_config,
+    shipped_configs,
+)
 from mmjax.training.describe_plan import expert_lines
 
 
@@ -78,7 +83,9 @@ def test_its_numbers_agree_with_each_other(small):
     assert small["device_hours"] == pytest.approx(8 * small["hours"])
     assert small["cost"] == pytest.approx(2 * small["device_hours"])
     fixed = {kind: n for kind, n in small["memory"].items() if kind != "activations"}
-    assert chosen["memory"] == pytest.approx(sum(fixed.values()) + sum(small["memory"]["activations"].values()))
+    assert chosen["memory"] == pytest.approx(
+        sum(fixed.values()) + sum(small["memory"]["activations"].values())
+    )
     assert chosen["fits"]
     assert chosen["memory"] < small["room"] == pytest.approx(0.92 * 80e9)
     assert small["checkpoint"] == pytest.approx(fixed["parameters"] + fixed["optimizer"], rel=1e-4)
@@ -86,7 +93,9 @@ def test_its_numbers_agree_with_each_other(small):
 
 
 @pytest.mark.exhaustive
-def test_on_this_machine_layers_are_measured_once_and_the_report_goes_by_them(capsys, monkeypatch, tmp_path):
+def test_on_this_machine_layers_are_measured_once_and_the_report_goes_by_them(
+    capsys, monkeypatch, tmp_path
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     here = (TINY, "cluster=here")
     counted = numbers(capsys, *here)
@@ -105,24 +114,36 @@ def test_on_this_machine_layers_are_measured_once_and_the_report_goes_by_them(ca
     path.write_text(json.dumps({"layers": measured["layers"]}))
     elsewhere = numbers(capsys, TINY, "cluster=h100x8", "--measured", str(path))
     assert elsewhere["layers"] == measured["layers"]
-    assert elsewhere["basis"] == f"from layer times measured ({path}); assumes 65% of peak outside layers"
+    assert (
+        elsewhere["basis"]
+        == f"from layer times measured ({path}); assumes 65% of peak outside layers"
+    )
     again = run(capsys, plan.main, *here, "--json")
     assert "timing" not in again.err
     assert json.loads(again.out)["ways"] == measured["ways"]
 
 
-def test_rates_that_a_file_states_replace_the_assumed_ones_and_the_report_says_which(capsys, tmp_path):
+def test_rates_that_a_file_states_replace_the_assumed_ones_and_the_report_says_which(
+    capsys, tmp_path
+):
     path = tmp_path / "rates.json"
     path.write_text('{"products": 0.325, "link": 3e11}')
     words = (TINY, "cluster=a100x2x4", "mesh.fsdp=8")
     assumed = numbers(capsys, *words)["ways"]["post"]["seconds"]
     out = told(capsys, *words, "--measured", str(path))
-    assert f"(measured ({path}): 32% of peak; assumes 40% in attention, 3 us a kernel): compute " in out
-    assert f"links  measured ({path}): 300 GB/s between devices of a node; assumes 25 GB/s to other nodes, 80%" in out
+    assert (
+        f"(measured ({path}): 32% of peak; assumes 40% in attention, 3 us a kernel): compute "
+        in out
+    )
+    assert (
+        f"links  measured ({path}): 300 GB/s between devices of a node; assumes 25 GB/s to other nodes, 80%"
+        in out
+    )
     path.write_text('{"products": 0.325, "link": 3e11, "network": 1e7, "launch": 0}')
     stated = numbers(capsys, *words, "--measured", str(path))["ways"]["post"]["seconds"]
     assert stated["compute"] < assumed["compute"]  # kernels take longest in so small a model
-    assert stated["shards"] > 0 == assumed["shards"]  # 20 GB/s to other nodes were assumed, which computing hides
+    # 20 GB/s to other nodes were assumed, which computing hides
+    assert stated["shards"] > 0 == assumed["shards"]
     path.write_text('{"produkts": 0.5}')
     refused = run(capsys, plan.main, *words, "--measured", str(path))
     assert refused.code == 2
@@ -141,8 +162,9 @@ def test_layers_are_measured_only_on_this_machine(capsys):
 def test_a_step_is_compiled_only_for_gpus_that_are_described(capsys):
     ended = run(capsys, plan.main, *SMALL, "cluster=h200-nvlx8", "--compile")
     assert ended.code == 2
-    assert "cluster=h200-nvl: it cannot be compiled for where it is absent, only a100, h100-pcie, h100, h200 can" in (
-        ended.err
+    assert (
+        "cluster=h200-nvl: it cannot be compiled for where it is absent, only a100, h100-pcie, h100, h200 can"
+        in (ended.err)
     )
 
 
@@ -155,13 +177,21 @@ def test_a_plan_in_which_xla_would_compute_again_by_itself_says_what_to_change(c
 
 def test_balancing_makes_ranks_more_equal_and_steps_no_longer(small):
     none, post = small["ways"]["none"], small["ways"]["post"]
-    assert all(post["dist_ratio"][module] < none["dist_ratio"][module] for module in post["dist_ratio"])
+    assert all(
+        post["dist_ratio"][module] < none["dist_ratio"][module] for module in post["dist_ratio"]
+    )
     assert post["seconds"]["compute"] < none["seconds"]["compute"]
 
 
 @pytest.mark.exhaustive
 def test_the_largest_preset_fits_2560_devices_and_not_64(capsys):
-    small = ("omni_84b", "batch.size.count=512", "batch.rows.llm=64", "batch.rows.vision=64", "batch.rows.audio=64")
+    small = (
+        "omni_84b",
+        "batch.size.count=512",
+        "batch.rows.llm=64",
+        "batch.rows.vision=64",
+        "batch.rows.audio=64",
+    )
     found = numbers(capsys, *small, "cluster=h100x8x8", "mesh.fsdp=64")
     assert sum(found["parameters"].values()) == pytest.approx(84e9, rel=0.01)
     assert found["checkpoint"] == pytest.approx(12 * 84e9, rel=0.01)
@@ -173,7 +203,9 @@ def test_the_largest_preset_fits_2560_devices_and_not_64(capsys):
 
 
 @pytest.mark.exhaustive
-def test_products_in_float8_take_less_time_where_a_device_has_them_and_are_refused_where_not(capsys):
+def test_products_in_float8_take_less_time_where_a_device_has_them_and_are_refused_where_not(
+    capsys,
+):
     words = (
         "tiny_text",
         "model.llm.layers=4",
@@ -182,7 +214,9 @@ def test_products_in_float8_take_less_time_where_a_device_has_them_and_are_refus
         "training.precision=bfloat16",
     )
     seconds = {
-        fp8: numbers(capsys, *words, "cluster=h100", f"model.llm.fp8={fp8}")["ways"]["post"]["seconds"]["compute"]
+        fp8: numbers(capsys, *words, "cluster=h100", f"model.llm.fp8={fp8}")["ways"]["post"][
+            "seconds"
+        ]["compute"]
         for fp8 in ("off", "linears")
     }
     assert seconds["linears"] < seconds["off"]
@@ -222,7 +256,9 @@ SMALL_UNET = {
     ],
     ids=["small", "9b", "15b", "72b"],
 )
-def test_models_that_make_images_are_planned_with_their_unet_as_a_module_of_rows(capsys, words, picture, parameters):
+def test_models_that_make_images_are_planned_with_their_unet_as_a_module_of_rows(
+    capsys, words, picture, parameters
+):
     found = numbers(capsys, *words)
     assert found["parameters"]["picture"] == picture
     assert sum(found["parameters"].values()) == pytest.approx(parameters, rel=0.05)
@@ -247,7 +283,9 @@ def test_more_shards_need_less_memory_and_tensor_parallelism_costs_all_reduces(c
     )  # vectors are whole
     assert sharded["checkpoint"] == pytest.approx(small["checkpoint"])
     cut = numbers(capsys, *SMALL, "mesh.tensor=2", "mesh.encoders=data")
-    assert cut["ways"]["post"]["seconds"]["tensor"] > 0 == small["ways"]["post"]["seconds"]["tensor"]
+    assert (
+        cut["ways"]["post"]["seconds"]["tensor"] > 0 == small["ways"]["post"]["seconds"]["tensor"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,8 +295,14 @@ def test_more_shards_need_less_memory_and_tensor_parallelism_costs_all_reduces(c
         (("tiny_omni", "cluster=h10x8"), "did you mean 'h100'?"),
         (("tiny_omni", "cluster=h100x8", "price=dear"), "price=dear: give what a device costs"),
         (("tiny_omni", "cluster=h100x8", "mesh.fsdp=3"), "does not divide the 8 devices"),
-        (("tiny_omni", "cluster=h100x8", "mesh.tensor=8"), "mesh.tensor=8 does not divide model.llm.heads"),
-        (("tiny_omni", "cluster=h100x8", "mesh.ranks_per_node=3"), "mesh.ranks_per_node=3: choose a divisor"),
+        (
+            ("tiny_omni", "cluster=h100x8", "mesh.tensor=8"),
+            "mesh.tensor=8 does not divide model.llm.heads",
+        ),
+        (
+            ("tiny_omni", "cluster=h100x8", "mesh.ranks_per_node=3"),
+            "mesh.ranks_per_node=3: choose a divisor",
+        ),
         (("tiny_onmi", "cluster=h100x8"), "tiny_omni"),
     ],
 )
@@ -274,11 +318,19 @@ def test_what_cannot_be_planned_is_told_in_one_line(capsys, words, expected):
     ("words", "expected"),
     [
         (("--picture", "plan.pdf"), "--picture plan.pdf: name a file that ends in .png or .svg"),
-        (("--picture", "no/such/plan.svg"), "--picture no/such/plan.svg: name a file in a folder that exists"),
-        (("--out", "no/such/plan.json"), "--out no/such/plan.json: name a file in a folder that exists"),
+        (
+            ("--picture", "no/such/plan.svg"),
+            "--picture no/such/plan.svg: name a file in a folder that exists",
+        ),
+        (
+            ("--out", "no/such/plan.json"),
+            "--out no/such/plan.json: name a file in a folder that exists",
+        ),
     ],
 )
-def test_a_file_that_cannot_be_written_is_refused_before_planning(capsys, monkeypatch, words, expected):
+def test_a_file_that_cannot_be_written_is_refused_before_planning(
+    capsys, monkeypatch, words, expected
+):
     monkeypatch.delattr(plan, "forecast_run")
     ended = run(capsys, plan.main, TINY, "cluster=a100x8", *words)
     assert ended.code == 2
@@ -299,14 +351,19 @@ def test_a_picture_shows_memory_time_and_work_by_balance(capsys, tmp_path):
     ):
         assert text in said
     for kind in ("none", "post"):
-        assert all(f"dist ratio {ratio:.3f}" in said for ratio in found["ways"][kind]["dist_ratio"].values())
+        assert all(
+            f"dist ratio {ratio:.3f}" in said
+            for ratio in found["ways"][kind]["dist_ratio"].values()
+        )
     assert all(f"MFU {way['mfu']:.1%}" in said for way in found["ways"].values())
 
 
 @pytest.mark.exhaustive
 def test_a_picture_is_drawn_as_png_too_and_of_a_run_that_does_not_fit(capsys, tmp_path):
     path = tmp_path / "plan.png"
-    assert "DOES NOT FIT" in told(capsys, TINY, "cluster=a100x8", "mesh.memory=0.0001", "--picture", str(path))
+    assert "DOES NOT FIT" in told(
+        capsys, TINY, "cluster=a100x8", "mesh.memory=0.0001", "--picture", str(path)
+    )
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -323,9 +380,18 @@ def test_a_plan_that_is_written_and_edited_is_what_training_runs_by(capsys, tmp_
     found = json.loads(path.read_text())
     assert found["cluster"] == "a100x1x8"
     assert found["settings"]["mesh.data"] == 8
-    found["settings"] |= {"mesh.data": 4, "mesh.fsdp": 2, "model.llm.remat": [[1, "full"], [1, "products"]]}
+    found["settings"] |= {
+        "mesh.data": 4,
+        "mesh.fsdp": 2,
+        "model.llm.remat": [[1, "full"], [1, "products"]],
+    }
     path.write_text(json.dumps(found))
-    words = ("training.steps=2", "training.evaluate_every=0", f"run={tmp_path / 'run'}", f"plan={path}")
+    words = (
+        "training.steps=2",
+        "training.evaluate_every=0",
+        f"run={tmp_path / 'run'}",
+        f"plan={path}",
+    )
     ended = run(capsys, train.main, TINY, *words)
     assert ended.code == 0, ended.err
     assert "on     8 x cpu (data 4 x fsdp 2)" in ended.out
@@ -346,7 +412,15 @@ def test_a_plan_trains_with_all_that_it_was_made_with_and_one_of_another_config_
     assert other.code == 2
     assert "was made for tiny, not for tiny_omni" in other.err
     assert not (tmp_path / "run").exists()
-    tight = run(capsys, plan.main, TINY, "cluster=a100x8", "mesh.memory=0.0001", "--out", str(tmp_path / "tight.json"))
+    tight = run(
+        capsys,
+        plan.main,
+        TINY,
+        "cluster=a100x8",
+        "mesh.memory=0.0001",
+        "--out",
+        str(tmp_path / "tight.json"),
+    )
     assert tight.code == 2
     assert "nothing is written, for the run does not fit" in tight.err
     assert not (tmp_path / "tight.json").exists()
@@ -374,7 +448,9 @@ def test_the_plan_that_is_written_of_a_shipped_config_trains_what_was_planned(
 ):
     planned = []
     write = plan.plan_text
-    monkeypatch.setattr(plan, "plan_text", lambda config, *args: planned.append(config) or write(config, *args))
+    monkeypatch.setattr(
+        plan, "plan_text", lambda config, *args: planned.append(config) or write(config, *args)
+    )
     parameters = config_parameters(find_config(name))
     given = dict(recipes)
     if name == "internvl":
@@ -409,7 +485,12 @@ def recipes(tmp_path_factory) -> dict[str, object]:
     llava_folder.save_parts(place)
     pairs = [{"prompt": f"{i}?", "chosen": f"{i}.", "rejected": "no"} for i in range(400)]
     (place / "pairs.json").write_text(json.dumps(pairs))
-    given = {"checkpoint": place / "llava", "tower": place / "tower", "llm": place / "llm", "image": "<image>"}
+    given = {
+        "checkpoint": place / "llava",
+        "tower": place / "tower",
+        "llm": place / "llm",
+        "image": "<image>",
+    }
     return given | {"data": place / "data" / "data.json", "images": place / "data" / "images"}
 
 
@@ -417,4 +498,7 @@ def test_the_plan_says_how_tokens_reach_their_experts():
     experts = ExpertsConfig((0,), count=128, per_token=8, width=8)
     assert expert_lines(experts, 1) == expert_lines(None, 8) == []
     assert "the tokens of 4 devices are gathered" in expert_lines(experts, 4)[0]
-    assert "an all-to-all sends each of 32 devices up to 29% of a device's tokens" in expert_lines(experts, 32)[0]
+    assert (
+        "an all-to-all sends each of 32 devices up to 29% of a device's tokens"
+        in expert_lines(experts, 32)[0]
+    )

@@ -121,40 +121,68 @@ def test_units_auto_plans_units_that_fit_and_writes_what_is_faster(capsys, tmp_p
     config = load(find_config(read.config), planned=read.words)
     assert set(config.units) == set(numbers["units"])
     assert config.mesh.fsdp == (1 if config.units else numbers["one_mesh"]["fsdp"])
-    assert numbers["seconds"]["total"] <= 1.01 * numbers["one_mesh"]["seconds"]  # both of other planned steps
+    # both of other planned steps
+    assert numbers["seconds"]["total"] <= 1.01 * numbers["one_mesh"]["seconds"]
 
 
 @pytest.mark.exhaustive
-def test_units_that_are_chosen_train_by_the_file_that_is_written(capsys, monkeypatch, tmp_path, runs):
+def test_units_that_are_chosen_train_by_the_file_that_is_written(
+    capsys, monkeypatch, tmp_path, runs
+):
     path, slow = tmp_path / "plan.json", tmp_path / "slow.json"
     slow.write_text(json.dumps({"network": 1e7, "link": 1e7}))
-    words = (TINY_MEDIA, "batch.size.count=64", "model.encoders.vision.layers=3", "training.evaluate_every=0")
-    ended = run(capsys, plan.main, *words, "cluster=a100x1x8", "units=auto", "--measured", slow, "--out", path)
+    words = (
+        TINY_MEDIA,
+        "batch.size.count=64",
+        "model.encoders.vision.layers=3",
+        "training.evaluate_every=0",
+    )
+    ended = run(
+        capsys,
+        plan.main,
+        *words,
+        "cluster=a100x1x8",
+        "units=auto",
+        "--measured",
+        slow,
+        "--out",
+        path,
+    )
     assert ended.code == 0, ended.err
     assert "units are faster" in ended.out
     planned = load(find_config(TINY_MEDIA), planned=read_plan(path).words)
     devices = jax.devices()[: sum(map(unit_devices, planned.units.values()))]
     monkeypatch.setattr("mmjax.training.loop.choose_devices", lambda device: devices)
-    ended = run(capsys, train.main, TINY_MEDIA, f"plan={path}", "training.steps=3", f"run={runs / 'chain'}")
+    ended = run(
+        capsys, train.main, TINY_MEDIA, f"plan={path}", "training.steps=3", f"run={runs / 'chain'}"
+    )
     assert ended.code == 0, ended
     assert "; 0 programs compiled after the start" in ended.out
 
 
 @pytest.mark.exhaustive
-def test_a_step_of_fewer_samples_than_devices_trains_on_the_mesh_that_is_written(capsys, tmp_path, runs):
+def test_a_step_of_fewer_samples_than_devices_trains_on_the_mesh_that_is_written(
+    capsys, tmp_path, runs
+):
     path = tmp_path / "plan.json"
     words = (TINY_MEDIA, "batch.size.count=4", "training.evaluate_every=0")
-    ended = run(capsys, plan.main, *words, "cluster=a100x1x8", "units=auto", "--json", "--out", path)
+    ended = run(
+        capsys, plan.main, *words, "cluster=a100x1x8", "units=auto", "--json", "--out", path
+    )
     assert ended.code == 0, ended.err
     mesh = json.loads(ended.out)["one_mesh"]
     assert mesh["context"] * mesh["tensor"] > 1
-    ended = run(capsys, train.main, TINY_MEDIA, f"plan={path}", "training.steps=3", f"run={runs / 'mesh'}")
+    ended = run(
+        capsys, train.main, TINY_MEDIA, f"plan={path}", "training.steps=3", f"run={runs / 'mesh'}"
+    )
     assert ended.code == 0, ended
     assert "; 0 programs compiled after the start" in ended.out
 
 
 @pytest.mark.exhaustive
-def test_units_auto_searches_and_forecasts_by_layer_times_measured_here(capsys, monkeypatch, tmp_path):
+def test_units_auto_searches_and_forecasts_by_layer_times_measured_here(
+    capsys, monkeypatch, tmp_path
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(layer_profile, "ROUNDS", 1)
     here = ("cluster=here" if word.startswith("cluster=") else word for word in SMALL)
@@ -178,7 +206,10 @@ def test_units_auto_searches_and_forecasts_by_layer_times_measured_here(capsys, 
     path.write_text(json.dumps({"layers": layers}))
     ended = run(capsys, plan.main, *SMALL, "units=auto", "--measured", path, "--json")
     stages = json.loads(ended.out)["stages"]
-    assert len({device for stage in stages if "llm" in stage["layers"] for device in stage["devices"]}) > 4
+    assert (
+        len({device for stage in stages if "llm" in stage["layers"] for device in stage["devices"]})
+        > 4
+    )
 
 
 @pytest.mark.exhaustive
@@ -186,8 +217,15 @@ def test_every_stage_is_compiled_beside_its_plan_and_equal_ones_once(capsys, mon
     compiled = []
     compile_stage = RunPrograms.compile
     monkeypatch.setattr(plan, "aot_devices", lambda cluster: jax.devices())
-    monkeypatch.setattr(RunPrograms, "compile", lambda *args: compiled.append(args[1]) or compile_stage(*args))
-    words = ("units.vision.data=2", "units.audio.data=1", "units.llm.pipeline=4", "model.llm.layers=4")
+    monkeypatch.setattr(
+        RunPrograms, "compile", lambda *args: compiled.append(args[1]) or compile_stage(*args)
+    )
+    words = (
+        "units.vision.data=2",
+        "units.audio.data=1",
+        "units.llm.pipeline=4",
+        "model.llm.layers=4",
+    )
     ended = run(capsys, plan.main, *SMALL, *words, "--compile", "--json")
     assert ended.code == 0, ended.err
     numbers = json.loads(ended.out)
@@ -200,10 +238,12 @@ def test_every_stage_is_compiled_beside_its_plan_and_equal_ones_once(capsys, mon
         "llm[2:3]": programs,
         "llm[3:4]": {"forward_backward", "update"},
     }
-    # Two stages in the middle are one program, of which the first has one microbatch more in flight.
+    # Two stages in the middle are one program, of which the first has one microbatch more in
+    # flight.
     assert len(compiled) == 5
     first, second = (
-        {name: of["bytes"] for name, of in numbers["programs"][stage].items()} for stage in ("llm[1:2]", "llm[2:3]")
+        {name: of["bytes"] for name, of in numbers["programs"][stage].items()}
+        for stage in ("llm[1:2]", "llm[2:3]")
     )
     assert first["update"] == second["update"]
     assert first["backward"] > second["backward"]
@@ -245,7 +285,9 @@ def test_a_unet_is_behind_the_llm_in_the_units_that_are_chosen(capsys, words):
     assert ended.code == 0, ended.err
     numbers = json.loads(ended.out)
     assert towers_of(numbers) == {"vision", "llm", "picture"}
-    assert [stage["in_flight"] for stage in numbers["stages"] if "picture" in stage["layers"]] == [1]
+    assert [stage["in_flight"] for stage in numbers["stages"] if "picture" in stage["layers"]] == [
+        1
+    ]
     assert all(sum(stage["memory"].values()) <= numbers["room"] for stage in numbers["stages"])
     assert 0 <= numbers["bubble"] < 1
     assert numbers["seconds"]["total"] <= 1.05 * numbers["one_mesh"]["seconds"]

@@ -51,16 +51,25 @@ def test_a_recipe_trains_what_it_says(place, recipe, tmp_path):
     given |= {"data": place / "data" / "data.json", "images": place / "data" / "images"}
     words = [f"{name}={value}" for name, value in given.items()]
     words += ["batch.rows.vision=1", *(["model.lora.llm.rank=4"] if recipe == "llava_lora" else [])]
-    config = load(recipe, [*words, *SMALL, f"run={tmp_path / 'run'}", f"data.cache={place / 'cache'}"])
+    config = load(
+        recipe, [*words, *SMALL, f"run={tmp_path / 'run'}", f"data.cache={place / 'cache'}"]
+    )
     trainer = train.train(config, find_config(recipe), devices=jax.devices()[:1])
     trainable = trainer.executor.states[0].abstract.trainable
-    modules = {module_of(tuple(key.key for key in path)) for path, _ in jax.tree.leaves_with_path(trainable)}
+    modules = {
+        module_of(tuple(key.key for key in path))
+        for path, _ in jax.tree.leaves_with_path(trainable)
+    }
     llm = {"llava_style": {"llm"}, "llava_lora": {"llm"}, "llava_alignment": set()}[recipe]
     assert modules == llm | {"vision.connector"}
     if recipe == "llava_lora":
         names = {tuple(key.key for key in path) for path, _ in jax.tree.leaves_with_path(trainable)}
         assert all("lora" in name for name in names if name[0] == "llm")
-    losses = [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    losses = [
+        line
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        if '"loss"' in line
+    ]
     assert len(losses) == 3
 
 
@@ -74,22 +83,40 @@ def sounds(tmp_path_factory):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["speech.py", "llava_style", "llava_lora"])
-def test_an_audio_checkpoint_is_trained_by_the_documented_config_and_the_recipes(recipe, sounds, tmp_path, capsys):
+def test_an_audio_checkpoint_is_trained_by_the_documented_config_and_the_recipes(
+    recipe, sounds, tmp_path, capsys
+):
     if recipe == "speech.py":
         documented = (ROOT / "docs" / "data_media.md").read_text()
-        (tmp_path / recipe).write_text(re.search(r"<!-- file: speech.py -->\n```python\n(.*?)```", documented, re.S)[1])
+        (tmp_path / recipe).write_text(
+            re.search(r"<!-- file: speech.py -->\n```python\n(.*?)```", documented, re.S)[1]
+        )
     named = str(tmp_path / recipe) if recipe == "speech.py" else recipe
     data = sounds / "data" / ("manifest.jsonl" if recipe == "speech.py" else "llava.json")
-    words = [f"checkpoint={sounds / 'qwen'}", f"data={data}", f"audio={sounds / 'data' / 'clips'}", *SMALL]
+    words = [
+        f"checkpoint={sounds / 'qwen'}",
+        f"data={data}",
+        f"audio={sounds / 'data' / 'clips'}",
+        *SMALL,
+    ]
     words += [f"test={data}"] if recipe == "speech.py" else []
     words += ["batch.rows.audio=2", *(["model.lora.llm.rank=4"] if recipe == "llava_lora" else [])]
     config = load(named, [*words, f"run={tmp_path / 'run'}", f"data.cache={sounds / 'cache'}"])
     train.train(config, find_config(named), devices=jax.devices()[:1])
-    losses = [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    losses = [
+        line
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        if '"loss"' in line
+    ]
     assert len(losses) == 3
-    assert (config.model.encoders["audio"].frozen, config.model.encoders["audio"].connector.frozen) == (True, False)
+    assert (
+        config.model.encoders["audio"].frozen,
+        config.model.encoders["audio"].connector.frozen,
+    ) == (True, False)
     clip = str(next((sounds / "data" / "clips").iterdir()))
-    ended = run(capsys, generate.main, str(tmp_path / "run"), "--audio", clip, "What?", "--max-tokens=4")
+    ended = run(
+        capsys, generate.main, str(tmp_path / "run"), "--audio", clip, "What?", "--max-tokens=4"
+    )
     assert ended.code == 0, ended.err
     if recipe == "speech.py":
         ended = run(capsys, evaluate_command, str(tmp_path / "run"), "--json")

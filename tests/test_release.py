@@ -20,7 +20,9 @@ from started import ROOT
 from mmjax import __version__, cli
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OLDEST_JAX = next(line for line in PROJECT["dependencies"] if line.startswith("jax>=")).removeprefix("jax>=")
+OLDEST_JAX = next(
+    line for line in PROJECT["dependencies"] if line.startswith("jax>=")
+).removeprefix("jax>=")
 
 SHORT = "training.steps=30 schedule.warmup=5 training.evaluate_every=15"
 README = {  # its commands, and what makes them short or names what the README leaves to the reader
@@ -67,7 +69,9 @@ for name in shipped_configs():
 def test_the_version_is_one_number_which_the_program_and_the_changelog_say(capsys):
     ended = run(capsys, cli.main, "--version")
     assert ended.code == 0
-    assert re.fullmatch(rf"mmjax {re.escape(__version__)} \(JAX \d[\d.]+, Python \d[\d.]+\)\n", ended.out)
+    assert re.fullmatch(
+        rf"mmjax {re.escape(__version__)} \(JAX \d[\d.]+, Python \d[\d.]+\)\n", ended.out
+    )
     assert PROJECT["dynamic"] == ["version"]
     versions = re.findall(r"^## (\d\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert versions[0] == __version__
@@ -77,7 +81,11 @@ def test_the_version_is_one_number_which_the_program_and_the_changelog_say(capsy
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 def test_the_lock_holds_a_version_of_all_that_the_project_asks_for(python: str) -> None:
-    environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    environment = {
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "sys_platform": "linux",
+    }
     environment |= {"platform_system": "Linux", "platform_machine": "x86_64", "extra": ""}
     pins = {}
     for line in (ROOT / "requirements.lock").read_text().splitlines():
@@ -96,7 +104,10 @@ def python_of(version: str) -> str:
     kept = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
     places = [shutil.which(f"python{version}"), *kept.glob(f"{version}.*/bin/python{version}")]
     for path in filter(None, places):
-        if subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
+        if (
+            subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode
+            == 0
+        ):
             return str(path)
     pytest.skip(f"there is no Python {version} here")
 
@@ -104,7 +115,9 @@ def python_of(version: str) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT], check=True
+    )
     (path,) = folder.glob("mmjax-*.whl")
     return path
 
@@ -112,15 +125,25 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("jax", [OLDEST_JAX, "newest"])
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_the_commands_of_the_readme_run_from_the_wheel(wheel: Path, tmp_path: Path, version: str, jax: str) -> None:
+def test_the_commands_of_the_readme_run_from_the_wheel(
+    wheel: Path, tmp_path: Path, version: str, jax: str
+) -> None:
     """In an environment with nothing else in it, from an empty folder."""
     programs = tmp_path / "venv" / "bin"
     subprocess.run([python_of(version), "-m", "venv", programs.parent], check=True)
     pins = [] if jax == "newest" else [f"jax=={jax}", f"jaxlib=={jax}"]
-    subprocess.run([programs / "pip", "install", "-q", wheel, *pins], check=True, env=os.environ | {"PIP_COMPILE": "0"})
+    subprocess.run(
+        [programs / "pip", "install", "-q", wheel, *pins],
+        check=True,
+        env=os.environ | {"PIP_COMPILE": "0"},
+    )
     work = tmp_path / "work"
     work.mkdir()
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "JAX_", "XLA_"))}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "JAX_", "XLA_"))
+    }
     variables |= {"PATH": f"{programs}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
 
     def told(*words: str) -> str:
@@ -129,7 +152,9 @@ def test_the_commands_of_the_readme_run_from_the_wheel(wheel: Path, tmp_path: Pa
         return ended.stdout
 
     print(told("mmjax", "--version"), end="")
-    assert told("python", "-c", CONFIGS).split() == sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+    assert told("python", "-c", CONFIGS).split() == sorted(
+        path.stem for path in (ROOT / "configs").glob("*.py")
+    )
     (work / "my.py").write_text(MY_CONFIG)
     told("python", "-c", "import PIL.Image; PIL.Image.new('L', (24, 16), 255).save('x.png')")
     text = (ROOT / "README.md").read_text()

@@ -33,7 +33,8 @@ from mmjax.reporting.run import plan_again, read_runs
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.training.run_data import append_launch, open_data
 
-SECTIONS = ("training", "lengths", "balance", "time", "row", "worst", "history", "config")  # nothing is left out
+# nothing is left out
+SECTIONS = ("training", "lengths", "balance", "time", "row", "worst", "history", "config")
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,10 @@ def test_what_is_shown_of_rows_and_ranks_is_what_was_logged(trained: Path) -> No
     assert (planned.first, len(planned.plans)) == (0, 6)
     work, unbalanced = planned.work(True), planned.work(False)
     for k, module in enumerate(of.modules):
-        logged = {key: of.metrics.curves[f"{key}/{module}"].mean for key in ("fill", "dist_ratio", "dist_ratio_before")}
+        logged = {
+            key: of.metrics.curves[f"{key}/{module}"].mean
+            for key in ("fill", "dist_ratio", "dist_ratio_before")
+        }
         assert np.allclose(planned.fills(k).reshape(6, -1).mean(1), logged["fill"])
         assert np.allclose(dist_ratio(work[k]), logged["dist_ratio"])
         assert np.allclose(dist_ratio(unbalanced[k]), logged["dist_ratio_before"])
@@ -138,7 +142,9 @@ def test_runs_are_compared_in_the_same_charts_and_the_first_keeps_the_page(
     assert sum("other" in text and "media" in text for text in legends) > 8
 
 
-def test_what_samples_and_files_say_is_shown_and_never_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_samples_and_files_say_is_shown_and_never_obeyed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     evil = '<script>alert("x")</script><img src=x onerror=alert(1)>'
     checkpoint, data = save_checkpoint(tmp_path / "llava"), save_questions(tmp_path / "data", 12)
     records = json.loads(data.read_text())
@@ -168,7 +174,14 @@ def test_what_samples_and_files_say_is_shown_and_never_obeyed(tmp_path: Path, mo
     append_launch(folder.history, opened.launch)
     (data.parent / "images" / "3.png").write_bytes(b"no longer an image")
     worst = {"chat[3]": 2.5, "chat[1]": 1.5, evil: 9.0}
-    line = {"step": 1, "loss": 1.0, "gradient_norm": 1.0, "loss/" + evil: 1.0, "loss/b": 2.0, "worst": worst}
+    line = {
+        "step": 1,
+        "loss": 1.0,
+        "gradient_norm": 1.0,
+        "loss/" + evil: 1.0,
+        "loss/b": 2.0,
+        "worst": worst,
+    }
     folder.metrics.write_text(json.dumps(line | {"slowest": evil, "seconds/slowest": 1.0, "seconds/step": 1.0,
                                                  "seconds/data_wait": 0.1}) + "\n")  # fmt: skip
     folder.quarantine.write_text(json.dumps({"sample": evil, "reason": evil}) + "\n")
@@ -177,7 +190,11 @@ def test_what_samples_and_files_say_is_shown_and_never_obeyed(tmp_path: Path, mo
     assert not any("onerror" in attributes for _, attributes in found.tags)
     assert found.text.count(evil) >= 8
     assert "cannot be opened" in found.text
-    assert any(image["src"].startswith("data:image/png") for image in found.all("img") if image["alt"] == "image")
+    assert any(
+        image["src"].startswith("data:image/png")
+        for image in found.all("img")
+        if image["alt"] == "image"
+    )
 
 
 def test_a_run_that_has_just_begun_has_a_report(trained: Path) -> None:
@@ -195,16 +212,27 @@ def test_a_pipelines_passes_are_shown_as_planned_where_none_was_measured(trained
     folder = copied(trained, "in_units")
     (folder / "history.jsonl").unlink()  # its steps are not planned again, which takes seconds
     (folder / "passes").mkdir()
-    plan = {"schedule": "1f1b", "microbatches": 2, "edges": [[0, 1]], "workers": [0, 1], "profiled": True}
+    plan = {
+        "schedule": "1f1b",
+        "microbatches": 2,
+        "edges": [[0, 1]],
+        "workers": [0, 1],
+        "profiled": True,
+    }
     times = {"stages": ["vision", "llm"], "forward": [0.1, 0.2], "backward": [0.2, 0.4]}
     write_sealed(folder / "passes" / "planned.json", plan | times)
     found = Page(report([folder]))
     assert "#passes" in {link["href"] for link in found.all("a")}
     assert "Nothing was measured" in found.text
-    (picture,) = (image for image in found.all("img") if image["alt"] == "passes of every stage over time, planned")
+    (picture,) = (
+        image
+        for image in found.all("img")
+        if image["alt"] == "passes of every stage over time, planned"
+    )
     svg = base64.b64decode(picture["src"].partition(",")[2]).decode()
     assert "planned, by measured layer times" in svg
-    # Two microbatches of .6 s in the LLM, after a forward pass of the encoder and before a backward pass of it.
+    # Two microbatches of .6 s in the LLM, after a forward pass of the encoder and before a backward
+    # pass of it.
     assert "1.50 s, bubble 40.0%" in svg
 
 
@@ -213,8 +241,12 @@ def test_torn_lines_and_starts_in_mid_run_are_no_obstacle(trained: Path) -> None
     launch = json.loads((folder / "history.jsonl").read_text())
     config = json.loads(json.dumps(launch["config"]))
     config["training"]["steps"] = 9
-    later = with_checksum(verify_checksum(launch) | {"first": 4, "config": config, "devices": "8 x elsewhere"})
-    (folder / "history.jsonl").write_text(f'{{"fir\n{json.dumps(launch)}\n{json.dumps(later)}\n{{"first": 5, "be')
+    later = with_checksum(
+        verify_checksum(launch) | {"first": 4, "config": config, "devices": "8 x elsewhere"}
+    )
+    (folder / "history.jsonl").write_text(
+        f'{{"fir\n{json.dumps(launch)}\n{json.dumps(later)}\n{{"first": 5, "be'
+    )
     for name in ("metrics.jsonl", "quarantine.jsonl"):
         with (folder / name).open("a") as file:
             file.write('{"step": 7, "lo')
@@ -240,12 +272,16 @@ def test_masks_are_drawn_as_attention_computes_them_and_show_which_layers_have_a
     def shades(row: PackedRow) -> np.ndarray:
         text = jax.tree.map(lambda field: jax.numpy.asarray(field)[None], replayed.text_of(row))
         context = model.module(model.abstract).context("llm", text, None)
-        near, whole = (np.asarray(allowed(mask, mask))[0] for mask in (context.window_mask, context.mask))
+        near, whole = (
+            np.asarray(allowed(mask, mask))[0] for mask in (context.window_mask, context.mask)
+        )
         return near.astype(int) + (near | whole if len(windowed) < 2 else near)
 
     page = report([folder], tmp_path / "report.html")
     found, rows = Page(page), list(replayed.rows())
-    microbatch, rank, number = map(int, re.search(r"microbatch (\d+), rank (\d+), row (\d+)", found.text).groups())
+    microbatch, rank, number = map(
+        int, re.search(r"microbatch (\d+), rank (\d+), row (\d+)", found.text).groups()
+    )
     row = next(r for r in rows if (r.microbatch, r.rank, r.row) == (microbatch, rank, number))
     (drawn,) = found.all("image")
     cells = Image.open(io.BytesIO(base64.b64decode(drawn["href"].partition(",")[2])))
@@ -254,7 +290,9 @@ def test_masks_are_drawn_as_attention_computes_them_and_show_which_layers_have_a
     assert "a sliding window of 5 tokens" in found.text
     write(replayed, rows[:2], tmp_path)
     for row in rows[:2]:
-        cells = Image.open(tmp_path / f"microbatch{row.microbatch}-rank{row.rank}-row{row.row}-mask.png")
+        cells = Image.open(
+            tmp_path / f"microbatch{row.microbatch}-rank{row.rank}-row{row.row}-mask.png"
+        )
         assert np.array_equal(np.asarray(cells), np.array([255, 160, 0])[shades(row)])
 
 
@@ -266,22 +304,34 @@ def test_what_is_gone_is_said_and_the_rest_is_shown(trained: Path) -> None:
     assert "Loss: from" in found.text
 
 
-def test_sections_with_nothing_to_show_are_left_out_and_wide_charts_have_twins_for_a_phone(trained: Path) -> None:
+def test_sections_with_nothing_to_show_are_left_out_and_wide_charts_have_twins_for_a_phone(
+    trained: Path,
+) -> None:
     folder = copied(trained, "bare")
     for name in ("metrics.jsonl", "history.jsonl", "quarantine.jsonl", "oversize.jsonl"):
         (folder / name).unlink(missing_ok=True)
     found = Page(report([folder]))
-    assert [section["id"] for section in found.all("section")] == ["training", "lengths", "row", "config"]
+    assert [section["id"] for section in found.all("section")] == [
+        "training",
+        "lengths",
+        "row",
+        "config",
+    ]
     assert [link["href"] for link in found.all("a")] == ["#training", "#lengths", "#row", "#config"]
     line = {"sample": "few[3]", "reason": "torn"}
     (folder / "quarantine.jsonl").write_text(json.dumps(line) + "\n")
     assert "left-out" in [section["id"] for section in Page(report([folder])).all("section")]
     whole = Page(report([trained], folder / "whole.html"))
-    wide, narrow = ([box for box in whole.all("div") if box.get("class") == name] for name in ("broad", "narrow"))
+    wide, narrow = (
+        [box for box in whole.all("div") if box.get("class") == name]
+        for name in ("broad", "narrow")
+    )
     assert len(wide) == len(narrow) == 2  # loss and time
 
 
-def test_bad_input_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(*words: object) -> str:
         ended: Ended = run(capsys, main, *words)
         assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
@@ -308,5 +358,7 @@ def test_a_browser_shows_every_section_and_complains_of_nothing(page: Path, tmp_
     assert "CONSOLE" not in ended.stderr
     assert re.findall(r'<section id="([\w-]+)">', ended.stdout) == list(SECTIONS)
     spoiled = tmp_path / "spoiled.html"
-    spoiled.write_text(page.read_text().replace("<h2>", "<script>document.title = 'x'</script><h2>"))
+    spoiled.write_text(
+        page.read_text().replace("<h2>", "<script>document.title = 'x'</script><h2>")
+    )
     assert "CONSOLE" in shown(spoiled).stderr

@@ -20,11 +20,16 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_command_says_that_it_starts_before_it_imports_what_takes_long() -> None:
     """The line must be there though what is imported next does not exist."""
-    code = "from mmjax.startup import start_clock; start_clock('train'); import nothing_of_this_name"
+    code = (
+        "from mmjax.startup import start_clock; start_clock('train'); import nothing_of_this_name"
+    )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.stderr.startswith(f"mmjax {__version__}  train: loading libraries\nTraceback")
     loaded = "import sys; from mmjax import startup; print([name for name in sys.modules if name in ('jax', 'numpy')])"
-    assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True).stdout
+        == "[]\n"
+    )
 
 
 def test_processes_that_a_command_spawns_do_not_import_it():
@@ -41,7 +46,9 @@ def test_processes_that_a_command_spawns_do_not_import_it():
 
 def test_an_interrupt_while_libraries_are_loaded_is_one_line_and_code_130() -> None:
     code = "from mmjax.startup import start_clock; start_clock('train'); import signal; signal.raise_signal(2)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=heed_interrupts)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=heed_interrupts
+    )
     assert (ended.returncode, ended.stderr.splitlines()[1:]) == (130, ["interrupted"])
 
 
@@ -49,13 +56,16 @@ def test_an_interrupt_while_libraries_are_loaded_is_one_line_and_code_130() -> N
     not startup.HUGE_PAGES.exists() or "[madvise]" not in startup.HUGE_PAGES.read_text(),
     reason="Linux grants no huge pages on request",
 )
-def test_a_program_begins_again_with_huge_pages_in_the_same_process_with_its_arguments_and_other_settings() -> None:
-    code = (
-        "import os, sys; print(os.getpid(), flush=True); from mmjax.startup import use_huge_pages; use_huge_pages(); "
-    )
+def test_a_program_begins_again_with_huge_pages_in_the_same_process_with_its_arguments_and_other_settings() -> (
+    None
+):
+    code = "import os, sys; print(os.getpid(), flush=True); "
+    code += "from mmjax.startup import use_huge_pages; use_huge_pages(); "
     code += "print(os.environ['GLIBC_TUNABLES'], sys.argv[1:])"
     variables = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}
-    ended = subprocess.run([sys.executable, "-c", code, "a b"], env=variables, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "a b"], env=variables, capture_output=True, text=True
+    )
     first, again, last = ended.stdout.splitlines()
     assert first == again
     assert last == "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1 ['a b']"
@@ -77,10 +87,17 @@ def test_an_activity_that_takes_long_is_named_with_what_is_done(
             printed += capfd.readouterr().err
             time.sleep(0.01)
     assert "       indexing samples 1,000 of 2,000 ... " in printed
-    assert set(startup.seconds()) == {"loading libraries", "opening", "indexing samples", "everything else"}
+    assert set(startup.seconds()) == {
+        "loading libraries",
+        "opening",
+        "indexing samples",
+        "everything else",
+    }
 
 
-def test_seconds_of_an_activity_are_without_those_of_activities_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_of_an_activity_are_without_those_of_activities_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = 0.0
     monkeypatch.setattr(startup.time, "monotonic", lambda: clock)
     monkeypatch.setattr(startup, "_started", 0.0)
@@ -93,7 +110,12 @@ def test_seconds_of_an_activity_are_without_those_of_activities_in_it(monkeypatc
             clock = 7.0
         clock = 9.0
     clock = 10.0
-    assert startup.seconds() == {"indexing": 4.0, "opening": 3.0, "loading libraries": 2.0, "everything else": 1.0}
+    assert startup.seconds() == {
+        "indexing": 4.0,
+        "opening": 3.0,
+        "loading libraries": 2.0,
+        "everything else": 1.0,
+    }
 
 
 def test_garbage_is_collected_rarely_while_a_run_starts_and_then_as_before() -> None:

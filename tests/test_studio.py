@@ -43,7 +43,9 @@ def trained(runs: Path) -> Path:
 @pytest.fixture
 def server(trained: Path, tmp_path: Path) -> Iterator[StudioServer]:
     """The page of a copy of it, served on a free port."""
-    folder = shutil.copytree(trained, trained.with_name(tmp_path.name), ignore=shutil.ignore_patterns("tensorboard"))
+    folder = shutil.copytree(
+        trained, trained.with_name(tmp_path.name), ignore=shutil.ignore_patterns("tensorboard")
+    )
     server = StudioServer(0, Studio(folder, "cpu"))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -51,7 +53,9 @@ def server(trained: Path, tmp_path: Path) -> Iterator[StudioServer]:
     server.server_close()
 
 
-def request(url: str, path: str = "", body: object = None, **headers: str) -> tuple[HTTPResponse, bytes]:
+def request(
+    url: str, path: str = "", body: object = None, **headers: str
+) -> tuple[HTTPResponse, bytes]:
     address = urlsplit(url)
     connection = HTTPConnection(address.hostname, address.port, timeout=120)
     sent = None if body is None else json.dumps(body)
@@ -72,7 +76,8 @@ def answered(server: StudioServer) -> str:
     """The newest question's part of the page once nothing more comes."""
     deadline = time.monotonic() + 240
     while (
-        "waiting" in (html := state(server)["asked"]["parts"]["asked"].split('<div class="sample">')[1])
+        "waiting"
+        in (html := state(server)["asked"]["parts"]["asked"].split('<div class="sample">')[1])
         or " ..." in html
     ):
         assert time.monotonic() < deadline
@@ -83,21 +88,42 @@ def answered(server: StudioServer) -> str:
 def listening(port: int) -> set[str]:
     """The addresses at which somebody listens on a port, as /proc writes them."""
     lines = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
     ]
-    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and int(line[1].split(":")[1], 16) == port}
+    return {
+        line[1].split(":")[0]
+        for line in lines
+        if line[3] == "0A" and int(line[1].split(":")[1], 16) == port
+    }
 
 
-def test_who_does_not_know_the_token_or_comes_by_another_name_gets_nothing(server: StudioServer) -> None:
+def test_who_does_not_know_the_token_or_comes_by_another_name_gets_nothing(
+    server: StudioServer,
+) -> None:
     root = server.url.removesuffix(f"{server.token}/")
     wrong = server.token[:-1] + ("A" if server.token[-1] != "A" else "B")
-    for path in ("", "state", "report", f"{wrong}/", f"{wrong}/state", f"{server.token}x/", f"x/{server.token}/"):
+    for path in (
+        "",
+        "state",
+        "report",
+        f"{wrong}/",
+        f"{wrong}/state",
+        f"{server.token}x/",
+        f"x/{server.token}/",
+    ):
         response, body = request(root, path)
         assert (response.status, body) == (403, b""), path
     for path in (f"{wrong}/ask", "ask"):
         response, body = request(root, path, MODEST | {"question": "a"})
         assert (response.status, body) == (403, b""), path
-    for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1.evil.example", ""):
+    for host in (
+        "evil.example",
+        f"evil.example:{server.server_port}",
+        "127.0.0.1.evil.example",
+        "",
+    ):
         response, body = request(server.url, "state", Host=host)
         assert (response.status, body) == (403, b""), host
     # A tunnel has a port of its own.
@@ -107,7 +133,9 @@ def test_who_does_not_know_the_token_or_comes_by_another_name_gets_nothing(serve
     assert "asked" not in state(server)
 
 
-def test_only_one_host_header_that_is_this_machine_by_name_and_a_path_of_its_own_pass(server: StudioServer) -> None:
+def test_only_one_host_header_that_is_this_machine_by_name_and_a_path_of_its_own_pass(
+    server: StudioServer,
+) -> None:
     port, root = server.server_port, f"/{server.token}/state"
     for host in ("127.0.0.1", "localhost", f"127.0.0.1:{port}", "localhost:7", "LocalHost"):
         assert status_of(port, root, f"Host: {host}") == 200, host
@@ -121,7 +149,13 @@ def test_only_one_host_header_that_is_this_machine_by_name_and_a_path_of_its_own
     assert status_of(port, root) == 403
     for second in ("localhost", "evil.com", ""):
         assert status_of(port, root, "Host: localhost", f"hOsT: {second}") == 403, second
-    for target in (f"http://localhost{root}", f"http://evil.com{root}", f"http://{HOST}:{port}{root}", "*", root[1:]):
+    for target in (
+        f"http://localhost{root}",
+        f"http://evil.com{root}",
+        f"http://{HOST}:{port}{root}",
+        "*",
+        root[1:],
+    ):
         assert status_of(port, target, "Host: localhost") in (400, 403), target
 
 
@@ -139,7 +173,9 @@ def test_two_hundred_requests_at_once_are_all_answered(trained: Path) -> None:
     try:
         for _ in range(200):  # before the first is accepted
             waiting.append(socket.create_connection((HOST, server.server_port), 5))
-            waiting[-1].sendall(f"GET /{server.token}/state HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            waiting[-1].sendall(
+                f"GET /{server.token}/state HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+            )
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for connection in waiting:
             connection.settimeout(120)
@@ -153,7 +189,9 @@ def test_two_hundred_requests_at_once_are_all_answered(trained: Path) -> None:
             connection.close()
 
 
-def test_nothing_listens_beyond_this_machine_and_the_page_loads_nothing(server: StudioServer) -> None:
+def test_nothing_listens_beyond_this_machine_and_the_page_loads_nothing(
+    server: StudioServer,
+) -> None:
     assert listening(server.server_port) == {"0100007F"}
     response, page = request(server.url)
     assert not re.search(rb"https?://|url\(|@import", page)
@@ -177,7 +215,8 @@ def test_a_run_that_has_stopped_or_is_finished_is_said_to(server: StudioServer) 
     with lock_run(folder.path):
         assert state(server)["age"].endswith(" ago")
     lock = folder.path.with_name(f".{folder.path.name}.lock")
-    lock.write_text("process 4194304 on " + socket.gethostname())  # killed: beyond the largest number of a process
+    # killed: beyond the largest number of a process
+    lock.write_text("process 4194304 on " + socket.gethostname())
     assert "; the run has stopped" in state(server)["age"]
     lock.write_text("process 1 on elsewhere")
     assert state(server)["age"].endswith(" ago")
@@ -220,18 +259,26 @@ def test_what_a_run_appends_comes_with_the_next_request_and_only_then(server: St
     assert "holds no run" in state(server)["error"]
 
 
-def test_questions_are_answered_as_the_command_answers_them_and_nothing_is_written(server: StudioServer) -> None:
+def test_questions_are_answered_as_the_command_answers_them_and_nothing_is_written(
+    server: StudioServer,
+) -> None:
     folder = server.studio.run.folder.path
     before = files(folder)
     png = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 14), np.uint8)).save(png, "PNG")
-    medium = {"kind": "image", "name": "<b>x</b>.png", "data": base64.b64encode(png.getvalue()).decode()}
+    medium = {
+        "kind": "image",
+        "name": "<b>x</b>.png",
+        "data": base64.b64encode(png.getvalue()).decode(),
+    }
     assert refusal(server, question="max?", media=[medium]) == ""
     assert "is being answered" in refusal(server, question="last?")
     html = answered(server)
     assert "checkpoint of step 6; &lt;b&gt;x&lt;/b&gt;.png" in html
     served = CheckpointModel.open(folder, ["device=cpu"])
-    expected, _ = generate.generate(served, make_prompt("max?", {"image": [png.getvalue()]}), max_tokens=10)
+    expected, _ = generate.generate(
+        served, make_prompt("max?", {"image": [png.getvalue()]}), max_tokens=10
+    )
     assert f'<div class="text answer"><mark>{expected.text}</mark></div>' in html
     samples = request(server.url, "samples")[1].decode()
     names = re.findall(r'data-sample="([^"]+)"', samples)
@@ -245,19 +292,29 @@ def test_questions_are_answered_as_the_command_answers_them_and_nothing_is_writt
     assert files(folder) == before
 
 
-def test_what_cannot_be_asked_is_one_line_on_the_page(server: StudioServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_asked_is_one_line_on_the_page(
+    server: StudioServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "the question is empty" in refusal(server, question=" ")
     assert "no image, audio or video" in refusal(
         server, question="a", media=[{"kind": "text", "name": "x", "data": ""}]
     )
-    for odd in ({"max_tokens": "many"}, {"max_tokens": float("inf")}, {"media": 3}, {"media": [{"kind": "image"}]}):
+    for odd in (
+        {"max_tokens": "many"},
+        {"max_tokens": float("inf")},
+        {"media": 3},
+        {"media": [{"kind": "image"}]},
+    ):
         assert "load the page again" in refusal(server, question="a", **odd)
     monkeypatch.setattr(studio, "MAX_BODY", 1 << 20)
     assert "more than 1 MiB" in refusal(server, question="a" * (3 << 20))
     assert "1 to 4096" in refusal(server, question="a", max_tokens=0)
     for question, line in (
         ({"question": "A?"}, "the question cannot be asked"),
-        ({"question": "a?", "media": [{"kind": "image", "name": "x.png", "data": "aaaa"}]}, "x.png: "),
+        (
+            {"question": "a?", "media": [{"kind": "image", "name": "x.png", "data": "aaaa"}]},
+            "x.png: ",
+        ),
         ({"sample": "test/few[99]"}, "the run has no sample &#39;test/few[99]&#39;"),
         ({"question": "a?", "temperature": -1}, "choose 0"),
     ):
@@ -287,10 +344,14 @@ def test_a_page_that_goes_away_in_mid_question_leaves_no_traceback_and_no_thread
 
 
 def requests_under_way() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "process_request_thread" in thread.name]
+    return [
+        thread.name for thread in threading.enumerate() if "process_request_thread" in thread.name
+    ]
 
 
-def test_bad_input_is_one_line(server: StudioServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    server: StudioServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(*words: object) -> str:
         ended: Ended = run(capsys, main, *words)
         assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
@@ -321,10 +382,19 @@ def test_ctrl_c_ends_it_in_mid_answer_and_nothing_is_written(trained: Path) -> N
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not CHROMIUM, reason="there is no chromium")
-def test_in_a_browser_curves_move_while_a_run_trains_and_a_question_is_answered(runs: Path, tmp_path: Path) -> None:
+def test_in_a_browser_curves_move_while_a_run_trains_and_a_question_is_answered(
+    runs: Path, tmp_path: Path
+) -> None:
     folder = runs / "watched"
-    words = (*MEDIA_WORDS, "training.steps=100000", "training.checkpoint_every=50", "training.evaluate_every=0")
-    training = start("mmjax.train", TINY_MEDIA, f"run={folder}", *words, devices=8, stdout=-3, stderr=-3)
+    words = (
+        *MEDIA_WORDS,
+        "training.steps=100000",
+        "training.checkpoint_every=50",
+        "training.evaluate_every=0",
+    )
+    training = start(
+        "mmjax.train", TINY_MEDIA, f"run={folder}", *words, devices=8, stdout=-3, stderr=-3
+    )
     wait_until(lambda: list(folder.glob("checkpoints/*/meta")), training)
     url = start("mmjax.studio", folder, "--port", 0).stdout.readline().split()[1]
     browser = Browser(tmp_path / "profile")
@@ -337,7 +407,9 @@ def test_in_a_browser_curves_move_while_a_run_trains_and_a_question_is_answered(
     browser.call("Input.insertText", text="last?")
     browser.value("document.querySelector('form button').click()")
     browser.wait("/tokens in/.test(document.querySelector('#asked .note')?.innerText)")
-    assert "checkpoint of step" in browser.value("document.querySelector('#asked header').innerText")
+    assert "checkpoint of step" in browser.value(
+        "document.querySelector('#asked header').innerText"
+    )
     assert browser.value("document.querySelector('#asked .text').innerText") == "last?"
     moved = browser.value(step)
     browser.wait(f"{step} > {moved}")

@@ -15,7 +15,8 @@ from started import finish, start, wait_until
 from mmjax.errors import UserError
 from mmjax.supervise import main
 
-# Ends as it is told for each of its starts: "12:1" after 12 saved steps with code 1, ":-9" by signal 9, ":" waits.
+# Ends as it is told for each of its starts: "12:1" after 12 saved steps with code 1, ":-9" by
+# signal 9, ":" waits.
 TRAINING = """
 import os, signal, sys, time
 from pathlib import Path
@@ -58,7 +59,9 @@ def starts_of(folder: Path) -> list[int]:
     return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_what_fails_is_started_again_until_it_is_done_and_each_start_is_told(tmp_path: Path) -> None:
+def test_what_fails_is_started_again_until_it_is_done_and_each_start_is_told(
+    tmp_path: Path,
+) -> None:
     ended = finish(supervised(tmp_path, "4:1", "8:-9", "12:0"))
     assert ended.code == 0
     assert len(starts_of(tmp_path)) == 3
@@ -104,10 +107,13 @@ def test_bad_input_is_not_tried_again_unless_it_had_worked_before(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
-def test_a_signal_reaches_the_command_once_and_ends_it_for_good_with_its_own_code(tmp_path: Path, name: str) -> None:
+def test_a_signal_reaches_the_command_once_and_ends_it_for_good_with_its_own_code(
+    tmp_path: Path, name: str
+) -> None:
     process = supervised(tmp_path, "4:")
     wait_until(lambda: starts_of(tmp_path))
-    os.killpg(process.pid, getattr(signal, name))  # as a terminal sends Ctrl-C: to all that is in the foreground
+    # as a terminal sends Ctrl-C: to all that is in the foreground
+    os.killpg(process.pid, getattr(signal, name))
     ended = finish(process)
     assert ended.code == 5
     assert "stopped by a signal, no restart" in ended.err
@@ -141,7 +147,9 @@ def test_a_signal_ends_the_wait_for_a_restart(tmp_path: Path) -> None:
     assert "stopped by a signal, no restart" in ended.err
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a process that its parent is gone"
+)
 def test_the_command_ends_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     process = supervised(tmp_path, ":")
     wait_until(lambda: starts_of(tmp_path))
@@ -175,6 +183,8 @@ def test_a_command_that_cannot_be_restarted_is_refused(words: tuple[str, ...], s
         (["--wait", "nan", "--", "ls"], "--wait nan: choose 0 or more"),
     ],
 )
-def test_options_that_say_nothing_are_refused_with_what_to_write(words: list[str], said: str) -> None:
+def test_options_that_say_nothing_are_refused_with_what_to_write(
+    words: list[str], said: str
+) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         main(words)

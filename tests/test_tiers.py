@@ -24,7 +24,9 @@ from mmjax.config.data import FileSource
 from mmjax.hf.families import CHECKPOINTS
 
 
-@pytest.mark.parametrize(("sizes", "strength", "most"), [((3, 4, 6), 2, 24), ((7, 3), 1, 7), ((2, 2, 2, 2), 2, 6)])
+@pytest.mark.parametrize(
+    ("sizes", "strength", "most"), [((3, 4, 6), 2, 24), ((7, 3), 1, 7), ((2, 2, 2, 2), 2, 6)]
+)
 def test_a_covering_array_holds_every_meeting_of_values_in_few_combinations(sizes, strength, most):
     found = covering_array(sizes, strength)
     assert len(set(found)) == len(found) <= most
@@ -71,15 +73,30 @@ def pytest_collection_modifyitems(items):
 
 def run_sample(folder: Path, names: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run pytest on `SAMPLE`, which calls these cases of `test_named` default ones."""
-    (folder / "conftest.py").write_text(f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\n{CONFTEST}")
+    (folder / "conftest.py").write_text(
+        f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\n{CONFTEST}"
+    )
     (folder / "test_sample.py").write_text(SAMPLE.format(names=names))
-    command = [sys.executable, "-m", "pytest", "--strict-markers", "-p", "no:cacheprovider", "-p", "no:xdist", *words]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--strict-markers",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        *words,
+    ]
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
-    ("words", "passed"), [(("-m", "not exhaustive"), 3 + 1 + 1), (("-m", "exhaustive"), 3 + 1 + 1), ((), 6 + 2 + 2)]
+    ("words", "passed"),
+    [(("-m", "not exhaustive"), 3 + 1 + 1), (("-m", "exhaustive"), 3 + 1 + 1), ((), 6 + 2 + 2)],
 )
 def test_each_case_is_in_one_tier(words, passed, tmp_path):
     ended = run_sample(tmp_path, '"x"', *words)
@@ -93,7 +110,8 @@ def test_a_default_case_that_is_none_of_the_tests_is_refused(tmp_path):
     assert "test_sample.py::test_named[x]: default_cases names 'z', no case of it" in ended.stderr
 
 
-# ------------------------------------------------------------------------------------------- docs/exactness.md
+# -------------------------------------------------------------------------------------------
+# docs/exactness.md
 
 TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
@@ -101,7 +119,9 @@ TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 def rows_of(heading: str) -> list[list[str]]:
     """The cells of the table below a heading of docs/exactness.md, without its own head."""
     text = (ROOT / "docs/exactness.md").read_text()
-    section = re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    section = re.search(
+        rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE
+    )
     assert section, heading
     lines = [line for line in section[1].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -111,15 +131,23 @@ def rows_of(heading: str) -> list[list[str]]:
 def tiers_of(path: str) -> dict[str, set[str]]:
     """Which tiers each test function of a file has cases in, read from its source."""
     tree = ast.parse((ROOT / path).read_text())
-    assigned = [ast.unparse(statement) for statement in tree.body if isinstance(statement, ast.Assign)]
+    assigned = [
+        ast.unparse(statement) for statement in tree.body if isinstance(statement, ast.Assign)
+    ]
     whole_file = any(line.startswith("pytestmark = pytest.mark.exhaustive") for line in assigned)
     found = {}
     for function in tree.body:
         if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
             marks = [ast.unparse(decorator) for decorator in function.decorator_list]
             exhaustive = whole_file or "pytest.mark.exhaustive" in marks
-            some = any(word in mark for mark in marks for word in ("covering(", "default_cases(", "mark.exhaustive"))
-            found[function.name] = {"exhaustive"} if exhaustive else {"default", "exhaustive"} if some else {"default"}
+            some = any(
+                word in mark
+                for mark in marks
+                for word in ("covering(", "default_cases(", "mark.exhaustive")
+            )
+            found[function.name] = (
+                {"exhaustive"} if exhaustive else {"default", "exhaustive"} if some else {"default"}
+            )
     return found
 
 
@@ -129,7 +157,9 @@ def check_tier(cell: str, tier: str) -> int:
     for path, name in found:
         tests = tiers_of(path)
         assert not name or name in tests, f"{path} has no {name}"
-        assert any(tier in of for of in ([tests[name]] if name else tests.values())), f"{path} {name} is not {tier}"
+        assert any(tier in of for of in ([tests[name]] if name else tests.values())), (
+            f"{path} {name} is not {tier}"
+        )
     return len(found)
 
 
@@ -152,7 +182,9 @@ def test_every_command_family_and_source_has_a_test_of_the_default_tier():
         subjects.setdefault(kind, set()).update(re.findall(r"`([^`]+)`", names))
     assert subjects["command"] == set(COMMANDS)
     assert subjects["Hugging Face family"] == set(CHECKPOINTS)
-    assert subjects["source"] == {source.kind for source in (EmbeddedSource, FunctionSource, *get_args(FileSource))}
+    assert subjects["source"] == {
+        source.kind for source in (EmbeddedSource, FunctionSource, *get_args(FileSource))
+    }
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -82,7 +82,15 @@ def test_a_run_in_little_memory_computes_again_and_learns_the_same(trained, caps
 def test_with_profile_layers_are_timed_and_the_compiler_says_what_fits(capsys, tmp_path):
     words = ("training.steps=4", "training.evaluate_every=0", "training.checkpoint_every=0")
     wanted = run(capsys, train.main, TINY, f"run={tmp_path / 'as it is'}", *words)
-    ended = run(capsys, train.main, TINY, f"run={tmp_path / 'run'}", *words, "--profile", "mesh.memory=0.0025")
+    ended = run(
+        capsys,
+        train.main,
+        TINY,
+        f"run={tmp_path / 'run'}",
+        *words,
+        "--profile",
+        "mesh.memory=0.0025",
+    )
     assert (wanted.code, ended.code) == (0, 0), ended.err
     assert "profile: timing layers of llm" in ended.err
     found = re.search(r"predicted of 2\.5 MB a device.*\n +(\d\.\d) MB by the compiler", ended.out)
@@ -91,7 +99,8 @@ def test_with_profile_layers_are_timed_and_the_compiler_says_what_fits(capsys, t
     np.testing.assert_allclose(*(list(of.values()) for of in of_runs), rtol=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------- what is to be seen
+# ----------------------------------------------------------------------------------------------
+# what is to be seen
 
 
 def test_the_first_lines_say_what_will_run(trained):
@@ -119,7 +128,11 @@ def test_each_evaluation_shows_scores_and_one_answered_sample(trained):
 
 def test_a_step_is_settled_and_written_down_before_the_evaluation_after_it(trained):
     """Else its seconds, and so tokens per second and MFU, would be those of the evaluation's end."""
-    kinds = [(r["step"], "loss" if "loss" in r else "validation") for r in records(trained[0]) if r["step"] == 3]
+    kinds = [
+        (r["step"], "loss" if "loss" in r else "validation")
+        for r in records(trained[0])
+        if r["step"] == 3
+    ]
     assert kinds == [(3, "loss"), (3, "validation")]
 
 
@@ -129,7 +142,9 @@ def test_it_says_whether_the_loader_keeps_up(trained):
 
 def test_a_loader_that_large_photos_hold_up_is_told_to_shrink_them_once():
     assert "--shrink FOLDER" in loader_verdict(1.0, 2, 0.02, pixels=12e6)
-    assert "half of the images have 12 megapixels or more" in loader_verdict(1.0, 2, 0.02, pixels=12e6)
+    assert "half of the images have 12 megapixels or more" in loader_verdict(
+        1.0, 2, 0.02, pixels=12e6
+    )
     assert "--shrink" not in loader_verdict(1.0, 2, 0.02, pixels=4e5)
     assert "--shrink" not in loader_verdict(0.01, 2, 0.02, pixels=12e6)
 
@@ -138,7 +153,9 @@ def test_the_end_says_where_the_run_is_and_what_to_try_next(trained):
     folder, out = trained
     ending = out[out.index("exact match on 24 questions of the test split") :]
     assert f"run    {folder}" in ending
-    assert f"python -m mmjax.evaluate {min(os.path.relpath(folder), str(folder), key=len)}" in ending
+    assert (
+        f"python -m mmjax.evaluate {min(os.path.relpath(folder), str(folder), key=len)}" in ending
+    )
     assert "0 programs compiled after the start" in ending
 
 
@@ -171,19 +188,47 @@ def test_show_to_a_reader_that_leaves_is_quiet(tmp_path):
     assert process.wait(480) == 128 + signal.SIGPIPE
 
 
-# ------------------------------------------------------------------------------------------------- what is written
+# -------------------------------------------------------------------------------------------------
+# what is written
 
 
 def test_every_step_is_measured(trained):
     steps = [r for r in records(trained[0]) if "loss" in r]
     assert [r["step"] for r in steps] == list(range(1, STEPS + 1))
-    names = {"loss", "loss/few", "gradient_norm", "samples/s", "tokens/s", "useful/budget", "mfu", "programs_compiled"}
-    names |= {f"learning_rate/{m}" for m in ("llm", "vision", "vision.connector", "audio", "audio.connector")}
+    names = {
+        "loss",
+        "loss/few",
+        "gradient_norm",
+        "samples/s",
+        "tokens/s",
+        "useful/budget",
+        "mfu",
+        "programs_compiled",
+    }
+    names |= {
+        f"learning_rate/{m}"
+        for m in ("llm", "vision", "vision.connector", "audio", "audio.connector")
+    }
     names |= {f"tokens/s/{modality}" for modality in ("text", "vision", "audio")}
-    phases = ("fill", "pad_ratio", "dist_ratio", "dist_ratio_before", "max_over_mean", "max_over_mean_before")
+    phases = (
+        "fill",
+        "pad_ratio",
+        "dist_ratio",
+        "dist_ratio_before",
+        "max_over_mean",
+        "max_over_mean_before",
+    )
     names |= {f"{what}/{m}" for what in phases for m in ("llm", "vision", "audio")}
-    names |= {f"all_to_all{what}bytes/{m}" for what in ("_", "_useful_") for m in ("vision", "audio")}
-    names |= {"straggler_wait", "straggler_wait_before", "inter_node_share", "plan_ms", "data_wait_share"}
+    names |= {
+        f"all_to_all{what}bytes/{m}" for what in ("_", "_useful_") for m in ("vision", "audio")
+    }
+    names |= {
+        "straggler_wait",
+        "straggler_wait_before",
+        "inter_node_share",
+        "plan_ms",
+        "data_wait_share",
+    }
     names |= {f"seconds/{part}" for part in ("step", "data_wait", "load")}
     for record in steps:
         assert names <= set(record)
@@ -212,10 +257,13 @@ def test_scores_of_the_test_split_are_kept(trained):
     scores = json.loads((folder / "test.json").read_text())
     last = records(folder)[-1]
     assert scores["step"] == last["step"] == STEPS
-    assert {f"test/{k}": pytest.approx(v) for k, v in scores.items() if k != "step"}.items() <= last.items()
+    assert {
+        f"test/{k}": pytest.approx(v) for k, v in scores.items() if k != "step"
+    }.items() <= last.items()
 
 
-# ------------------------------------------------------------------------------------------ stopping and going on
+# ------------------------------------------------------------------------------------------
+# stopping and going on
 
 
 def test_a_stopped_run_goes_on_to_the_same_bits(trained, stopped, capsys):
@@ -229,20 +277,33 @@ def test_a_stopped_run_goes_on_to_the_same_bits(trained, stopped, capsys):
 
 
 @pytest.mark.exhaustive
-def test_a_resumed_run_keeps_what_was_decided_of_its_memory_whatever_would_be_now(trained, stopped, capsys):
+def test_a_resumed_run_keeps_what_was_decided_of_its_memory_whatever_would_be_now(
+    trained, stopped, capsys
+):
     fit = stopped / "fit.json"
     kept = verify_checksum(json.loads(fit.read_text()))
     assert set(kept["policies"]["llm"]) == {"none"}
-    fit.write_text(json.dumps(with_checksum(kept | {"policies": kept["policies"] | {"llm": ["full", "none"]}})))
+    fit.write_text(
+        json.dumps(with_checksum(kept | {"policies": kept["policies"] | {"llm": ["full", "none"]}}))
+    )
     ended = run(capsys, train.main, TINY_MEDIA, "--resume", f"run={stopped}", *MEDIA_WORDS)
     assert ended.code == 0, ended
     assert re.search(r"remat of llm: 1 full, 1 none\n", ended.out)
-    np.testing.assert_allclose(list(losses(stopped).values()), list(losses(trained[0]).values()), rtol=1e-5)
+    np.testing.assert_allclose(
+        list(losses(stopped).values()), list(losses(trained[0]).values()), rtol=1e-5
+    )
     assert json.loads(fit.read_text())["policies"]["llm"] == ["full", "none"]
 
 
 def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(capsys, tmp_path):
-    ended = run(capsys, train.main, TINY, f"run={tmp_path / 'run'}", "optimizer.learning_rate=1e30", "training.steps=6")
+    ended = run(
+        capsys,
+        train.main,
+        TINY,
+        f"run={tmp_path / 'run'}",
+        "optimizer.learning_rate=1e30",
+        "training.steps=6",
+    )
     assert ended.code == 2
     (line,) = ended.err.splitlines()
     assert "is not a finite number" in line
@@ -266,20 +327,35 @@ def test_a_run_of_eight_devices_goes_on_with_four(runs):
     assert here.keys() == there.keys()
     assert all(abs(here[step] - there[step]) <= 1e-4 * there[step] for step in there)
     for step in range(STEPS):
-        assert narrow.loader.plan(step).samples().tolist() == wide.loader.plan(step).samples().tolist()
+        assert (
+            narrow.loader.plan(step).samples().tolist() == wide.loader.plan(step).samples().tolist()
+        )
 
 
 @pytest.mark.exhaustive
 def test_auto_starts_and_then_resumes_and_a_finished_run_stays_as_it_is(trained, capsys):
     folder = trained[0].with_name("auto")
-    words = ("--resume=auto", f"run={folder}", "training.steps=2", "training.evaluate_every=0", TINY)
+    words = (
+        "--resume=auto",
+        f"run={folder}",
+        "training.steps=2",
+        "training.evaluate_every=0",
+        TINY,
+    )
     assert run(capsys, train.main, *words).code == 0
     kept = {name: text for name, text in files(folder).items() if "tensorboard" not in name}
-    for again in (words, ("--resume", folder), ("--resume", f"run={folder}"), ("--resume=auto", folder)):
+    for again in (
+        words,
+        ("--resume", folder),
+        ("--resume", f"run={folder}"),
+        ("--resume=auto", folder),
+    ):
         ended = run(capsys, train.main, *again)
         assert ended.code == 0
         assert "all 2 steps are done" in ended.out
-        assert {name: text for name, text in files(folder).items() if "tensorboard" not in name} == kept
+        assert {
+            name: text for name, text in files(folder).items() if "tensorboard" not in name
+        } == kept
 
 
 # The config that a run goes on with is looked at by --show.
@@ -301,22 +377,36 @@ def test_a_run_is_resumed_with_its_own_config_and_changes_on_top(capsys, tmp_pat
         found = shown(capsys, *words, "training.steps=50")
         assert (found["name"], found["seed"], found["training.steps"]) == ("tiny", "5", "50")
         assert found["run"] == str(tmp_path / "mine")
-    found = shown(capsys, TINY, "--resume", "run=mine")  # a config that is named goes before the run's own
+    # a config that is named goes before the run's own
+    found = shown(capsys, TINY, "--resume", "run=mine")
     assert (found["seed"], found["training.steps"]) == ("0", "6")
     assert shown(capsys, "--resume")["name"] == "tiny_omni"
     assert shown(capsys, "run=mine")["name"] == "tiny_omni"
     (tmp_path / "tiny_vlm").mkdir()
-    assert shown(capsys, "--resume", "tiny_vlm")["name"] == "tiny_vlm"  # a shipped config's name stays one
+    # a shipped config's name stays one
+    assert shown(capsys, "--resume", "tiny_vlm")["name"] == "tiny_vlm"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["mine"], "mine is a folder, not a config; to go on with the run in it, say --resume mine"),
+        (
+            ["mine"],
+            "mine is a folder, not a config; to go on with the run in it, say --resume mine",
+        ),
         (["--resume", "runs/frist"], "there is no run runs/frist: did you mean 'runs/first'?"),
-        (["--resume", "empty"], "holds no run (no config.json); give the folder that mmjax.train printed"),
-        (["--resume", "mine", "run=other"], "--resume mine and run=other both name a run; leave one of them out"),
-        (["--resume", "mine", "seed=6"], "seed: 5 -> 6. Say these values as they were, or leave out the config"),
+        (
+            ["--resume", "empty"],
+            "holds no run (no config.json); give the folder that mmjax.train printed",
+        ),
+        (
+            ["--resume", "mine", "run=other"],
+            "--resume mine and run=other both name a run; leave one of them out",
+        ),
+        (
+            ["--resume", "mine", "seed=6"],
+            "seed: 5 -> 6. Say these values as they were, or leave out the config",
+        ),
     ],
 )
 def test_a_run_that_cannot_be_resumed_so_is_one_line(words, message, capsys, tmp_path, monkeypatch):
@@ -355,7 +445,12 @@ def test_a_finished_run_goes_on_where_more_steps_are_wanted(runs, capsys):
 def test_a_run_can_start_from_anothers_parameters_alone(trained, monkeypatch):
     source = trained[0]
     monkeypatch.chdir(source.parent)
-    words = (f"run={source.with_name('begun')}", f"init_from={source.name}", "optimizer=muon", *MEDIA_WORDS)
+    words = (
+        f"run={source.with_name('begun')}",
+        f"init_from={source.name}",
+        "optimizer=muon",
+        *MEDIA_WORDS,
+    )
     config = load(TINY_MEDIA, words)
     folder = run_folder_of(config)
     with claim(config, Path(TINY_MEDIA), "new"):
@@ -370,7 +465,8 @@ def test_a_run_can_start_from_anothers_parameters_alone(trained, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, executor.parameters(state), saved)
 
 
-# ------------------------------------------------------------------------------------------------ whole processes
+# ------------------------------------------------------------------------------------------------
+# whole processes
 
 
 def living(leader: int) -> list[str]:
@@ -384,11 +480,18 @@ def living(leader: int) -> list[str]:
     return found
 
 
-LONG = ("training.steps=100000", "training.checkpoint_every=10", "training.evaluate_every=0", "data.workers=2")
+LONG = (
+    "training.steps=100000",
+    "training.checkpoint_every=10",
+    "training.evaluate_every=0",
+    "data.workers=2",
+)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("stop", "code", "told"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGKILL, -9, "")])
+@pytest.mark.parametrize(
+    ("stop", "code", "told"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGKILL, -9, "")]
+)
 def test_a_run_that_is_interrupted_or_killed_leaves_a_whole_checkpoint_and_no_workers(
     stop, code, told, trained, capsys
 ):

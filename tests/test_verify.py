@@ -40,7 +40,9 @@ REDUCED = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("words", [["--backend=flash"], ["--backend=dense", "--precision=bfloat16"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["--backend=flash"], ["--backend=dense", "--precision=bfloat16"]], ids=" ".join
+)
 def test_every_kind_of_layer_passes_on_eight_ranks(capsys, words):
     ended = run(capsys, verify.main, TINY_MEDIA, *WINDOWS, "batch.size.count=32", *words, "--json")
     checks = json.loads(ended.out)
@@ -49,11 +51,15 @@ def test_every_kind_of_layer_passes_on_eight_ranks(capsys, words):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["tiny_omni", "tiny_text", "tiny_audio", "tiny_vlm", "tiny_frozen"])
+@pytest.mark.parametrize(
+    "name", ["tiny_omni", "tiny_text", "tiny_audio", "tiny_vlm", "tiny_frozen"]
+)
 def test_the_shipped_configs_pass_with_every_backend(capsys, name):
     ended = run(capsys, verify.main, name, "--samples=8", "batch.size.count=48")
     assert ended.code == 0, ended.out
-    assert ended.out.endswith("nothing leaks: samples compute in the run's rows what they compute alone\n")
+    assert ended.out.endswith(
+        "nothing leaks: samples compute in the run's rows what they compute alone\n"
+    )
     assert {"dense", "blockwise", "flash"} <= set(ended.out.split())
 
 
@@ -64,7 +70,10 @@ def test_the_configs_of_large_models_pass_with_fewer_layers_and_smaller_widths(c
     words = [f"model.{part}.{word}" for part in parts for word in REDUCED[part].split()]
     words += [f"batch.rows.{part.removeprefix('encoders.')}=8" for part in parts]
     modalities = "image audio mixed text" if "encoders.audio" in parts else "image text"
-    words += ["data.sources.toy=embedded", f"data.sources.toy.modalities={modalities.replace(' ', ',')}"]
+    words += [
+        "data.sources.toy=embedded",
+        f"data.sources.toy.modalities={modalities.replace(' ', ',')}",
+    ]
     words += [f"data.alphabet={ALPHABET}", "mesh.fsdp=1", "batch.size.count=48", "--samples=8"]
     ended = run(capsys, verify.main, name, *words)
     assert ended.code == 0, ended.out + ended.err
@@ -75,18 +84,34 @@ def test_the_configs_of_large_models_pass_with_fewer_layers_and_smaller_widths(c
 def test_a_checkpoint_passes_on_questions_about_images(capsys, tmp_path):
     from llava_folder import save_checkpoint, save_questions  # imports PyTorch, which takes seconds
 
-    checkpoint, data = save_checkpoint(tmp_path / "checkpoint"), save_questions(tmp_path / "data", 64)
-    words = (f"checkpoint={checkpoint}", f"data={data}", f"images={tmp_path / 'data' / 'images'}", "device=cpu")
-    ended = run(capsys, verify.main, "llava_style", *words, "batch.size.count=32", "--backend=blockwise")
+    checkpoint, data = (
+        save_checkpoint(tmp_path / "checkpoint"),
+        save_questions(tmp_path / "data", 64),
+    )
+    words = (
+        f"checkpoint={checkpoint}",
+        f"data={data}",
+        f"images={tmp_path / 'data' / 'images'}",
+        "device=cpu",
+    )
+    ended = run(
+        capsys, verify.main, "llava_style", *words, "batch.size.count=32", "--backend=blockwise"
+    )
     assert ended.code == 0, ended.out + ended.err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["omni_10b"], "error: omni_10b names no data to compute: name yours in data.sources (docs/data.md)"),
+        (
+            ["omni_10b"],
+            "error: omni_10b names no data to compute: name yours in data.sources (docs/data.md)",
+        ),
         ([TINY, "--samples=0"], "error: --samples 0: give 1 or more"),
-        ([TINY, "batch.rows.llm=32"], "error: no row holds two samples, so nothing is packed: raise batch.size or"),
+        (
+            [TINY, "batch.rows.llm=32"],
+            "error: no row holds two samples, so nothing is packed: raise batch.size or",
+        ),
     ],
 )
 def test_what_cannot_be_verified_is_one_line(capsys, words, message):
@@ -105,8 +130,12 @@ def verifier(tmp_path_factory) -> verify.Verifier:
 
 @pytest.mark.default_cases("none")
 @pytest.mark.parametrize("balance", [NoBalance(), PostBalance()], ids=lambda balance: balance.kind)
-def test_every_kind_of_layer_passes_and_so_does_the_balance_over_ranks_that_one_device_stands_for(verifier, balance):
-    verifier.config = replace(verifier.config, batch=replace(verifier.config.batch, balance=balance))
+def test_every_kind_of_layer_passes_and_so_does_the_balance_over_ranks_that_one_device_stands_for(
+    verifier, balance
+):
+    verifier.config = replace(
+        verifier.config, batch=replace(verifier.config.batch, balance=balance)
+    )
     checks = list(verify.verify(verifier, 8, ["dense"]))
     compared = [] if balance.kind == "none" else ["balance post"]
     assert [check.kind.partition(":")[0] for check in checks] == [*KINDS, *compared]
@@ -116,7 +145,9 @@ def test_every_kind_of_layer_passes_and_so_does_the_balance_over_ranks_that_one_
 def first_leak(verifier: verify.Verifier) -> str:
     """The first place that is not what it is alone."""
     batches = [batch for step in verifier.load_steps(8) for batch in step]
-    differences = verify.Programs(verifier, "dense").packed_is_alone(batches, verifier.pack_alone(batches))
+    differences = verify.Programs(verifier, "dense").packed_is_alone(
+        batches, verifier.pack_alone(batches)
+    )
     return next((place.name for place, (relative, _) in differences.items() if relative > 1e-5), "")
 
 
@@ -180,10 +211,15 @@ def test_a_planted_leak_is_named_with_the_first_place_that_it_reaches(verifier, 
 
 def test_a_leak_is_a_line_of_the_table_and_exit_code_1(capsys, monkeypatch):
     norm_of_the_row(monkeypatch)
-    ended = run(capsys, verify.main, TINY, "batch.size.count=32", "batch.balance=none", "--backend=dense")
+    ended = run(
+        capsys, verify.main, TINY, "batch.size.count=32", "batch.balance=none", "--backend=dense"
+    )
     assert ended.code == 1
     leaks = [line.split() for line in ended.out.splitlines() if line.startswith("LEAK ")]
-    assert [leak[1:4] for leak in leaks[:2]] == [["llm", "layers,", "full"], ["llm", "final", "norm"]]
+    assert [leak[1:4] for leak in leaks[:2]] == [
+        ["llm", "layers,", "full"],
+        ["llm", "final", "norm"],
+    ]
     assert leaks[-1][1] == "into"
     assert leaks[-1][2].startswith("few[")
     assert " ".join(leaks[-1][3:]) == "first in llm layer 0 (full), with dense attention"

@@ -18,7 +18,10 @@ FRAGMENT = re.compile("What|Where|Whether|Which|How|Who|Why|When|Of|As|That|Thos
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    return {str(p.relative_to(ROOT)): ast.parse(p.read_text()) for p in sorted((ROOT / "mmjax").rglob("*.py"))}
+    return {
+        str(p.relative_to(ROOT)): ast.parse(p.read_text())
+        for p in sorted((ROOT / "mmjax").rglob("*.py"))
+    }
 
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -55,6 +58,8 @@ def test_hardly_a_statement_assigns_unrelated_values():
         f"{file}:{node.lineno}"
         for file, tree in trees().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Tuple)
+        and isinstance(node.targets[0], ast.Tuple)
     ]
     assert len(pairs) <= 0.003 * lines, pairs

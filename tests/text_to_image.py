@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from mmjax.config import BatchConfig, Config, DiffusionTransformerConfig, FunctionSource, Samples, VaeLatents
+from mmjax.config import (
+    BatchConfig,
+    Config,
+    DiffusionTransformerConfig,
+    FunctionSource,
+    Samples,
+    VaeLatents,
+)
 from mmjax.config.loading import sibling
 from mmjax.data.sample import Item, Sample, SampleLengths, Text
 
@@ -30,7 +37,9 @@ class Sizes:
 
     def facts(self, index: int) -> SampleLengths:
         sides = self.sides[index, : self.images[index]].tolist()
-        return SampleLengths(int(self.text[index]), tuple(("picture", (height, width)) for height, width in sides))
+        return SampleLengths(
+            int(self.text[index]), tuple(("picture", (height, width)) for height, width in sides)
+        )
 
     def sample(self, index: int) -> Sample:
         length = int(self.text[index])
@@ -49,7 +58,13 @@ def sizes(split, samples=20_000) -> Sizes:
 
 def config() -> Config:
     picture = DiffusionTransformerConfig(
-        layers=28, width=1152, heads=16, mlp_width=4608, condition_width=4096, latents=VaeLatents(), min_patches=256
+        layers=28,
+        width=1152,
+        heads=16,
+        mlp_width=4608,
+        condition_width=4096,
+        latents=VaeLatents(),
+        min_patches=256,
     )
     small = tiny_text.config()
     return replace(

@@ -1,7 +1,8 @@
 """Which cases of a parametrized test belong to the default tier: those that it names, or a covering array of them.
 
-Most faults show as soon as two options meet. A covering array of strength two holds every pair of values of any two
-parameters at least once: 24 of the 72 combinations of 3 groupings, 4 balances and 6 topologies.
+Most faults show as soon as two options meet. A covering array of strength two holds every pair of
+values of any two parameters at least once: 24 of the 72 combinations of 3 groupings, 4 balances and
+6 topologies.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MARKERS = (
 )
 
 
-# Files whose few tests take long. Workers take files in this order and then as collected, so that they end together.
+# Files whose few tests take long. Workers take files in this order and then as collected, so that
+# they end together.
 LONG_FILES = (
     "test_processes.py", "test_hangs.py", "test_restarts.py", "test_new_data.py", "test_balanced.py", "test_train.py",
     "test_exactness.py", "test_spoiled_samples.py", "test_export.py", "test_notebooks.py", "test_llava_style.py",
@@ -43,8 +45,8 @@ def long_files_first(items: list[pytest.Item]) -> None:
 def assign_tiers(items: Sequence[pytest.Item]) -> None:
     """Mark as exhaustive the cases that a test's `default_cases` or `covering` leaves out.
 
-    Cases that were picked by their ids on the command line stay as they are, so that each can be run by itself. Raises
-    pytest.UsageError for a default case that is none of the test's.
+    Cases that were picked by their ids on the command line stay as they are, so that each can be
+    run by itself. Raises pytest.UsageError for a default case that is none of the test's.
     """
     tests: dict[object, list[pytest.Function]] = defaultdict(list)
     for item in items:
@@ -57,11 +59,15 @@ def assign_tiers(items: Sequence[pytest.Item]) -> None:
         if named := cases[0].get_closest_marker("default_cases"):
             ids = [case.callspec.id for case in cases]
             if unknown := set(named.args) - set(ids):
-                raise pytest.UsageError(f"{cases[0].nodeid}: default_cases names {min(unknown)!r}, no case of it")
+                raise pytest.UsageError(
+                    f"{cases[0].nodeid}: default_cases names {min(unknown)!r}, no case of it"
+                )
             chosen = {ids.index(name) for name in named.args}
         elif covering := cases[0].get_closest_marker("covering"):
             # pytest makes the cases in the order of `product`, the parameters in that of the marks.
-            combined = {indices: number for number, indices in enumerate(product(*map(range, sizes)))}
+            combined = {
+                indices: number for number, indices in enumerate(product(*map(range, sizes)))
+            }
             chosen = {combined[indices] for indices in covering_array(sizes, *covering.args)}
         else:
             continue
@@ -84,7 +90,9 @@ def covering_array(sizes: Sequence[int], strength: int = 2) -> list[tuple[int, .
     chosen = []
     while missing:
         # Of equally good cases the one whose indices differ most: it walks the diagonals.
-        best = max(combined, key=lambda case: (sum(m in missing for m in meetings(case)), len(set(case))))
+        best = max(
+            combined, key=lambda case: (sum(m in missing for m in meetings(case)), len(set(case)))
+        )
         chosen.append(best)
         missing.difference_update(meetings(best))
     return chosen

@@ -2,7 +2,16 @@
 
 from dataclasses import replace
 
-from mmjax.config import AdamW, BatchConfig, Config, EmbeddedSource, FunctionSource, Samples, Schedule, TrainingConfig
+from mmjax.config import (
+    AdamW,
+    BatchConfig,
+    Config,
+    EmbeddedSource,
+    FunctionSource,
+    Samples,
+    Schedule,
+    TrainingConfig,
+)
 from mmjax.config.loading import sibling
 from mmjax.data.toy.dataset import EmbeddedDataset
 
@@ -18,7 +27,11 @@ class Few(EmbeddedDataset):
 
 def few(split, modalities, samples=96, seed=2) -> Few:
     """The source that the config names."""
-    return Few(EmbeddedSource(modalities=tuple(modalities.split()), samples=samples, questions=2), split, seed)
+    return Few(
+        EmbeddedSource(modalities=tuple(modalities.split()), samples=samples, questions=2),
+        split,
+        seed,
+    )
 
 
 def config() -> Config:
@@ -30,7 +43,9 @@ def config() -> Config:
         data=replace(base.data, sources={"few": source}, workers=0),
         batch=BatchConfig(size=Samples(8), rows={"llm": 4}, shapes=2),
         model=replace(
-            base.model, llm=replace(base.model.llm, layers=2, width=32, head_width=8, mlp_width=48), encoders={}
+            base.model,
+            llm=replace(base.model.llm, layers=2, width=32, head_width=8, mlp_width=48),
+            encoders={},
         ),
         training=TrainingConfig(steps=6, checkpoint_every=2, evaluate_every=3, evaluate_samples=4),
         optimizer=AdamW(),

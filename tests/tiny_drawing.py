@@ -24,7 +24,9 @@ def config() -> Config:
     )
     sources = {
         "few": FunctionSource("config:few", {"modalities": "image text"}),
-        "drawing": FunctionSource("mmjax.data.toy.drawing:drawings", {"samples": 96, "held_out": 24}),
+        "drawing": FunctionSource(
+            "mmjax.data.toy.drawing:drawings", {"samples": 96, "held_out": 24}
+        ),
     }
     return replace(
         base,

@@ -13,7 +13,12 @@ def config() -> Config:
     base, omni = tiny.config(), tiny.omni.config()
     encoders = {
         name: replace(
-            encoder, layers=1, width=32, heads=2, mlp_width=48, connector=replace(encoder.connector, mlp_width=48)
+            encoder,
+            layers=1,
+            width=32,
+            heads=2,
+            mlp_width=48,
+            connector=replace(encoder.connector, mlp_width=48),
         )
         for name, encoder in omni.model.encoders.items()
     }

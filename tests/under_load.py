@@ -1,7 +1,8 @@
 """Run tests again and again beside busy loops: `python tests/under_load.py --times 10 [pytest arguments]`.
 
-What passes here depends on neither time nor load. Without arguments it runs `CLOCKED`: every default test file that has
-to do with processes, threads, signals, sockets or clocks. The others only compute.
+What passes here depends on neither time nor load. Without arguments it runs `CLOCKED`: every
+default test file that has to do with processes, threads, signals, sockets or clocks. The others
+only compute.
 """
 
 from __future__ import annotations
@@ -30,21 +31,26 @@ CLOCKED = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--times", type=int, default=10, help="how often the tests run")
     parser.add_argument("--busy", type=int, default=4, help="loops beside them")
     args, words = parser.parse_known_args()
     failed = 0
     with ExitStack() as beside:
         for _ in range(args.busy):
-            loop = beside.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            loop = beside.enter_context(
+                subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            )
             beside.callback(loop.kill)
         for number in range(1, args.times + 1):
             began = time.monotonic()
             ended = subprocess.run([sys.executable, "-m", "pytest", *(words or CLOCKED)], cwd=ROOT)
             failed += ended.returncode != 0
             print(
-                f"=== {number} of {args.times}: exit {ended.returncode}, {time.monotonic() - began:.0f} s", flush=True
+                f"=== {number} of {args.times}: exit {ended.returncode}, {time.monotonic() - began:.0f} s",
+                flush=True,
             )
     print(f"=== {args.times - failed} of {args.times} passed beside {args.busy} busy loops")
     return 1 if failed else 0

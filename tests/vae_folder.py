@@ -24,13 +24,19 @@ DRAWINGS = 6
 def random_parameters(model: VaeModel, seed: int = 0) -> dict[str, Any]:
     """Every parameter random, norms' scales around 1."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: rng.normal(len(x.shape) < 2, 0.3, x.shape).astype(np.float32), model.abstract)
+    return jax.tree.map(
+        lambda x: rng.normal(len(x.shape) < 2, 0.3, x.shape).astype(np.float32), model.abstract
+    )
 
 
 def save_vae(folder: Path, config: VaeConfig = TINY, seed: int = 0) -> Path:
     """Write the folder of such a VAE."""
     parameters = random_parameters(VaeModel.build(config), seed)
-    write_vae(folder, config, {tuple(key.key for key in path): x for path, x in jax.tree.leaves_with_path(parameters)})
+    write_vae(
+        folder,
+        config,
+        {tuple(key.key for key in path): x for path, x in jax.tree.leaves_with_path(parameters)},
+    )
     return folder
 
 
@@ -51,7 +57,10 @@ def drawing_words(tmp_path: Path) -> list[str]:
         "tiny_text",
         "model.llm.vocab=320",
         f"{generator}=diffusion_transformer",
-        *(f"{generator}.{key}={n}" for key, n in (("layers", 1), ("width", 32), ("heads", 2), ("mlp_width", 32))),
+        *(
+            f"{generator}.{key}={n}"
+            for key, n in (("layers", 1), ("width", 32), ("heads", 2), ("mlp_width", 32))
+        ),
         f"{generator}.condition_width=16",
         f"{generator}.min_patches=4",
         f"{generator}.queries=4",

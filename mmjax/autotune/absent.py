@@ -55,7 +55,8 @@ LIMITS = {
         "shared_memory_per_core": 233_472,
     },
 }
-# XLA compiles for this share of a target's memory, and on a device for all that JAX's allocator has: a share of USABLE.
+# XLA compiles for this share of a target's memory, and on a device for all that JAX's allocator
+# has: a share of USABLE.
 XLA_SHARE = 0.8
 
 
@@ -68,9 +69,13 @@ def aot_devices(cluster: Cluster) -> list[jax.Device]:
     target = device.cuda
     if target is None:
         known = ", ".join(device.name for device in DEVICES if device.cuda)
-        raise UserError(f"cluster={device.name}: it cannot be compiled for where it is absent, only {known} can")
+        raise UserError(
+            f"cluster={device.name}: it cannot be compiled for where it is absent, only {known} can"
+        )
     if importlib.util.find_spec(WHEELS) is None:
-        raise UserError(f"compiling for GPUs needs JAX's CUDA wheels, not a GPU; install them with: {INSTALL}")
+        raise UserError(
+            f"compiling for GPUs needs JAX's CUDA wheels, not a GPU; install them with: {INSTALL}"
+        )
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the wheels would look for a driver
     text = TARGET.format(
         name=target.name,
@@ -83,4 +88,6 @@ def aot_devices(cluster: Cluster) -> list[jax.Device]:
         **LIMITS[target.capability],
     )
     topology = f"1x{cluster.nodes}x{cluster.per_node}"
-    return list(topologies.get_topology_desc(platform="cuda", target_config=text, topology=topology).devices)
+    return list(
+        topologies.get_topology_desc(platform="cuda", target_config=text, topology=topology).devices
+    )

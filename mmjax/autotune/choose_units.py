@@ -47,7 +47,8 @@ from mmjax.planning.tower_options import Problem, RowLengths, TowerCosts
 from mmjax.planning.work import Work, resolve_attention, row_work, visited_pairs
 from mmjax.runtime.units import units_topology
 
-# Shares of the memory that are tried, since costs of layers leave details out, and `Problem.exchanged_items`.
+# Shares of the memory that are tried, since costs of layers leave details out, and
+# `Problem.exchanged_items`.
 ROOMS = ((1.0, 1), (0.95, 1), (0.9, 2), (0.8, 2), (0.7, 4))
 LINEAR = 4096  # positions of a traced row: long enough that no block of attention is half empty
 WHOLE = 256  # a multiple of all that lengths of rows are rounded to
@@ -64,16 +65,22 @@ DRAWN = 20_000  # samples at most, by which a step's work is counted
 class Chosen(NamedTuple):
     """Forecasts of the fastest run of each family that fits."""
 
-    units: list[RunForecast]  # of one tower each, one chain of all towers, and encoders beside the LLM; fastest first
+    # of one tower each, one chain of all towers, and encoders beside the LLM; fastest first
+    units: list[RunForecast]
     mesh: Forecast | None  # one for all modules
 
 
 def choose_units(
-    config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], measure_speed: MeasureSpeed
+    config: Config,
+    cluster: Cluster,
+    index: LengthIndex,
+    weights: Sequence[float],
+    measure_speed: MeasureSpeed,
 ) -> Chosen:
     """Find the fastest units and the fastest mesh of a run, and forecast it on them.
 
-    The config's own units do not matter. The search counts with mean microbatches; the forecast plans the data's.
+    The config's own units do not matter. The search counts with mean microbatches; the forecast
+    plans the data's.
     measure_speed: as in `forecast_run`. Raises UserError for a config that units do not go with.
     """
     problem = allocation_problem(config, cluster, index, weights, measure_speed)
@@ -87,7 +94,9 @@ def choose_units(
 
     def fastest(allocate: Callable[[Problem], Allocation | None]) -> RunForecast | None:
         for share, items in ROOMS:
-            allocation = allocate(problem._replace(room=share * problem.room, exchanged_items=items))
+            allocation = allocate(
+                problem._replace(room=share * problem.room, exchanged_items=items)
+            )
             if allocation is None:
                 return None
             if forecast := forecast_fitting(with_units(config, allocation)):
@@ -100,16 +109,25 @@ def choose_units(
         families.append(forecast_fitting(_with_encoders_beside(chain.chosen.config, problem)))
     units = sorted(filter(None, families), key=lambda forecast: forecast.chosen.seconds)
     speed = units[0].chosen.speed if units else measure_speed({})
-    meshes = [(unit, mesh.microbatches) for mesh in allocate_meshes(problem, MESHES) for unit in mesh.units.values()]
+    meshes = [
+        (unit, mesh.microbatches)
+        for mesh in allocate_meshes(problem, MESHES)
+        for unit in mesh.units.values()
+    ]
     return Chosen(units, forecast_best_mesh(config, cluster, index, weights, speed, meshes))
 
 
 def allocation_problem(
-    config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], measure_speed: MeasureSpeed
+    config: Config,
+    cluster: Cluster,
+    index: LengthIndex,
+    weights: Sequence[float],
+    measure_speed: MeasureSpeed,
 ) -> Problem:
     """Count what every tower's layers cost in a step of this data, with each layout.
 
-    Layers are measured on a row that holds almost any sample or item, and take as long for a position of any row.
+    Layers are measured on a row that holds almost any sample or item, and take as long for a
+    position of any row.
     """
     rates = cluster.device.rates(config.training.precision)
     config = replace(config, model=resolve_attention(config.model, rates))
@@ -120,7 +138,9 @@ def allocation_problem(
     share = samples / len(drawn)
     works = {tower: _step_work(model, tower, n, share) for tower, n in lengths.items()}
     row = {tower: _whole_blocks(work.long) for tower, work in works.items()}
-    speed = measure_speed({tower: (1, [n]) for tower, n in row.items() if tower not in model.generators})
+    speed = measure_speed(
+        {tower: (1, [n]) for tower, n in row.items() if tower not in model.generators}
+    )
     measured = {
         tower: times._replace(seconds={row[tower]: times.interpolate(row[tower])})
         for tower, times in speed.measured.items()
@@ -141,7 +161,10 @@ def allocation_problem(
         microbatches=MICROBATCHES,
         samples=samples,
         generators=tuple(model.generators),
-        virtual=(1, *(n for n in VIRTUAL if _is_allowed(config, "llm", Unit(pipeline=2, virtual=n)))),
+        virtual=(
+            1,
+            *(n for n in VIRTUAL if _is_allowed(config, "llm", Unit(pipeline=2, virtual=n))),
+        ),
     )
 
 
@@ -149,7 +172,9 @@ def _list_layouts(config: Config, cluster: Cluster, tower: str) -> list[Layout]:
     """List what a config allows of tensor parallelism and, for the LLM, of context and expert parallelism."""
     layouts = [Layout(tensor=tensor) for tensor in TENSOR]
     if tower == "llm":
-        layouts += [Layout(tensor=tensor, context=context) for tensor in TENSOR for context in CONTEXT[1:]]
+        layouts += [
+            Layout(tensor=tensor, context=context) for tensor in TENSOR for context in CONTEXT[1:]
+        ]
         layouts += [Layout(tensor=tensor, expert=expert) for tensor in TENSOR for expert in EXPERT]
     return [
         layout
@@ -212,7 +237,9 @@ def _pairs(model: ModelConfig, tower: str, lengths: np.ndarray) -> float:
         return float((lengths**2).sum())
     longest = _whole_blocks(float(lengths.max()))
     rows = np.arange(len(lengths))
-    return float(visited_pairs(config, rows, np.zeros_like(rows), lengths, len(rows), longest).sum())
+    return float(
+        visited_pairs(config, rows, np.zeros_like(rows), lengths, len(rows), longest).sum()
+    )
 
 
 def _tower_costs(
@@ -237,7 +264,9 @@ def _tower_costs(
     batch = DeviceBatch(shape, {}, pairs=pairs, context=layout.context)
     work = row_work(model, shape, pairs)[tower]
     mesh = {axis: getattr(layout, axis) for axis in AXES}
-    way = resolve_sequence_parallel(replace(config, model=model), layout, mesh, batch, cluster.device, (tower,))
+    way = resolve_sequence_parallel(
+        replace(config, model=model), layout, mesh, batch, cluster.device, (tower,)
+    )
     machine = ClusterRun(
         cluster,
         mesh,
@@ -258,12 +287,18 @@ def _tower_costs(
         length = _whole_blocks(works[tower].long) if tower_config.attention == "dense" else LINEAR
         by_policy = saved_bytes_per_layer(model, tower, (1, length), config.training.precision)
         traced = row_work(model, {tower: (1, length)})[tower].positions
-        per_position = {policy: saved.device / traced for policy, saved in by_policy.items() if policy != "offload"}
+        per_position = {
+            policy: saved.device / traced
+            for policy, saved in by_policy.items()
+            if policy != "offload"
+        }
         sizes = again = np.zeros(1)
         if has_backward:
             sizes, again = _policies(model, tower, machine, per_position, work)
         unsaved = per_position["none"] * work.positions
-        peak = layer_backward_bytes(model, tower, float(sizes.max()), work, machine.sharding, activation)
+        peak = layer_backward_bytes(
+            model, tower, float(sizes.max()), work, machine.sharding, activation
+        )
     passes = []
     empty = []
     nothing = replace(batch, shape=dict.fromkeys(shape, (1, 1)), pairs=dict.fromkeys(pairs, 0.0))
@@ -292,16 +327,25 @@ def _tower_costs(
     forward, backward = np.maximum(np.array(passes) - empty, 0).T
     if tower != "llm":
         # What the connector keeps of tokens is spread over the layers.
-        sizes = sizes + has_backward * token_bytes(model, tower, replace(batch, context=1), activation) / layers
+        sizes = (
+            sizes
+            + has_backward
+            * token_bytes(model, tower, replace(batch, context=1), activation)
+            / layers
+        )
     loss = 0.0
     if tower == "llm":
         loss = loss_bytes(model, work.positions, machine.sharding, activation, chunks)
-    trained, untrained, moments = (elements / layout.tensor for elements in _elements(config, tower))
+    trained, untrained, moments = (
+        elements / layout.tensor for elements in _elements(config, tower)
+    )
     resident = 0.0 if config.optimizer.offload else moments
     cast = 0 if activation == MASTER else MASTER + activation
     return TowerCosts(
         layout=layout,
-        width=tower_config.widths[0] if isinstance(tower_config, UnetConfig) else tower_config.width,
+        width=tower_config.widths[0]
+        if isinstance(tower_config, UnetConfig)
+        else tower_config.width,
         forward=forward,
         backward=backward,
         lengths=works[tower].lengths,
@@ -324,7 +368,11 @@ def _tower_costs(
 
 
 def _policies(
-    model: ModelConfig, tower: str, machine: ClusterRun, per_position: Mapping[Remat, float], work: Work
+    model: ModelConfig,
+    tower: str,
+    machine: ClusterRun,
+    per_position: Mapping[Remat, float],
+    work: Work,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the bytes that a layer saves and its seconds of recomputation, by policy: those on the convex hull."""
     tower_config = {"llm": model.llm, **model.item_modules}[tower]
@@ -351,9 +399,9 @@ def _policies(
         if hull and size >= hull[-1][1]:
             continue
         # Of three points, the middle one stays if it saves more bytes a second than the last would.
-        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (again - hull[-1][0]) >= (size - hull[-1][1]) * (
-            hull[-1][0] - hull[-2][0]
-        ):
+        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (again - hull[-1][0]) >= (
+            size - hull[-1][1]
+        ) * (hull[-1][0] - hull[-2][0]):
             hull.pop()
         hull.append((again, size))
     return np.array([size for _, size in hull]), np.array([again for again, _ in hull])
@@ -375,7 +423,9 @@ def _elements(config: Config, tower: str) -> tuple[np.ndarray, np.ndarray, np.nd
     (untrained if tower in frozen else trained)[:] += layers
     if tower in frozen:  # quantised, they take the bytes of fewer
         activation = ACTIVATION[config.training.precision]
-        untrained -= (counts[tower] - parameter_bytes(model, frozen, activation)[tower] / activation) / depth
+        untrained -= (
+            counts[tower] - parameter_bytes(model, frozen, activation)[tower] / activation
+        ) / depth
     else:
         moved += moments[tower] * layers / layers.sum()
     for module, count in counts.items():
@@ -405,7 +455,9 @@ def _with_encoders_beside(chain: Config, problem: Problem) -> Config:
     seconds = {tower: costs[0].forward.sum() for tower, costs in problem.towers.items()}
     for name in problem.encoders:
         parts = math.ceil(2 * unit.pipeline * seconds[name] / seconds["llm"])
-        units[name] = Unit(beside="llm", virtual=min(parts, BESIDE_PARTS, len(problem.towers[name][0].forward)))
+        units[name] = Unit(
+            beside="llm", virtual=min(parts, BESIDE_PARTS, len(problem.towers[name][0].forward))
+        )
     return _on_units(chain, units, chain.batch.microbatches)
 
 

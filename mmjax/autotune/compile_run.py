@@ -92,7 +92,10 @@ def compile_run(
 
 def _executor(config: Config, devices: Sequence[jax.Device], context: int) -> Executor:
     """Make the executor of a run on absent devices or others. Callbacks are left out."""
-    encoders = {name: replace(encoder, callbacks=Callbacks()) for name, encoder in config.model.encoders.items()}
+    encoders = {
+        name: replace(encoder, callbacks=Callbacks())
+        for name, encoder in config.model.encoders.items()
+    }
     model = replace(config.model, encoders=encoders)
     model = Model.build(model, jnp.dtype(config.training.precision), stage_cuts(config))
     stages = place_stages(config, model, devices)
@@ -135,7 +138,9 @@ class RunPrograms:
         rules = executor.rules
         towers = {}
         for name, (rows, length) in batch.shape.items():
-            axes, parts = (rules.rows, mesh.shape[CONTEXT]) if name == "llm" else (rules.item_rows, 1)
+            axes, parts = (
+                (rules.rows, mesh.shape[CONTEXT]) if name == "llm" else (rules.item_rows, 1)
+            )
             towers[name] = row_ranks(mesh, axes) * rows, parts * length
         return cls(config, executor, BatchShape(towers, batch.widths, batch.peers))
 
@@ -148,7 +153,11 @@ class RunPrograms:
 
     def sums(self, number: int) -> Sums:
         """Return the shapes of a stage's gradients, on one mesh of the dtypes that its update takes."""
-        return self.executor.sums if self.executor.is_one_stage else self.executor.programs[number].sums
+        return (
+            self.executor.sums
+            if self.executor.is_one_stage
+            else self.executor.programs[number].sums
+        )
 
     def batch(self, number: int) -> Microbatch:
         """Return the shapes of a stage's microbatch."""
@@ -164,12 +173,18 @@ class RunPrograms:
             text = tower_batch(config, "llm", shape.towers["llm"])
             modules = config.item_modules
             devices = row_ranks(mesh, rules.token_rows)
-            rows = {name: (shape.towers[name][0] // devices, shape.towers[name][1]) for name in modules}
-            tables = table_structs(modules, text.token, mesh, rules, rows, shape.widths, shape.peers)
+            rows = {
+                name: (shape.towers[name][0] // devices, shape.towers[name][1]) for name in modules
+            }
+            tables = table_structs(
+                modules, text.token, mesh, rules, rows, shape.widths, shape.peers
+            )
             inputs = dict.fromkeys(self.executor.objective.loss.inputs, text.weight)
             text = put(select_tables(text._replace(**tables, loss_inputs=inputs), stage))
         towers = [tower for tower in stage.towers if tower != "llm"]
-        return Microbatch(text, {tower: put(tower_batch(config, tower, shape.towers[tower])) for tower in towers})
+        return Microbatch(
+            text, {tower: put(tower_batch(config, tower, shape.towers[tower])) for tower in towers}
+        )
 
     def inputs(self, number: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes of what a stage gets from those before it."""
@@ -177,9 +192,18 @@ class RunPrograms:
         inputs = {}
         for producer in executor.graph.producers[number]:
             program = executor.programs[producer]
-            operands = self.inputs(producer), self.batch(producer), *_scalars(program), program.sums.losses
-            output, _ = jax.eval_shape(program.forward_only, merge(*self.parameters(producer)), *operands)
-            taken = {name: x for name, x in output.items() if number in executor.passes.consumers[name]}
+            operands = (
+                self.inputs(producer),
+                self.batch(producer),
+                *_scalars(program),
+                program.sums.losses,
+            )
+            output, _ = jax.eval_shape(
+                program.forward_only, merge(*self.parameters(producer)), *operands
+            )
+            taken = {
+                name: x for name, x in output.items() if number in executor.passes.consumers[name]
+            }
             layouts = executor.programs[number].layouts
             inputs |= put_shapes(taken, {name: layouts[name] for name in taken})
         return inputs
@@ -213,19 +237,29 @@ class RunPrograms:
             weight = jax.ShapeDtypeStruct((), np.float32, sharding=on_all)
             weights = loss_weights(executor.model.config, weight)
             reports = self._reports()
-            unreadable = put_shapes(jax.eval_shape(executor.merge_unreadable, reports.unreadable), on_all)
+            unreadable = put_shapes(
+                jax.eval_shape(executor.merge_unreadable, reports.unreadable), on_all
+            )
             with jax.sharding.use_abstract_mesh(executor.mesh.abstract_mesh):
-                return executor.update_whole.lower(part, executor.sums, hyper, weights, reports, unreadable)
+                return executor.update_whole.lower(
+                    part, executor.sums, hyper, weights, reports, unreadable
+                )
         sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), part.trainable)
-        scalars = (jax.ShapeDtypeStruct((), dtype, sharding=on_all) for dtype in (jnp.float32, jnp.bool))
-        return executor.updates[number].lower(part, put_shapes(sums, state.trainable), hyper, *scalars)
+        scalars = (
+            jax.ShapeDtypeStruct((), dtype, sharding=on_all) for dtype in (jnp.float32, jnp.bool)
+        )
+        return executor.updates[number].lower(
+            part, put_shapes(sums, state.trainable), hyper, *scalars
+        )
 
     def _reports(self) -> ProcessReport:
         """Return the shapes of the processes' reports, as `put_report` puts them on devices."""
 
         def report(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
             executor = self.executor
-            return jax.ShapeDtypeStruct((executor.mesh.size, *shape), dtype, sharding=executor.per_device)
+            return jax.ShapeDtypeStruct(
+                (executor.mesh.size, *shape), dtype, sharding=executor.per_device
+            )
 
         return ProcessReport(
             digest=report(2, dtype=np.uint32),
@@ -239,7 +273,10 @@ class RunPrograms:
     def texts(self, number: int) -> tuple[Any, ...]:
         """Return a stage's first program and its update in StableHLO: stages that share both have equal programs."""
         program = self.executor.programs[number]
-        texts = (NAMES.sub("", lowered.as_text()) for lowered in (self.lower_first(number), self.lower_update(number)))
+        texts = (
+            NAMES.sub("", lowered.as_text())
+            for lowered in (self.lower_first(number), self.lower_update(number))
+        )
         return (len(program.gradient_inputs), program.has_backward, *texts)
 
     def compile_passes(self, number: int) -> tuple[dict[str, jax.stages.Compiled], Any]:
@@ -254,11 +291,21 @@ class RunPrograms:
             batch = self.batch(number)
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 operands = inputs, batch, *_scalars(program), program.sums.losses
-                outputs, residuals, _ = jax.eval_shape(program.forward, *self.parameters(number), *operands)
+                outputs, residuals, _ = jax.eval_shape(
+                    program.forward, *self.parameters(number), *operands
+                )
                 residuals = put_shapes(residuals, first.output_shardings[1])
                 trained = program.trained & set(outputs)
-                gradients = put_shapes(*({name: x[name] for name in trained} for x in (outputs, program.layouts)))
-                operands = *self.parameters(number), program.sums.gradients, batch, residuals, gradients
+                gradients = put_shapes(
+                    *({name: x[name] for name in trained} for x in (outputs, program.layouts))
+                )
+                operands = (
+                    *self.parameters(number),
+                    program.sums.gradients,
+                    batch,
+                    residuals,
+                    gradients,
+                )
                 programs["backward"] = program.backward.lower(*operands).compile()
         return programs, residuals
 
@@ -268,11 +315,15 @@ class RunPrograms:
         programs["update"] = self.lower_update(number).compile()
         if (program := self.executor.programs[number]).sums_by_rank:
             programs["reduce"] = program.reduce.lower(program.sums.gradients).compile()
-        return StagePrograms({name: _describe(compiled) for name, compiled in programs.items()}, residuals)
+        return StagePrograms(
+            {name: _describe(compiled) for name, compiled in programs.items()}, residuals
+        )
 
     def compile_gradients(self) -> CompiledProgram:
         """Compile the program of one mesh that accumulates gradients, with what lies beside it."""
-        programs = StagePrograms({"forward_backward": _describe(self.lower_first(0).compile())}, None)
+        programs = StagePrograms(
+            {"forward_backward": _describe(self.lower_first(0).compile())}, None
+        )
         return self.with_all_bytes(0, programs)["forward_backward"]
 
     def compile_update(self) -> CompiledProgram:
@@ -283,8 +334,13 @@ class RunPrograms:
     def with_all_bytes(self, number: int, compiled: StagePrograms, in_flight: int = 1) -> Programs:
         """Add to the bytes that programs make what lies beside them: state, batches that are loaded, microbatches."""
         executor = self.executor
-        # Also what a program is not given because it does not use it: parameters and sums lie there all the same.
-        moments = 0 if executor.optimizer.offloads else _on_device(executor.states[number].abstract.optimizer)
+        # Also what a program is not given because it does not use it: parameters and sums lie there
+        # all the same.
+        moments = (
+            0
+            if executor.optimizer.offloads
+            else _on_device(executor.states[number].abstract.optimizer)
+        )
         sums = _on_device(self.sums(number)) if executor.accumulates else 0
         loaded = LOADED * self.config.batch.microbatches * _on_device(self.batch(number))
         beside = _on_device(self.parameters(number)) + sums + moments + loaded
@@ -332,11 +388,15 @@ def put_shapes(tree: Any, shardings: Any) -> Any:
     """Return shapes that lie as `shardings` says, a tree or one for all."""
     if isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+    )
 
 
 def _on_device(tree: Any) -> int:
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
 
 
 def table_structs(
@@ -350,8 +410,8 @@ def table_structs(
 ) -> dict[str, dict[str, Any]]:
     """Return the shapes of a text's tables `slots`, `send`, `spread` and `condition`, by their names.
 
-    token: as in the text. shape: rows of every module on a device, and their length. widths: slots that each device
-    sends to each of its peers.
+    token: as in the text. shape: rows of every module on a device, and their length. widths: slots
+    that each device sends to each of its peers.
     """
     devices = row_ranks(mesh, rules.token_rows)
     by_device, by_rank = (rows_sharding(mesh, axes) for axes in (rules.token_rows, rules.rows))
@@ -365,16 +425,24 @@ def table_structs(
             columns = module.most_images(length) * module.condition_tokens
             size = row_ranks(mesh, rules.rows), peers, widths[name]
             tables["send"][name] = jax.ShapeDtypeStruct(size, np.int32, sharding=by_rank)
-            tables["condition"][name] = jax.ShapeDtypeStruct((devices * rows, columns), np.int32, sharding=by_rank)
+            tables["condition"][name] = jax.ShapeDtypeStruct(
+                (devices * rows, columns), np.int32, sharding=by_rank
+            )
             continue
-        tables["send"][name] = jax.ShapeDtypeStruct((devices, peers, widths[name]), np.int32, sharding=by_device)
+        tables["send"][name] = jax.ShapeDtypeStruct(
+            (devices, peers, widths[name]), np.int32, sharding=by_device
+        )
         if context > 1:
             width = tokens_on_device(module, *shape[name], peers, widths[name])
-            tables["spread"][name] = jax.ShapeDtypeStruct((devices, context, width), np.int32, sharding=by_device)
+            tables["spread"][name] = jax.ShapeDtypeStruct(
+                (devices, context, width), np.int32, sharding=by_device
+            )
     return tables
 
 
-def slot_structs(module: Encoder | Generator, token: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | WeightedSlots:
+def slot_structs(
+    module: Encoder | Generator, token: jax.ShapeDtypeStruct
+) -> jax.ShapeDtypeStruct | WeightedSlots:
     """Return the shapes of the table that places a module's tokens among those of the text."""
     if isinstance(module, Generator) or not module.interpolates_tokens:
         return token

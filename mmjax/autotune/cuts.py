@@ -27,9 +27,11 @@ def cut_units(
 ) -> Config:
     """Return the config with cuts of every unit of several stages that names none, and times for a nested schedule.
 
-    Stages take equally long, unless one does not fit even where it recomputes all that it can: then layers move to the
-    stages that have room, one by one. Where that does not help, stages take equally long.
-    resumed: units with which the run went on so far; those that are as they were are cut as they were.
+    Stages take equally long, unless one does not fit even where it recomputes all that it can: then
+    layers move to the stages that have room, one by one. Where that does not help, stages take
+    equally long.
+    resumed: units with which the run went on so far; those that are as they were are cut as they
+    were.
     """
     balanced = with_balanced_cuts(config, *layout.rows_and_lengths, resumed)
     chosen = [
@@ -41,10 +43,15 @@ def cut_units(
     moved = balanced
     largest = np.inf  # bytes of a device, the least so far
     while chosen and np.isfinite(limit.device):
-        plan = plan_run(resolve_units(moved, layout, device), layout, speed, MemoryLimit(0.0, limit.host))
+        plan = plan_run(
+            resolve_units(moved, layout, device), layout, speed, MemoryLimit(0.0, limit.host)
+        )
         if plan.predicted <= limit.device:
             break
-        if plan.predicted >= largest or np.mean([*map(bytes_together, plan.on_devices)]) > limit.device:
+        if (
+            plan.predicted >= largest
+            or np.mean([*map(bytes_together, plan.on_devices)]) > limit.device
+        ):
             moved = balanced
             break
         largest = plan.predicted
@@ -54,11 +61,17 @@ def cut_units(
 
 def _move_layers(config: Config, names: Sequence[str], plan: RunPlan) -> Config:
     """Move a layer from the fullest stage of each of these units to its emptiest, by way of the stages between."""
-    used = {stage: bytes_together(stages) for stages in plan.on_devices for stage in map(id, stages)}
+    used = {
+        stage: bytes_together(stages) for stages in plan.on_devices for stage in map(id, stages)
+    }
     listed = list(zip(list_stages(config), plan.stages, strict=True))
     units = dict(config.units)
     for name in names:
-        parts = [(stage, used[id(of_plan)]) for stage, of_plan in listed if stage.unit == name and stage.copy[1] == 1]
+        parts = [
+            (stage, used[id(of_plan)])
+            for stage, of_plan in listed
+            if stage.unit == name and stage.copy[1] == 1
+        ]
         sizes = np.array([sum(len(piece.layers) for piece in stage.pieces) for stage, _ in parts])
         bytes_ = np.array([b for _, b in parts])
         sizes[np.where(sizes > 1, bytes_, 0).argmax()] -= 1

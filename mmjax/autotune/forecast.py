@@ -35,7 +35,13 @@ from mmjax.data.plan.fit_budget import make_budget
 from mmjax.data.plan.grouping import StepGrouper
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import Balance, Topology, waits_of
-from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, make_planner, make_step_planner
+from mmjax.data.plan.step_plan import (
+    RankLayout,
+    StepPlan,
+    StepPlanner,
+    make_planner,
+    make_step_planner,
+)
 from mmjax.data.plan.wait_advice import ranks_without_rows, waiting_advice
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import AXES, RANKS, mesh_sizes
@@ -51,7 +57,8 @@ from mmjax.runtime.units import units_topology
 SAMPLES = 50_000  # about so many, in 2 to 32 steps, are planned to see what a step is like
 DRY_RUN = 100_000  # samples of the first steps, about, by which shapes are chosen
 MICROBATCHES = 256  # so many at most are planned and timed
-# Of the meshes that are compared: microbatches that are planned, shards, and powers of two of a step's microbatches.
+# Of the meshes that are compared: microbatches that are planned, shards, and powers of two of a
+# step's microbatches.
 COMPARED_MICROBATCHES = 64
 FSDP = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MAX_DOUBLINGS = 9
@@ -61,8 +68,8 @@ MAX_DOUBLINGS = 9
 class Forecast:
     """Forecast of a run on units or on one mesh, under one balancing method. Means are over the planned steps.
 
-    work: of each module, `[steps, ranks]`. Several encoder ranks may share one LLM rank; the LLM's work then stands at
-    each of them.
+    work: of each module, `[steps, ranks]`. Several encoder ranks may share one LLM rank; the LLM's
+    work then stands at each of them.
     """
 
     config: Config  # with cuts, and the resolved `sequence_parallel`
@@ -115,7 +122,8 @@ class RunForecast:
     epoch: int  # samples
     remedy: str = ""  # where it does not fit: the smallest change of settings that would
     longest: str = ""  # the sample that is much longer than the others
-    waits: tuple[str, ...] = ()  # what makes ranks wait that no placing helps against, and what would help
+    # what makes ranks wait that no placing helps against, and what would help
+    waits: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -150,16 +158,20 @@ def forecast_run(
 
     measure_speed: measures the devices' speed with rows of these shapes; None: their data sheet's.
 
-    Raises UserError where the mesh or the units do not go with the cluster, or the batch with the data.
+    Raises UserError where the mesh or the units do not go with the cluster, or the batch with the
+    data.
     """
     # The config's own balance comes last, so that it replaces the default settings of its kind.
-    compared: tuple[Balance, ...] = () if config.units else (NoBalance(), LlmBalance(), PostBalance())
+    compared: tuple[Balance, ...] = (
+        () if config.units else (NoBalance(), LlmBalance(), PostBalance())
+    )
     by_kind = {balance.kind: balance for balance in (*compared, config.batch.balance)}
     budget = make_budget(index, config, weights)
     count = int(np.clip(SAMPLES / budget.samples_per_step, 2, 32))
     count = min(count, max(1, MICROBATCHES // config.batch.microbatches))
     planned = {
-        kind: _plan_steps(config, balance, cluster, index, weights, budget, count) for kind, balance in by_kind.items()
+        kind: _plan_steps(config, balance, cluster, index, weights, budget, count)
+        for kind, balance in by_kind.items()
     }
     speed = Speed(cluster.device.rates(config.training.precision))
     if measure_speed is not None:
@@ -171,7 +183,9 @@ def forecast_run(
     if not chosen.plan.fits:
 
         def layouts(changed: Config) -> RankLayout:
-            return make_planner(index, changed, weights, configured.layout.topology, None, _dry_run_steps(budget))[1]
+            return make_planner(
+                index, changed, weights, configured.layout.topology, None, _dry_run_steps(budget)
+            )[1]
 
         remedy = suggest_settings(chosen.config, configured.mesh, layouts, speed, chosen.plan.limit)
     grouper = configured.planner.grouper
@@ -209,9 +223,13 @@ def _plan_steps(
         topology = units_topology(config.units)
     else:
         mesh = mesh_sizes(config.mesh, cluster.devices)
-        check_layout("mesh", replace(config.mesh, **mesh), config.model, alignment=config.batch.alignment)
+        check_layout(
+            "mesh", replace(config.mesh, **mesh), config.model, alignment=config.batch.alignment
+        )
         ranks_on_node = max(1, cluster.per_node // (mesh["tensor"] * mesh["context"]))
-        topology = make_topology(config.mesh, math.prod(mesh[axis] for axis in RANKS), ranks_on_node, mesh)
+        topology = make_topology(
+            config.mesh, math.prod(mesh[axis] for axis in RANKS), ranks_on_node, mesh
+        )
     planner, layout = make_planner(index, config, weights, topology, budget, _dry_run_steps(budget))
     if config.units:
         cut = cut_units(config, layout, cluster.device, _memory_limit(config, cluster))
@@ -225,7 +243,9 @@ def _plan_steps(
 
 def _memory_limit(config: Config, cluster: Cluster) -> MemoryLimit:
     """Return the memory that a run may use of each device."""
-    return MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
+    return MemoryLimit(
+        config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB
+    )
 
 
 def _forecast(planned: _Planned, cluster: Cluster, index: LengthIndex, speed: Speed) -> Forecast:
@@ -233,14 +253,18 @@ def _forecast(planned: _Planned, cluster: Cluster, index: LengthIndex, speed: Sp
     limit = _memory_limit(config, cluster)
     on_units = in_units(config, planned.mesh)
     plan = plan_run(on_units, layout, speed, limit)
-    run_time = time_run(on_units, layout, plan, cluster, speed, [step.microbatches for step in planned.steps])
+    run_time = time_run(
+        on_units, layout, plan, cluster, speed, [step.microbatches for step in planned.steps]
+    )
     model = resolve_attention(config.model, speed.rates, layout.topology.context)
     microbatches = [m for step in planned.steps for m in step.microbatches]
     names = ("llm", *model.item_modules)
     prices = pair_costs(model, speed.rates, frozen_modules(model), config.loss.repeats_forward)
     work = np.stack([sum(m.work() for m in step.microbatches) for step in planned.steps], axis=1)
     useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
-    positions = sum(layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches)
+    positions = sum(
+        layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches
+    )
     samples = np.concatenate([step.samples() for step in planned.steps])
     return Forecast(
         config=config,
@@ -269,9 +293,10 @@ def forecast_best_mesh(
 ) -> Forecast | None:
     """Find the mesh on which a run without units is fastest; None where none fits.
 
-    Every module has one row on every rank. Of the least number of microbatches, doubled from 1, with which some
-    `mesh.fsdp` fits without tensor parallelism, and of twice as many, the fastest counts. proposals: layouts, and
-    numbers of microbatches, that are tried beside these with every `fsdp`.
+    Every module has one row on every rank. Of the least number of microbatches, doubled from 1,
+    with which some `mesh.fsdp` fits without tensor parallelism, and of twice as many, the fastest
+    counts. proposals: layouts, and numbers of microbatches, that are tried beside these with every
+    `fsdp`.
     """
     best: Forecast | None = None
     plain = Layout(expert=config.mesh.expert)
@@ -311,8 +336,13 @@ def _forecast_meshes(
     mesh = replace(config.mesh, **axes)
     group = layout.context * layout.tensor
     ranks = cluster.devices // group
-    topology = make_topology(replace(MeshConfig(), **axes), ranks, max(1, cluster.per_node // group), axes)
-    rows = {tower: ranks * (1 if tower == "llm" else topology.encoders_per_rank) for tower in config.batch.rows}
+    topology = make_topology(
+        replace(MeshConfig(), **axes), ranks, max(1, cluster.per_node // group), axes
+    )
+    rows = {
+        tower: ranks * (1 if tower == "llm" else topology.encoders_per_rank)
+        for tower in config.batch.rows
+    }
     batch = replace(config.batch, microbatches=microbatches, rows=rows)
     config = replace(config, units={}, batch=batch, mesh=mesh)
     budget = make_budget(index, config, weights)
@@ -325,7 +355,9 @@ def _forecast_meshes(
         on_mesh = replace(config, mesh=replace(mesh, data=copies // fsdp, fsdp=fsdp))
         sizes = mesh_sizes(on_mesh.mesh, cluster.devices)
         on_mesh = choose_sequence_parallel(on_mesh, sizes, rank_layout, cluster.device)
-        forecasts.append(_forecast(_Planned(on_mesh, sizes, rank_layout, planner, plans), cluster, index, speed))
+        forecasts.append(
+            _forecast(_Planned(on_mesh, sizes, rank_layout, planner, plans), cluster, index, speed)
+        )
     return min((f for f in forecasts if f.plan.fits), key=lambda f: f.seconds, default=None)
 
 
@@ -341,7 +373,10 @@ def describe_basis(config: Config, cluster: Cluster, speed: Speed) -> str:
     if everywhere and len(towers) == 1:
         parts = [f"from layer times measured {next(iter(towers))}"]
     else:
-        parts = [f"layer times of {', '.join(names)} measured {source}" for source, names in towers.items()]
+        parts = [
+            f"layer times of {', '.join(names)} measured {source}"
+            for source, names in towers.items()
+        ]
     peak = device.peak(config.training.precision)
     phrases = {"products": f"{rates.flops / peak:.0%} of peak"}
     if not everywhere:  # else layers' attention and kernels are timed with them
@@ -362,7 +397,9 @@ def describe_basis(config: Config, cluster: Cluster, speed: Speed) -> str:
 def describe_links(cluster: Cluster) -> list[str]:
     """Describe the rates of links and memories that were measured, and those of links that are assumed, on one line."""
     device, measured = cluster.device, cluster.device.measured
-    links = [("between devices of a node", measured.link, device.link)] if cluster.per_node > 1 else []
+    links = (
+        [("between devices of a node", measured.link, device.link)] if cluster.per_node > 1 else []
+    )
     if cluster.nodes > 1:
         links.append(("to other nodes", measured.network, device.network))
     memories = (("of the memory", measured.memory), ("to the host", measured.host))
@@ -371,11 +408,15 @@ def describe_links(cluster: Cluster) -> list[str]:
     parts = [f"measured ({device.measured_in}): {', '.join(stated)}"] if stated else []
     if assumed:
         share = f"{BANDWIDTH_EFFICIENCY:.0%} of {'either' if len(assumed) > 1 else 'it'}"
-        parts.append(f"assumes {', '.join(assumed)}, {share}, no latency (--measured FILE states others)")
+        parts.append(
+            f"assumes {', '.join(assumed)}, {share}, no latency (--measured FILE states others)"
+        )
     return [f"links  {'; '.join(parts)}"] if parts else []
 
 
-def _describe_waits(config: Config, grouper: StepGrouper, topology: Topology, speed: Speed) -> tuple[str, ...]:
+def _describe_waits(
+    config: Config, grouper: StepGrouper, topology: Topology, speed: Speed
+) -> tuple[str, ...]:
     names = ("llm", *config.model.item_modules)
     model = resolve_attention(config.model, speed.rates, topology.context)
     prices = pair_costs(model, speed.rates, frozen_modules(model), config.loss.repeats_forward)
@@ -387,8 +428,9 @@ def needed_flops(config: Config, index: LengthIndex, samples: np.ndarray) -> flo
     """Count the FLOPs that the model needs for these samples, without padding and recomputation."""
     first = index.item_start[samples]
     count = np.diff(index.item_start)[samples]
-    # Indices of all items of these samples, as one array. Each sample's run of `arange` is shifted to its first item:
-    # first = [7, 2], count = [2, 3] -> arange = [0 1 | 2 3 4] + repeat([7 - 0, 2 - 2]) = [7 8 | 2 3 4].
+    # Indices of all items of these samples, as one array. Each sample's run of `arange` is shifted
+    # to its first item: first = [7, 2], count = [2, 3] -> arange = [0 1 | 2 3 4] + repeat([7 - 0, 2
+    # - 2]) = [7 8 | 2 3 4].
     items = np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
     work = length_work(
         config.model,

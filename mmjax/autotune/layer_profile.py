@@ -1,7 +1,8 @@
 """Time every layer type on this device, forward and backward, and cache the results for later runs.
 
-A profile is one JSON file for each tower, in ~/.cache/mmjax/layer_times (or under XDG_CACHE_HOME), named by a hash of
-what its times depend on: the device, JAX's version, the precision, the layer, and the gradients that are computed.
+A profile is one JSON file for each tower, in ~/.cache/mmjax/layer_times (or under XDG_CACHE_HOME),
+named by a hash of what its times depend on: the device, JAX's version, the precision, the layer,
+and the gradients that are computed.
 """
 
 from __future__ import annotations
@@ -50,18 +51,26 @@ def kinds_of_layers(config: DecoderConfig) -> list[tuple[DecoderConfig, float]]:
             experts=replace(config.experts, layers=layers) if sparse else None,
         )
 
-    return [(with_kind(*kind), count / config.layers) for kind, count in Counter(config.layer_kinds).items()]
+    return [
+        (with_kind(*kind), count / config.layers)
+        for kind, count in Counter(config.layer_kinds).items()
+    ]
 
 
 def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) -> ModelConfig:
     """Reduce a model to `layers` layers of one tower, by its name, under one policy, and little besides.
 
-    An LLM has layers of one kind (`kinds_of_layers`): with a gated delta net or experts all have them.
+    An LLM has layers of one kind (`kinds_of_layers`): with a gated delta net or experts all have
+    them.
     """
     llm = replace(config.llm, vocab=VOCAB)
     if tower == "llm":
         sections = {name: getattr(llm, name) for name in ("delta_net", "experts")}
-        kinds = {name: replace(c, layers=tuple(range(layers))) for name, c in sections.items() if c is not None}
+        kinds = {
+            name: replace(c, layers=tuple(range(layers)))
+            for name, c in sections.items()
+            if c is not None
+        }
         llm = replace(llm, **kinds)
         return ModelConfig(replace(llm, layers=layers, remat=remat), lora=config.lora)
     if tower in config.generators:
@@ -75,7 +84,9 @@ def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) ->
     return ModelConfig(replace(llm, layers=1), {tower: encoder}, config.lora)
 
 
-def tower_inputs(model: Model, tower: str, params: Any, batch: TextBatch | ItemBatch) -> tuple[Any, Any, Context]:
+def tower_inputs(
+    model: Model, tower: str, params: Any, batch: TextBatch | ItemBatch
+) -> tuple[Any, Any, Context]:
     """Return the weights of a tower's layers, the input of the first one, and the context that all of them share."""
     module = model.module(params)
     part = module.tower(tower)
@@ -83,7 +94,9 @@ def tower_inputs(model: Model, tower: str, params: Any, batch: TextBatch | ItemB
         # Of the time and the condition only the shapes matter, and that these are no constants.
         config = part.config
         time = jnp.zeros((len(batch.item), config.most_images(batch.item.shape[1])))
-        tokens = jnp.repeat(batch.item[:, : time.shape[1]], config.condition_tokens, axis=1).astype(model.dtype)
+        tokens = jnp.repeat(batch.item[:, : time.shape[1]], config.condition_tokens, axis=1).astype(
+            model.dtype
+        )
         condition = jnp.broadcast_to(tokens[..., None], (*tokens.shape, config.condition_width))
         x = part.embedded(latents_of(config, batch), batch)
         return nnx.split(part.layers)[1], x, part.context(batch, time, condition)
@@ -99,7 +112,8 @@ def tower_vjp(
     gradients: any of "weights", "adapters" and "inputs".
     """
     module = model.module({})
-    # The structure of the layers without their weights, which are arguments of the differentiated function.
+    # The structure of the layers without their weights, which are arguments of the differentiated
+    # function.
     graph = nnx.split(module.tower(tower).layers)[0]
     adapters, rest = nnx.split_state(weights, nnx.PathContains(ADAPTER_ATTRIBUTE), ...)
     values = {"weights": rest, "adapters": adapters, "inputs": x}
@@ -124,11 +138,13 @@ def profile_folder() -> Path:
     return user_cache() / "layer_times"
 
 
-def layer_times(config: Config, shapes: Shapes, device: jax.Device, measure: bool) -> dict[str, LayerTimes]:
+def layer_times(
+    config: Config, shapes: Shapes, device: jax.Device, measure: bool
+) -> dict[str, LayerTimes]:
     """Read each tower's layer times for rows of these shapes on a device; with `measure`, time those that are missing.
 
-    Without it, towers whose profile lacks a length are left out. Devices of one CPU share its cores: their times are
-    those with all of them at work.
+    Without it, towers whose profile lacks a length are left out. Devices of one CPU share its
+    cores: their times are those with all of them at work.
     """
     times = {}
     sharing = jax.local_device_count() * coordination.per_host() if device.platform == "cpu" else 1
@@ -144,7 +160,9 @@ def layer_times(config: Config, shapes: Shapes, device: jax.Device, measure: boo
             profile["seconds"][f"{rows}x{n}"] = time_layer(config, tower, (rows, n), device)
             _write(path, profile)
         seconds = {n: profile["seconds"][f"{rows}x{n}"] for n in grid}
-        times[tower] = LayerTimes(rows, {n: {k: sharing * s for k, s in row.items()} for n, row in seconds.items()})
+        times[tower] = LayerTimes(
+            rows, {n: {k: sharing * s for k, s in row.items()} for n, row in seconds.items()}
+        )
     return times
 
 
@@ -158,11 +176,17 @@ def time_layer(
     if tower == "llm" and len(kinds := kinds_of_layers(config.model.llm)) > 1:
         # The mean over the layers.
         models = [(replace(config.model, llm=kind), share) for kind, share in kinds]
-        timed = [(time_layer(replace(config, model=m), tower, shape, device, enough), share) for m, share in models]
-        return {name: sum(share * seconds[name] for seconds, share in timed) for name in timed[0][0]}
+        timed = [
+            (time_layer(replace(config, model=m), tower, shape, device, enough), share)
+            for m, share in models
+        ]
+        return {
+            name: sum(share * seconds[name] for seconds, share in timed) for name in timed[0][0]
+        }
     programs = layer_programs(config, tower, shape, device)
     seconds = {name: stack / STACK for name, stack in typical_seconds(programs, enough).items()}
-    # A layer without gradients has no backward pass: then every policy takes as long as the forward pass.
+    # A layer without gradients has no backward pass: then every policy takes as long as the forward
+    # pass.
     return dict.fromkeys((FORWARD, *_policies(config)), seconds[FORWARD]) | seconds
 
 
@@ -174,7 +198,10 @@ def layer_programs(
     with jax.default_device(device):
         programs = {FORWARD: _program(config, tower, shape, "none", frozenset())}
         if gradients:
-            programs |= {policy: _program(config, tower, shape, policy, gradients) for policy in _policies(config)}
+            programs |= {
+                policy: _program(config, tower, shape, policy, gradients)
+                for policy in _policies(config)
+            }
     return programs
 
 
@@ -183,7 +210,9 @@ def _policies(config: Config) -> list[Remat]:
 
 
 def typical_seconds(
-    programs: Mapping[Name, Callable[[], Any]], enough: float = ENOUGH, clock: Callable[[], float] = time.perf_counter
+    programs: Mapping[Name, Callable[[], Any]],
+    enough: float = ENOUGH,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Name, float]:
     """Return the median seconds of each program. They take turns, so that a slow moment of the machine hits all."""
     for program in programs.values():
@@ -204,9 +233,13 @@ def _program(
     config: Config, tower: str, shape: tuple[int, int], policy: Remat, gradients: Set[str]
 ) -> Callable[[], Any]:
     """Compile STACK layers of a tower, and bind them to random weights and one sample per row."""
-    model = Model.build(isolate_tower(config.model, tower, STACK, policy), jnp.dtype(config.training.precision))
+    model = Model.build(
+        isolate_tower(config.model, tower, STACK, policy), jnp.dtype(config.training.precision)
+    )
     batch = _one_sample(tower_batch(model.config, tower, shape))
-    inputs = jax.jit(lambda key, batch: tower_inputs(model, tower, model.init(key), batch))(jax.random.key(0), batch)
+    inputs = jax.jit(lambda key, batch: tower_inputs(model, tower, model.init(key), batch))(
+        jax.random.key(0), batch
+    )
 
     def run(weights: Any, x: jax.Array, context: Any) -> Any:
         out, backward = tower_vjp(model, tower, weights, x, context, gradients)
@@ -222,8 +255,11 @@ def _one_sample(batch: TextBatch | ItemBatch) -> TextBatch | ItemBatch:
     if isinstance(zeros, ItemBatch):
         return zeros
     index = np.broadcast_to(np.arange(zeros.token.shape[1], dtype=np.int32), zeros.token.shape)
-    # Rotary positions are `[rows, length]`, or `[rows, length, 3]` for time, height and width; of text all three agree.
-    position = np.zeros_like(zeros.position) + (index if zeros.position.ndim == 2 else index[..., None])
+    # Rotary positions are `[rows, length]`, or `[rows, length, 3]` for time, height and width; of
+    # text all three agree.
+    position = np.zeros_like(zeros.position) + (
+        index if zeros.position.ndim == 2 else index[..., None]
+    )
     return zeros._replace(pos=index, position=position, offset=index)
 
 
@@ -260,4 +296,6 @@ def _write(path: Path, profile: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_sealed(path, profile)
     except OSError as error:
-        print_note(f"profile: {path} cannot be written ({error.strerror}), so the next run measures again")
+        print_note(
+            f"profile: {path} cannot be written ({error.strerror}), so the next run measures again"
+        )

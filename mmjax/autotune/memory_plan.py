@@ -27,7 +27,14 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import GB
-from mmjax.planning.remat import MemoryLimit, Option, Policies, RunPlan, choose_policies, with_policies
+from mmjax.planning.remat import (
+    MemoryLimit,
+    Option,
+    Policies,
+    RunPlan,
+    choose_policies,
+    with_policies,
+)
 from mmjax.planning.speed import LayerTimes, Speed
 from mmjax.runtime.devices import device_description, ram_per_device
 
@@ -73,24 +80,31 @@ def read_memory_plan(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
 
 def write_memory_plan(path: Path, key: dict[str, Any], fitted: RunPlan) -> None:
     """Write the plan under this key, atomically."""
-    decision = {"policies": fitted.policies, "loss_chunks": fitted.loss_chunks, "measured": fitted.measured}
+    decision = {
+        "policies": fitted.policies,
+        "loss_chunks": fitted.loss_chunks,
+        "measured": fitted.measured,
+    }
     write_sealed(path, {"asked": key, **decision})
 
 
-Measure = Callable[[Policies], float | None]  # bytes of the fullest device under these policies; None: out of memory
+# bytes of the fullest device under these policies; None: out of memory
+Measure = Callable[[Policies], float | None]
 
 LEANEST: Remat = "full"
 TRIES = 8
-BACK_OFF = 0.02  # smallest reduction of the budget, as a share of the memory, after a try that did not fit
+# smallest reduction of the budget, as a share of the memory, after a try that did not fit
+BACK_OFF = 0.02
 
 
 def choose_by_measurement(fitted: RunPlan, free: Mapping[str, int], measure: Measure) -> RunPlan:
     """Choose the fastest policies that a measurement, and not only the memory model, shows to fit.
 
-    free: layers of the towers whose policies may be chosen; the others keep theirs. First everything is recomputed;
-    then, tower by tower and policy by policy, half of a tower's layers get that policy: the difference is what a layer
-    saves. The policies chosen by these are tried, with a smaller budget after each try that does not fit. If none of
-    TRIES fits, or not even recomputing everything does, everything is recomputed.
+    free: layers of the towers whose policies may be chosen; the others keep theirs. First
+    everything is recomputed; then, tower by tower and policy by policy, half of a tower's layers
+    get that policy: the difference is what a layer saves. The policies chosen by these are tried,
+    with a smaller budget after each try that does not fit. If none of TRIES fits, or not even
+    recomputing everything does, everything is recomputed.
     """
     lean = {**fitted.policies, **{tower: (LEANEST,) * layers for tower, layers in free.items()}}
     base = measure(lean)
@@ -99,8 +113,8 @@ def choose_by_measurement(fitted: RunPlan, free: Mapping[str, int], measure: Mea
         return leanest
     options = {tower: _options(fitted, lean, tower, base, measure) for tower in free}
     available = budget = fitted.limit.device
-    # Measured differences are not quite additive, so a choice may use more than its options add up to. The budget then
-    # shrinks by that excess, by a fixed share where the excess is unknown.
+    # Measured differences are not quite additive, so a choice may use more than its options add up
+    # to. The budget then shrinks by that excess, by a fixed share where the excess is unknown.
     for _ in range(TRIES):
         chosen = choose_policies(free, options, budget - base)
         if chosen is None:
@@ -130,8 +144,10 @@ def _options(
     return options
 
 
-ALLOCATED = 0.97  # usable share of what an allocator may give out; the rest is lost to fragmentation
-NEAR_RAM = 0.8  # share of a CPU's RAM above which a run is warned, since other programs need some too
+# usable share of what an allocator may give out; the rest is lost to fragmentation
+ALLOCATED = 0.97
+# share of a CPU's RAM above which a run is warned, since other programs need some too
+NEAR_RAM = 0.8
 MAX_HALVINGS = 4  # of a microbatch, in search of a run that fits
 
 
@@ -149,13 +165,14 @@ def fit_run(
 ) -> tuple[RunPlan, Speed]:
     """Choose the remat policies and loss chunks with which a run fits the devices of a mesh, or of its units on it.
 
-    earlier: the run's own decision from its first start, reused while it still fits. profile: time layers that no
-    profile has yet and, on one mesh where memory is limited, have the compiler measure what they save (OmniBal's four
-    steps). longest: description of a sample that is much longer than the others (`LengthIndex.longest`), for the error.
-    Returns the speed of the devices too, by which it was chosen.
+    earlier: the run's own decision from its first start, reused while it still fits. profile: time
+    layers that no profile has yet and, on one mesh where memory is limited, have the compiler
+    measure what they save (OmniBal's four steps). longest: description of a sample that is much
+    longer than the others (`LengthIndex.longest`), for the error. Returns the speed of the devices
+    too, by which it was chosen.
 
-    Raises UserError where no choice of remat policies makes it fit, with the nearest run that does. A CPU, whose
-    allocator has no limit, is limited by its RAM where a run would take most of that.
+    Raises UserError where no choice of remat policies makes it fit, with the nearest run that does.
+    A CPU, whose allocator has no limit, is limited by its RAM where a run would take most of that.
     """
     device = mesh.devices.flat[0]
     sizes = dict(mesh.shape)
@@ -175,17 +192,21 @@ def fit_run(
         if fitted.fits:
             return fitted, speed
     fitted = _limit_to_ram(plan(config, limit), ram)
-    if not fitted.fits and fitted.limit.ram:  # the first choice recomputed nothing, as if memory had no limit
+    # the first choice recomputed nothing, as if memory had no limit
+    if not fitted.fits and fitted.limit.ram:
         limit = fitted.limit
         fitted = plan(config, limit)
     if profile and np.isfinite(available) and not config.units:
-        # The memory model is run once more with the measured policies, for the bytes by kind that are printed.
+        # The memory model is run once more with the measured policies, for the bytes by kind that
+        # are printed.
         measured = _fit_by_compiler(config, layout, fitted, list(mesh.devices.flat))
         decided = apply_memory_plan(config, measured.policies, measured.loss_chunks)
         fitted = replace(plan(decided, limit), measured=measured.measured)
     if not fitted.fits:
         remedy = suggest_settings(config, sizes, layouts, speed, limit)
-        raise UserError("; ".join(filter(None, (describe_shortage(fitted), longest, remedy))), everywhere=True)
+        raise UserError(
+            "; ".join(filter(None, (describe_shortage(fitted), longest, remedy))), everywhere=True
+        )
     return fitted, speed
 
 
@@ -201,13 +222,17 @@ def _limit_to_ram(fitted: RunPlan, ram: float | None) -> RunPlan:
     return replace(fitted, limit=replace(fitted.limit, device=ram, ram=True))
 
 
-def _fit_by_compiler(config: Config, layout: RankLayout, fitted: RunPlan, devices: list[jax.Device]) -> RunPlan:
+def _fit_by_compiler(
+    config: Config, layout: RankLayout, fitted: RunPlan, devices: list[jax.Device]
+) -> RunPlan:
     """Choose policies by compiling a step of the fullest shape with each; all processes compile together."""
     batch = device_microbatch(config, layout, layout.shapes[fitted.fullest.largest_shape])
     towers = towers_of(config.model)
 
     def programs(policies: Policies) -> RunPrograms:
-        return RunPrograms.on_one_mesh(apply_memory_plan(config, policies, fitted.loss_chunks), batch, devices)
+        return RunPrograms.on_one_mesh(
+            apply_memory_plan(config, policies, fitted.loss_chunks), batch, devices
+        )
 
     @cache
     def update_bytes() -> int:
@@ -223,7 +248,9 @@ def _fit_by_compiler(config: Config, layout: RankLayout, fitted: RunPlan, device
             compiled = None
         return coordination.run_on_leader(lambda: compiled)
 
-    return choose_by_measurement(fitted, {name: c.layers for name, c in towers.items() if c.remat == "auto"}, measure)
+    return choose_by_measurement(
+        fitted, {name: c.layers for name, c in towers.items() if c.remat == "auto"}, measure
+    )
 
 
 def apply_memory_plan(config: Config, policies: Policies, loss_chunks: int) -> Config:
@@ -234,8 +261,15 @@ def apply_memory_plan(config: Config, policies: Policies, loss_chunks: int) -> C
 
 def profiled_shapes(config: Config, layouts: Sequence[RankLayout]) -> Shapes:
     """Return the rows of each tower on a device in the shapes of these layouts, by which its layers are timed."""
-    shapes = [device_microbatch(config, layout, shape).shape for layout in layouts for shape in layout.shapes]
-    return {name: (shapes[0][name][0], [shape[name][1] for shape in shapes]) for name in towers_of(config.model)}
+    shapes = [
+        device_microbatch(config, layout, shape).shape
+        for layout in layouts
+        for shape in layout.shapes
+    ]
+    return {
+        name: (shapes[0][name][0], [shape[name][1] for shape in shapes])
+        for name in towers_of(config.model)
+    }
 
 
 def device_speed(config: Config, shapes: Shapes, device: jax.Device, profile: bool) -> Speed:
@@ -266,10 +300,16 @@ def memory_limit(config: MeshConfig, device: jax.Device) -> MemoryLimit:
 def describe_shortage(fitted: RunPlan) -> str:
     """Describe in numbers that a run does not fit."""
     stage = fitted.fullest
-    kinds = sorted((stage.fixed | {f"activations of {t}": n for t, n in stage.activations.items()}).items())
+    kinds = sorted(
+        (stage.fixed | {f"activations of {t}": n for t, n in stage.activations.items()}).items()
+    )
     largest = sorted(kinds, key=lambda pair: -pair[1])[:4]
     parts = ", ".join(f"{kind} {size(n)}" for kind, n in largest)
-    needs = size(fitted.device) if np.isfinite(fitted.device) else f"more than {size(fitted.limit.device)}"
+    needs = (
+        size(fitted.device)
+        if np.isfinite(fitted.device)
+        else f"more than {size(fitted.limit.device)}"
+    )
     available = size(fitted.limit.device)
     if fitted.limit.ram:
         available += " of RAM for it (mesh.memory sets another limit)"
@@ -288,12 +328,15 @@ def suggest_settings(
 ) -> str:
     """Describe the smallest change of settings that makes a run fit; never the settings it has.
 
-    Tried in order: on one mesh, parameters sharded over more devices, or over fewer; more microbatches; blockwise
-    attention; moments in host memory.
+    Tried in order: on one mesh, parameters sharded over more devices, or over fewer; more
+    microbatches; blockwise attention; moments in host memory.
     """
     ranks = mesh["data"] * mesh["fsdp"]  # for each device of `expert`
-    # Fewer shards too: a number that divides the widths replicates less than a larger one that does not.
-    shards = [n for n in range(1, ranks + 1) if ranks % n == 0] if not config.units else [mesh["fsdp"]]
+    # Fewer shards too: a number that divides the widths replicates less than a larger one that does
+    # not.
+    shards = (
+        [n for n in range(1, ranks + 1) if ranks % n == 0] if not config.units else [mesh["fsdp"]]
+    )
     shards.sort(key=lambda n: (n < mesh["fsdp"], abs(n - mesh["fsdp"])))
     current = config.batch.microbatches
     max_microbatches = np.inf
@@ -301,7 +344,9 @@ def suggest_settings(
         # Every rank needs a sample in each microbatch.
         rows = layouts(config).topology.ranks
         max_microbatches = max(current, config.batch.size.count // rows)
-    candidates = [n for n in (current * 2**k for k in range(MAX_HALVINGS + 1)) if n <= max_microbatches]
+    candidates = [
+        n for n in (current * 2**k for k in range(MAX_HALVINGS + 1)) if n <= max_microbatches
+    ]
     # Microbatches in the outer loop: every sharding is tried before their number changes.
     for microbatches in candidates:
         changed = replace(config, batch=replace(config.batch, microbatches=microbatches))
@@ -312,13 +357,25 @@ def suggest_settings(
             on = in_units(changed, {**mesh, "fsdp": fsdp, "data": ranks // fsdp})
             fitted = plan_run(on, layout, speed, limit)
             if fitted.fits:
-                settings = [f"mesh.fsdp={fsdp} mesh.data={ranks // fsdp}"] if fsdp != mesh["fsdp"] else []
+                settings = (
+                    [f"mesh.fsdp={fsdp} mesh.data={ranks // fsdp}"] if fsdp != mesh["fsdp"] else []
+                )
                 if microbatches != current:
                     settings.append(f"batch.microbatches={microbatches}")
                 return f"{' '.join(settings)} fits, with {size(fitted.device)}"
-    kinds = {"": {"llm": config.model.llm}, "encoders.": config.model.encoders, "generators.": config.model.generators}
-    towers = {f"{kind}{name}": tower for kind, of_kind in kinds.items() for name, tower in of_kind.items()}
-    blockwise = [f"model.{key}.attention=blockwise" for key, tower in towers.items() if tower.attention == "dense"]
+    kinds = {
+        "": {"llm": config.model.llm},
+        "encoders.": config.model.encoders,
+        "generators.": config.model.generators,
+    }
+    towers = {
+        f"{kind}{name}": tower for kind, of_kind in kinds.items() for name, tower in of_kind.items()
+    }
+    blockwise = [
+        f"model.{key}.attention=blockwise"
+        for key, tower in towers.items()
+        if tower.attention == "dense"
+    ]
     # The memory of a CPU is that of its host.
     offload = [] if config.optimizer.offload or limit.ram else ["optimizer.offload=true"]
     for settings in filter(None, (blockwise, offload)):

@@ -1,7 +1,7 @@
 """Plan a run from its config, without its devices: remat policies, and the memory of every stage.
 
-A run on one mesh is one stage of all modules. A stage's microbatches in flight must fit beside its parameters. The same
-plan holds for a run and for a forecast.
+A run on one mesh is one stage of all modules. A stage's microbatches in flight must fit beside its
+parameters. The same plan holds for a run and for a forecast.
 """
 
 from __future__ import annotations
@@ -45,10 +45,13 @@ from mmjax.planning.work import resolve_attention, row_work
 def plan_run(config: Config, layout: RankLayout, speed: Speed, limit: MemoryLimit) -> RunPlan:
     """Choose the remat policies of all layers and the loss's chunks: the least recomputation with which a run fits.
 
-    config: of units, or `on_one_mesh`. Exact on the devices of each stage, for all compiled shapes at once; stages on
-    the same devices share their memory. Where a run fits under no policies, it has those that save least.
+    config: of units, or `on_one_mesh`. Exact on the devices of each stage, for all compiled shapes
+    at once; stages on the same devices share their memory. Where a run fits under no policies, it
+    has those that save least.
     """
-    config = replace(config, model=resolve_attention(config.model, speed.rates, layout.topology.context))
+    config = replace(
+        config, model=resolve_attention(config.model, speed.rates, layout.topology.context)
+    )
     stages = shard_stages(config)
     schedule = make_schedule(schedule_name(config), unit_graph(config), config.batch.microbatches)
     by_devices: dict[range, list[int]] = {}
@@ -58,7 +61,8 @@ def plan_run(config: Config, layout: RankLayout, speed: Speed, limit: MemoryLimi
     pieces = [listed.pieces for listed in list_stages(config)]
     bounds = [schedule.in_flight_bound(number) for number in range(len(stages))]
     in_flight = [
-        max(bound for bound, copy in zip(bounds, pieces, strict=True) if copy == of_stage) for of_stage in pieces
+        max(bound for bound, copy in zip(bounds, pieces, strict=True) if copy == of_stage)
+        for of_stage in pieces
     ]
     plans: list[RunPlan] = []
     chosen: dict[tuple[int, str], tuple[Remat, ...]] = {}
@@ -69,7 +73,9 @@ def plan_run(config: Config, layout: RankLayout, speed: Speed, limit: MemoryLimi
             for (first, tower), policies in chosen.items()
             if first == pieces.index(pieces[number])
         }
-        plans.append(_plan_devices(config, stages, numbers, layout, speed, limit, in_flight, decided))
+        plans.append(
+            _plan_devices(config, stages, numbers, layout, speed, limit, in_flight, decided)
+        )
         for number, stage in zip(numbers, plans[-1].stages, strict=True):
             chosen |= {(number, tower): stage.policies[tower] for tower in stage.activations}
     planned = {
@@ -103,11 +109,15 @@ def _plan_devices(
     (head,) = [n for n in numbers if "llm" in stages[n].stage.losses] or [None]
     chunks_choices = (config.training.loss_chunks or 1,)
     if head is not None:
-        chunks_choices = loss_choices(stages[head].mesh.shape, config.training.loss_chunks, config.model)
+        chunks_choices = loss_choices(
+            stages[head].mesh.shape, config.training.loss_chunks, config.model
+        )
     options = {
         (number, tower): of_tower
         for number in numbers
-        for tower, of_tower in _stage_options(config, stages, number, layout, speed, in_flight[number])
+        for tower, of_tower in _stage_options(
+            config, stages, number, layout, speed, in_flight[number]
+        )
     }
     logits = 0.0
     if head is not None and max(chunks_choices) > 1:
@@ -118,11 +128,15 @@ def _plan_devices(
 
     def with_chunks(chunks: int) -> RunPlan:
         again = logits if chunks > 1 else 0.0
-        return _choose(config, stages, numbers, layout, limit, in_flight, decided, options, chunks, again)
+        return _choose(
+            config, stages, numbers, layout, limit, in_flight, decided, options, chunks, again
+        )
 
-    # The fastest plan that fits, or the smallest if none does; of equals the one with the fewest chunks.
+    # The fastest plan that fits, or the smallest if none does; of equals the one with the fewest
+    # chunks.
     return min(
-        map(with_chunks, chunks_choices), key=lambda p: (not p.fits, p.seconds if p.fits else p.device, p.loss_chunks)
+        map(with_chunks, chunks_choices),
+        key=lambda p: (not p.fits, p.seconds if p.fits else p.device, p.loss_chunks),
     )
 
 
@@ -144,7 +158,12 @@ def _choose(
     """Choose the policies of the towers whose `remat` is "auto"; the others keep theirs. logits: seconds to repeat."""
     towers = towers_of(config.model)
     shapes = range(len(layout.shapes))
-    layers = {(n, p.piece.tower): p.piece.layers for n in numbers for p in stages[n].pieces if p.piece.tower in towers}
+    layers = {
+        (n, p.piece.tower): p.piece.layers
+        for n in numbers
+        for p in stages[n].pieces
+        if p.piece.tower in towers
+    }
     stated = {key: decided[key] for key in layers if key in decided} | {
         key: tuple(layer_policies(towers[key[1]])[span.start : span.stop])
         for key, span in layers.items()
@@ -153,11 +172,20 @@ def _choose(
     free = {key: len(span) for key, span in layers.items() if key not in stated}
     unsaved = {key: by_policy["none"].device for key, by_policy in options.items()}
     fixed = {
-        n: [fixed_bytes(config, stages, n, layout, s, in_flight, unsaved, chunks) for s in shapes] for n in numbers
+        n: [fixed_bytes(config, stages, n, layout, s, in_flight, unsaved, chunks) for s in shapes]
+        for n in numbers
     }
 
-    def saved(policies: Mapping[tuple[int, str], Sequence[Remat]], s: int, memory: str = "device") -> float:
-        return float(sum(getattr(options[key][p], memory)[s] for key, chosen in policies.items() for p in chosen))
+    def saved(
+        policies: Mapping[tuple[int, str], Sequence[Remat]], s: int, memory: str = "device"
+    ) -> float:
+        return float(
+            sum(
+                getattr(options[key][p], memory)[s]
+                for key, chosen in policies.items()
+                for p in chosen
+            )
+        )
 
     def unchosen_bytes(s: int) -> float:
         """Add up what no policy changes, in bytes. Passes of stages that share devices run in turn."""
@@ -174,7 +202,9 @@ def _choose(
     policies = {**stated, **chosen}
     for s in shapes if config.optimizer.offload else ():
         # Moments in host memory are loaded when activations are gone.
-        at_rest = sum(fixed[n][s][kind] for n in numbers for kind in ("parameters", "gradients", "batch"))
+        at_rest = sum(
+            fixed[n][s][kind] for n in numbers for kind in ("parameters", "gradients", "batch")
+        )
         total = unchosen_bytes(s) + saved(policies, s)
         for n in numbers:
             moments = sum(part.moments for part in stages[n].pieces)
@@ -184,26 +214,40 @@ def _choose(
     for n in numbers:
         sharded = stages[n]
         layer_by_layer = {tower: policies[number, tower] for number, tower in layers if number == n}
-        unets = {tower: (module.remat,) for tower, module in tower_configs(config).items() if tower not in towers}
+        unets = {
+            tower: (module.remat,)
+            for tower, module in tower_configs(config).items()
+            if tower not in towers
+        }
         plans.append(
             StagePlan(
                 name=sharded.name,
                 devices=tuple(sharded.devices),
                 mesh={axis: size for axis, size in sharded.mesh.shape.items() if size > 1},
                 layers={p.piece.tower: p.piece.layers for p in sharded.pieces},
-                policies={p.piece.tower: (layer_by_layer | unets)[p.piece.tower] for p in sharded.pieces},
+                policies={
+                    p.piece.tower: (layer_by_layer | unets)[p.piece.tower] for p in sharded.pieces
+                },
                 parameters=sum(part.parameters for part in sharded.pieces),
                 in_flight=in_flight[n],
                 fixed=fixed[n][largest],
-                activations={tower: saved({(n, tower): chosen}, largest) for tower, chosen in layer_by_layer.items()},
+                activations={
+                    tower: saved({(n, tower): chosen}, largest)
+                    for tower, chosen in layer_by_layer.items()
+                },
                 largest_shape=largest,
-                recompute={tower: {p: o.seconds for p, o in options[n, tower].items()} for tower in layer_by_layer},
+                recompute={
+                    tower: {p: o.seconds for p, o in options[n, tower].items()}
+                    for tower in layer_by_layer
+                },
                 sharding=sharded.sharding,
             )
         )
 
     def seconds(policies: Mapping[tuple[int, str], Sequence[Remat]]) -> float:
-        return float(sum(options[key][p].seconds for key, chosen in policies.items() for p in chosen))
+        return float(
+            sum(options[key][p].seconds for key, chosen in policies.items() for p in chosen)
+        )
 
     return RunPlan(
         stages=tuple(plans),
@@ -234,7 +278,9 @@ def _stage_options(
             continue
         parts = sharded.sharding.parts(tower)
         by_sequence = sharded.sharding.sequence_parallel != "off"
-        shapes = [stage_batch(config, layout, stages, number, shape).shape for shape in layout.shapes]
+        shapes = [
+            stage_batch(config, layout, stages, number, shape).shape for shape in layout.shapes
+        ]
         saved = [
             {
                 policy: divide_by_tensor_parallelism(
@@ -246,7 +292,9 @@ def _stage_options(
                     parts,
                     by_sequence,
                 )
-                for policy, bytes_ in saved_bytes_per_layer(model, tower, shape[tower], precision).items()
+                for policy, bytes_ in saved_bytes_per_layer(
+                    model, tower, shape[tower], precision
+                ).items()
             }
             for shape in shapes
         ]
@@ -257,7 +305,9 @@ def _stage_options(
             tower,
             {
                 policy: Option(
-                    tuple(microbatches * n for n in o.device), tuple(microbatches * n for n in o.host), o.seconds
+                    tuple(microbatches * n for n in o.device),
+                    tuple(microbatches * n for n in o.host),
+                    o.seconds,
                 )
                 for policy, o in options.items()
             },

@@ -21,10 +21,23 @@ from mmjax.planning.exchange_time import ClusterRun
 from mmjax.planning.hardware import Cluster
 from mmjax.planning.memory import ACTIVATION, DeviceBatch
 from mmjax.planning.remat import RunPlan, StagePlan
-from mmjax.planning.schedules import list_stages, make_schedule, schedule_name, unit_graph, unit_links
+from mmjax.planning.schedules import (
+    list_stages,
+    make_schedule,
+    schedule_name,
+    unit_graph,
+    unit_links,
+)
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.speed import Speed
-from mmjax.planning.stage_time import PassTime, StageRun, edge_seconds, pass_times, reduce_seconds, update_seconds
+from mmjax.planning.stage_time import (
+    PassTime,
+    StageRun,
+    edge_seconds,
+    pass_times,
+    reduce_seconds,
+    update_seconds,
+)
 from mmjax.planning.work import resolve_attention, visited_pairs
 
 
@@ -38,7 +51,8 @@ class StepTime:
     tensor: float
     exchange: float
     context: float
-    transfers: float = 0.0  # of activations and gradients between stages: what passes would take less without
+    # of activations and gradients between stages: what passes would take less without
+    transfers: float = 0.0
     idle: float = 0.0  # waiting for other stages
     reduction: float = 0.0  # adding gradients over `data`, where that follows the passes
     update: float = 0.0
@@ -67,14 +81,19 @@ def time_run(
     steps: Sequence[Sequence[MicrobatchPlan]],
 ) -> RunTime:
     """Estimate the time of steps of these microbatches. config: of units, or `on_one_mesh`."""
-    config = replace(config, model=resolve_attention(config.model, speed.rates, layout.topology.context))
+    config = replace(
+        config, model=resolve_attention(config.model, speed.rates, layout.topology.context)
+    )
     stages = _place_stages(config, layout, plan, cluster, speed)
-    timed = [_PassTimes.of_microbatches(config, layout, stages, microbatches) for microbatches in steps]
+    timed = [
+        _PassTimes.of_microbatches(config, layout, stages, microbatches) for microbatches in steps
+    ]
     schedule = make_schedule(schedule_name(config), unit_graph(config), config.batch.microbatches)
     timelines = [simulate(schedule, times.of_stages) for times in timed]
     free = [simulate(schedule, replace(times.of_stages, transfer=0.0)) for times in timed]
     makespan, undelayed = (
-        float(np.mean([timeline.makespan for timeline in simulated])) for simulated in (timelines, free)
+        float(np.mean([timeline.makespan for timeline in simulated]))
+        for simulated in (timelines, free)
     )
     devices = {runs[0].devices: len(runs[0].devices) for runs in stages}
     weights = np.array([len(runs[0].devices) for runs in stages]) / sum(devices.values())
@@ -86,21 +105,28 @@ def time_run(
             transfers=makespan - undelayed,
             idle=undelayed - float(causes.sum()) if len(devices) > 1 else 0.0,
             reduction=max(sum(map(reduce_seconds, runs)) for runs in stages),
-            update=max(sum(update_seconds(config.model, run, config.optimizer) for run in runs) for runs in stages),
+            update=max(
+                sum(update_seconds(config.model, run, config.optimizer) for run in runs)
+                for runs in stages
+            ),
         ),
         bubble=float(np.mean([timeline.bubble for timeline in timelines])),
         timeline=timelines[0],
     )
 
 
-def time_stages(config: Config, layout: RankLayout, plan: RunPlan, cluster: Cluster, speed: Speed) -> RunPlan:
+def time_stages(
+    config: Config, layout: RankLayout, plan: RunPlan, cluster: Cluster, speed: Speed
+) -> RunPlan:
     """Return the plan with the times of every stage's passes of a microbatch of the largest shape."""
     stages = _place_stages(config, layout, plan, cluster, speed)
     times = []
     for number, stage in enumerate(plan.stages):
         shape = layout.shapes[stage.largest_shape]
         passes = _stage_passes(config, layout, stages, number, shape, {})
-        times.append([sum(passed.total for passed in direction) for direction in zip(*passes, strict=True)])
+        times.append(
+            [sum(passed.total for passed in direction) for direction in zip(*passes, strict=True)]
+        )
     return plan.with_times(times)
 
 
@@ -108,7 +134,8 @@ def simulate_stages(config: Config, plans: Sequence[StagePlan]) -> Timeline:
     """Simulate a step with equal microbatches of the largest shape, transfers not counted."""
     microbatches = config.batch.microbatches
     forward, backward = (
-        np.array([[getattr(plan, name)] * microbatches for plan in plans]) for name in ("forward", "backward")
+        np.array([[getattr(plan, name)] * microbatches for plan in plans])
+        for name in ("forward", "backward")
     )
     schedule = make_schedule(schedule_name(config), unit_graph(config), microbatches)
     return simulate(schedule, StageTimes(forward, backward))
@@ -183,12 +210,16 @@ class _PassTimes(NamedTuple):
         for i, microbatch in enumerate(microbatches):
             pairs = visited_on_device(config.model, layout, microbatch, ranks)
             for number in range(len(stages)):
-                passes = np.sum(_stage_passes(config, layout, stages, number, microbatch.shape, pairs), axis=0)
+                passes = np.sum(
+                    _stage_passes(config, layout, stages, number, microbatch.shape, pairs), axis=0
+                )
                 seconds[:, number, i] = passes.sum(1)
                 causes[number] += graph.runs(number, i) * passes.sum(0)
             batch = _batch_of(config, layout, ranks, microbatch.shape)
             for (a, k), (b, j) in links:
-                transfers[a, b] += edge_seconds(config.model, stages[a][k], stages[b][j], batch) / len(microbatches)
+                transfers[a, b] += edge_seconds(
+                    config.model, stages[a][k], stages[b][j], batch
+                ) / len(microbatches)
         # XLA's runtime waits for what it sends.
         return cls(StageTimes(*seconds, transfer=dict(transfers), blocking=True), causes)
 
@@ -206,7 +237,9 @@ def _stage_passes(
     passes = []
     for run in stages[number]:
         # The LLM's devices exchange the tokens of encoders and generators among them.
-        received = dict.fromkeys(config.model.item_modules, run.shards) if run.tower == "llm" else {}
+        received = (
+            dict.fromkeys(config.model.item_modules, run.shards) if run.tower == "llm" else {}
+        )
         batch = _batch_of(config, layout, ranks | received, shape)
         passes.append(pass_times(config.model, run, replace(batch, pairs=batch.pairs | pairs)))
     return passes
@@ -217,7 +250,9 @@ def _ranks(stages: Sequence[Sequence[StageRun]]) -> dict[str, int]:
     return {run.tower: run.ranks for runs in stages for run in runs}
 
 
-def _batch_of(config: Config, layout: RankLayout, ranks: Mapping[str, int], shape: Shape) -> DeviceBatch:
+def _batch_of(
+    config: Config, layout: RankLayout, ranks: Mapping[str, int], shape: Shape
+) -> DeviceBatch:
     """Return the part of a microbatch on each device, where rows lie over these ranks."""
     towers = ("llm", *config.model.item_modules)
     totals = [layout.topology.ranks * rows for rows in layout.rows]
@@ -245,6 +280,7 @@ def visited_on_device(
             layout.topology.ranks * layout.rows[k],
             microbatch.shape.lengths[k],
         )
-        shared = layout.topology.context if k == 0 else 1  # devices that share a row attend as much each
+        # devices that share a row attend as much each
+        shared = layout.topology.context if k == 0 else 1
         pairs[name] = float(by_row.reshape(ranks[name], -1).sum(1).max()) / shared
     return pairs

@@ -61,11 +61,13 @@ class ShardedPiece(NamedTuple):
 
     piece: Piece
     parameters: int  # on all devices together
-    trainable: float  # bytes on each device; with the last stage's copy of a tied embedding, which another updates
+    # bytes on each device; with the last stage's copy of a tied embedding, which another updates
+    trainable: float
     scanned: float  # of these, bytes of scanned stacks
     frozen: float  # bytes on each device, as `cast_frozen` leaves them
     moments: float  # bytes on each device
-    experts: float  # of trainable and frozen, bytes on each device of experts, which others on `expert` have not
+    # of trainable and frozen, bytes on each device of experts, which others on `expert` have not
+    experts: float
     elements: Counter[str]  # of each module, on all devices together
     stored: Counter[str]  # of these, on each device
     has_backward: bool
@@ -78,7 +80,8 @@ class ShardedStage(NamedTuple):
     stage: Stage
     layout: Unit
     mesh: AbstractMesh
-    devices: range  # numbers in the order in which units take them; stages that share them have the same
+    # numbers in the order in which units take them; stages that share them have the same
+    devices: range
     pieces: tuple[ShardedPiece, ...]
 
     @property
@@ -113,7 +116,9 @@ def shard_stages(config: Config) -> tuple[ShardedStage, ...]:
     """Cut a model into the stages of its units, and its parameters over their meshes."""
     # Whatever its policies: a plan that is made again with those that it chose must be the same.
     without_remat = with_policies(config.model, dict.fromkeys(towers_of(config.model), ("none",)))
-    key = f"{replace(config, model=without_remat, batch=replace(config.batch, balance=NoBalance()))}"
+    key = (
+        f"{replace(config, model=without_remat, batch=replace(config.batch, balance=NoBalance()))}"
+    )
     if key not in _sharded:
         while len(_sharded) >= MAX_SHARDED:
             _sharded.pop(next(iter(_sharded)))
@@ -135,7 +140,9 @@ def _shard_stages(config: Config, without_remat: ModelConfig) -> tuple[ShardedSt
         count = unit_devices(unit) // unit.pipeline
         mesh = AbstractMesh(tuple(getattr(unit, axis) for axis in AXES), AXES)
         first = firsts[in_unit.unit] + in_unit.part * count
-        pieces = tuple(_shard_piece(config, model, piece, mesh, rules, trained) for piece in stage.pieces)
+        pieces = tuple(
+            _shard_piece(config, model, piece, mesh, rules, trained) for piece in stage.pieces
+        )
         if in_unit.copy[0]:  # the first copy alone has the moments
             pieces = tuple(piece._replace(parameters=0, moments=0.0) for piece in pieces)
         sharded.append(
@@ -152,7 +159,12 @@ def _shard_stages(config: Config, without_remat: ModelConfig) -> tuple[ShardedSt
 
 
 def _shard_piece(
-    config: Config, model: Model, piece: Piece, mesh: AbstractMesh, rules: ShardingRules, trained: frozenset[str]
+    config: Config,
+    model: Model,
+    piece: Piece,
+    mesh: AbstractMesh,
+    rules: ShardingRules,
+    trained: frozenset[str],
 ) -> ShardedPiece:
     select = partial(piece.select, stacks=model.runs[piece.tower])
     abstract = select(model.abstract)
@@ -164,10 +176,16 @@ def _shard_piece(
     if piece.tower == "llm" and model.config.llm.tied and not piece.first:
         # The first stage owns the table and has its moments.
         table = {"llm": {"embed": model.abstract["llm"]["embed"]}}
-        owned, owned_layouts = (tuple(exclude(part, table) for part in pair) for pair in (parts, part_layouts))
+        owned, owned_layouts = (
+            tuple(exclude(part, table) for part in pair) for pair in (parts, part_layouts)
+        )
     optimizer = replace(make_optimizer(config.optimizer, model.axes, model.dtype), offloads=False)
-    moments = _abstract_moments(f"{model.description} {config.optimizer} {piece}", optimizer, owned[0])
-    moment_layouts = shardings_with_moments(optimizer, owned[0], *owned_layouts, mesh=mesh).optimizer
+    moments = _abstract_moments(
+        f"{model.description} {config.optimizer} {piece}", optimizer, owned[0]
+    )
+    moment_layouts = shardings_with_moments(
+        optimizer, owned[0], *owned_layouts, mesh=mesh
+    ).optimizer
     constant = jax.eval_shape(partial(cast_frozen, dtype=model.dtype), parts[1])
     by_axes = jax.tree.leaves(axes_of, is_leaf=lambda x: isinstance(x, tuple))
     of_experts = [n for n, axes in enumerate(by_axes) if "experts" in axes]
@@ -182,7 +200,9 @@ def _shard_piece(
         stored[module] += math.prod(layout.shard_shape(leaf.shape))
     return ShardedPiece(
         piece=piece,
-        parameters=sum(math.prod(shape) for part in owned for shape in parameter_shapes(part).values()),
+        parameters=sum(
+            math.prod(shape) for part in owned for shape in parameter_shapes(part).values()
+        ),
         trainable=_on_device(parts[0], part_layouts[0]),
         scanned=_on_device(*(split_scanned(tree)[0] for tree in (parts[0], part_layouts[0]))),
         frozen=_on_device(constant, part_layouts[1]),
@@ -190,12 +210,14 @@ def _shard_piece(
         experts=expert_bytes,
         elements=elements,
         stored=stored,
-        # A frozen encoder with a frozen connector has no backward pass; a frozen LLM behind something trained has one.
+        # A frozen encoder with a frozen connector has no backward pass; a frozen LLM behind
+        # something trained has one.
         has_backward=bool(trained & set(piece.inputs) or jax.tree.leaves(parts[0])),
     )
 
 
-_moments: dict[str, Any] = {}  # shapes of moments, by all that they depend on: meshes are tried with the same ones
+# shapes of moments, by all that they depend on: meshes are tried with the same ones
+_moments: dict[str, Any] = {}
 MAX_MOMENTS = 256
 
 
@@ -212,7 +234,9 @@ def tower_configs(config: Config) -> dict[str, DecoderConfig | Encoder | Generat
     return {"llm": config.model.llm, **config.model.item_modules}
 
 
-def device_batch(config: Config, layout: RankLayout, rows: Mapping[str, int], shape: Shape) -> DeviceBatch:
+def device_batch(
+    config: Config, layout: RankLayout, rows: Mapping[str, int], shape: Shape
+) -> DeviceBatch:
     """Return the part of a microbatch of this shape that each device of a tower gets. rows: of every tower."""
     context = layout.topology.context
     lengths = shape.lengths[0] // context, *shape.lengths[1:]
@@ -231,7 +255,12 @@ def device_batch(config: Config, layout: RankLayout, rows: Mapping[str, int], sh
 
 
 def stage_batch(
-    config: Config, layout: RankLayout, stages: Sequence[ShardedStage], number: int, shape: Shape, tower: str = ""
+    config: Config,
+    layout: RankLayout,
+    stages: Sequence[ShardedStage],
+    number: int,
+    shape: Shape,
+    tower: str = "",
 ) -> DeviceBatch:
     """Return the part of a microbatch that each device of a stage gets; of the LLM, with the tokens that it takes."""
     rows = rows_on_device(config, layout, stages, stages[number] if tower == "llm" else None)
@@ -239,10 +268,15 @@ def stage_batch(
 
 
 def rows_on_device(
-    config: Config, layout: RankLayout, stages: Sequence[ShardedStage], receiver: ShardedStage | None = None
+    config: Config,
+    layout: RankLayout,
+    stages: Sequence[ShardedStage],
+    receiver: ShardedStage | None = None,
 ) -> dict[str, int]:
     """Count the rows of every tower on each of its devices; with a receiver, those whose tokens each of its gets."""
-    by_tower = {part.piece.tower: receiver or sharded for sharded in stages for part in sharded.pieces}
+    by_tower = {
+        part.piece.tower: receiver or sharded for sharded in stages for part in sharded.pieces
+    }
     totals = [layout.topology.ranks * rows for rows in layout.rows]
     rows = {}
     for name, total in zip(("llm", *config.model.item_modules), totals, strict=True):
@@ -262,7 +296,11 @@ def _on_device(tree: Any, layouts: Any) -> float:
 
 def on_one_mesh(config: Config, mesh: Mapping[str, int]) -> Config:
     """Return the config with all modules in one unit, whose layout is that of the mesh with axes of these sizes."""
-    layout = {f.name: getattr(config.mesh, f.name) for f in fields(Layout)} | dict.fromkeys(AXES, 1) | dict(mesh)
+    layout = (
+        {f.name: getattr(config.mesh, f.name) for f in fields(Layout)}
+        | dict.fromkeys(AXES, 1)
+        | dict(mesh)
+    )
     return replace(config, units={"all": Unit(modules=tuple(tower_configs(config)), **layout)})
 
 
@@ -275,7 +313,8 @@ def layout_of_rows(
 ) -> RankLayout:
     """Lay out rows of these numbers and lengths on each rank of a mesh, for plans without data.
 
-    shapes: (rows, row length) by tower. widths: tokens that a rank sends to each of its peers, by module.
+    shapes: (rows, row length) by tower. widths: tokens that a rank sends to each of its peers, by
+    module.
     """
     topology = Topology(math.prod(mesh[axis] for axis in RANKS), peers, context=mesh["context"])
     towers = tuple(tower_configs(config))
@@ -298,7 +337,10 @@ def device_microbatch(config: Config, layout: RankLayout, shape: Shape) -> Devic
     """Return the part of a microbatch of this shape that each device of one mesh gets."""
     per_rank = layout.topology.encoders_per_rank
     rows = {"llm": layout.rows[0]}
-    rows |= {name: n // per_rank for name, n in zip(config.model.item_modules, layout.rows[1:], strict=True)}
+    rows |= {
+        name: n // per_rank
+        for name, n in zip(config.model.item_modules, layout.rows[1:], strict=True)
+    }
     return device_batch(config, layout, rows, shape)
 
 
@@ -310,7 +352,9 @@ def choose_sequence_parallel(
     On CPUs, on devices without a data sheet, and where rows do not divide, it is `off`.
     """
     batch = device_microbatch(config, layout, layout.shapes[-1])
-    way = resolve_sequence_parallel(config, config.mesh, mesh, batch, device, tuple(towers_of(config.model)))
+    way = resolve_sequence_parallel(
+        config, config.mesh, mesh, batch, device, tuple(towers_of(config.model))
+    )
     return replace(config, mesh=replace(config.mesh, sequence_parallel=way))
 
 
@@ -346,9 +390,14 @@ def resolve_units(config: Config, layout: RankLayout, device: Device | None) -> 
         if unit.tensor == 1:
             continue
         ranks = [unit.ranks, *[unit.encoder_ranks] * len(config.model.item_modules)]
-        rows = {tower: max(1, n // r) for tower, n, r in zip(tower_configs(config), totals, ranks, strict=True)}
+        rows = {
+            tower: max(1, n // r)
+            for tower, n, r in zip(tower_configs(config), totals, ranks, strict=True)
+        }
         batch = device_batch(config, layout, rows, layout.shapes[-1])
         sizes = {axis: getattr(unit, axis) for axis in AXES}
-        way = resolve_sequence_parallel(config, unit, sizes, batch, device, unit_modules(name, unit))
+        way = resolve_sequence_parallel(
+            config, unit, sizes, batch, device, unit_modules(name, unit)
+        )
         units[name] = replace(unit, sequence_parallel=way)
     return replace(config, units=units)

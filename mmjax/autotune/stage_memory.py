@@ -1,6 +1,7 @@
 """Count the bytes of a stage on each of its devices, apart from the activations that layers save for backward.
 
-A model of XLA's allocation, accurate to a few percent where it was compiled for a GPU (docs/planning.md).
+A model of XLA's allocation, accurate to a few percent where it was compiled for a GPU
+(docs/planning.md).
 """
 
 from __future__ import annotations
@@ -9,7 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mmjax.autotune.sharded_stages import ShardedStage, device_batch, rows_on_device, stage_batch, tower_configs
+from mmjax.autotune.sharded_stages import (
+    ShardedStage,
+    device_batch,
+    rows_on_device,
+    stage_batch,
+    tower_configs,
+)
 from mmjax.config import (
     AudioConfig,
     Config,
@@ -54,21 +61,21 @@ def fixed_bytes(
 ) -> dict[str, float]:
     """Count the bytes of a stage on each device by kind in one of the shapes, apart from activations that layers save.
 
-    microbatches_in_flight: by stage. unsaved: bytes that one layer of each stage's tower saves without remat, in every
-    shape, of all microbatches in flight. chunks: of the vocabulary in the loss.
-    `gradients`: float32; where a step has one microbatch and one stage, those of layers' matrices are in the precision
-    of the computation.
-    `copies`: weights cast for computation and their gradients until they are added to the others. In a program of the
-    whole model, those of a layer and of what is outside the layers, else all. Where parameters are sharded, the
-    matrices of all layers whose outputs are cut, once more: XLA reorders them for gathering before it scans.
-    `tokens`: encoder outputs before and after the exchange, with what connectors save.
-    `images`: what UNets keep for backward.
-    `messages`: activations that arrive and leave.
-    `transient`: the largest peak that no other kind covers: the loss, with float32 logits and their gradient; one
-    layer's backward pass with its gathered weights, or that of 2D convolutions before an audio encoder's layers; images
-    encoded by a VAE, one of each row at a time; Muon's update, where it takes more than `copies`. With one microbatch,
-    less what the embedding's gradient has room for: it is made last, and XLA uses its buffer until then.
-    `optimizer`: moments, unless they are in host memory.
+    microbatches_in_flight: by stage. unsaved: bytes that one layer of each stage's tower saves
+    without remat, in every shape, of all microbatches in flight. chunks: of the vocabulary in the
+    loss. `gradients`: float32; where a step has one microbatch and one stage, those of layers'
+    matrices are in the precision of the computation. `copies`: weights cast for computation and
+    their gradients until they are added to the others. In a program of the whole model, those of a
+    layer and of what is outside the layers, else all. Where parameters are sharded, the matrices of
+    all layers whose outputs are cut, once more: XLA reorders them for gathering before it scans.
+    `tokens`: encoder outputs before and after the exchange, with what connectors save. `images`:
+    what UNets keep for backward. `messages`: activations that arrive and leave. `transient`: the
+    largest peak that no other kind covers: the loss, with float32 logits and their gradient; one
+    layer's backward pass with its gathered weights, or that of 2D convolutions before an audio
+    encoder's layers; images encoded by a VAE, one of each row at a time; Muon's update, where it
+    takes more than `copies`. With one microbatch, less what the embedding's gradient has room for:
+    it is made last, and XLA uses its buffer until then. `optimizer`: moments, unless they are in
+    host memory.
     """
     sharded = stages[number]
     sharding = stages[number].sharding
@@ -93,7 +100,9 @@ def fixed_bytes(
         module = tower_configs(config)[tower]
         is_unet = isinstance(module, UnetConfig)
         kinds["parameters"] += trainable + part.frozen
-        kinds["gradients"] += trainable - (0 if accumulates else (1 - activation / MASTER) * part.scanned)
+        kinds["gradients"] += trainable - (
+            0 if accumulates else (1 - activation / MASTER) * part.scanned
+        )
         kinds["optimizer"] += 0.0 if config.optimizer.offload else part.moments
         # Of scanned stacks they are added to their sums layer by layer.
         outside = trainable - part.scanned
@@ -105,21 +114,32 @@ def fixed_bytes(
         if not is_unet and (is_whole or part.has_backward):
             # The matrices of a program of both passes are reordered before they are cast.
             dtype_bytes = MASTER if sharded.is_sink and tower not in frozen else activation
-            kinds["copies"] += dtype_bytes * reordered_elements(module, len(piece.layers), sharding, tower)
+            kinds["copies"] += dtype_bytes * reordered_elements(
+                module, len(piece.layers), sharding, tower
+            )
         if part.has_backward and is_unet:
             saved, peaks = unet_bytes(model, {tower: work[tower]}, frozen, activation)
             kinds["images"] += in_flight * saved
             beside_copies.append(sum(peaks))
         elif part.has_backward:
             of_layer = unsaved[number, tower][shape] / in_flight
-            beside_copies.append(layer_backward_bytes(model, tower, of_layer, work[tower], sharding, activation))
+            beside_copies.append(
+                layer_backward_bytes(model, tower, of_layer, work[tower], sharding, activation)
+            )
             if piece.first and isinstance(module, AudioConfig):
                 beside_copies.append(stem_backward_bytes(module, positions, activation))
         # A connector stands behind its encoder, or before its generator.
-        if (is_whole or part.has_backward) and tower != "llm" and (piece.first if piece.generates else piece.last):
-            # Where a generator is with the LLM's end, each device of a rank has the whole rows that it reads.
+        if (
+            (is_whole or part.has_backward)
+            and tower != "llm"
+            and (piece.first if piece.generates else piece.last)
+        ):
+            # Where a generator is with the LLM's end, each device of a rank has the whole rows that
+            # it reads.
             context = batch.context if piece.generates and tower not in sharded.stage.inputs else 1
-            kinds["tokens"] += in_flight * token_bytes(model, tower, replace(batch, context=context), activation)
+            kinds["tokens"] += in_flight * token_bytes(
+                model, tower, replace(batch, context=context), activation
+            )
         if batch.context > 1 and set(piece.sends_states) & set(sharded.stage.outputs):
             # The same, as they came and in order.
             beside_copies.append(2 * batch.context * positions * model.llm.width * activation)
@@ -129,7 +149,8 @@ def fixed_bytes(
         if piece.first and (vae := step_vaes(model).get(tower)):
             encoding = vae_bytes(vae, image_size(model.generators[tower]), activation)
             before_copies.append(batch.shape[tower][0] * encoding)
-        # Tables that say which tokens are sent lie where the exchange is, and not with encoders and generators.
+        # Tables that say which tokens are sent lie where the exchange is, and not with encoders and
+        # generators.
         tables = 0
         if exchanged := (*piece.encoders, *piece.sends_states):
             exchanging = replace(batch, widths={name: batch.widths[name] for name in exchanged})
@@ -148,7 +169,9 @@ def fixed_bytes(
             messages_held = in_flight + (config.loss.repeats_forward and runs_twice(tower, model))
             kinds["messages"] += 2 * messages_held * numbers * activation
     kinds["copies"] += (activation + cast) / MASTER * largest_layer
-    kinds["messages"] += _deepstack_bytes(config, stages, number, layout, shape, microbatches_in_flight)
+    kinds["messages"] += _deepstack_bytes(
+        config, stages, number, layout, shape, microbatches_in_flight
+    )
     if is_whole:
         # The embedding's gradient is made last, and XLA uses its buffer until then.
         embedding = 0.0
@@ -160,10 +183,26 @@ def fixed_bytes(
         transient = max(max(beside_copies), max(before_copies) - kinds["copies"])
     if isinstance(config.optimizer, Muon):
         # The update begins when copies and activations are gone.
-        trained = {p.piece.tower: len(p.piece.layers) for p in sharded.pieces if p.piece.tower not in frozen}
+        trained = {
+            p.piece.tower: len(p.piece.layers)
+            for p in sharded.pieces
+            if p.piece.tower not in frozen
+        }
         layers = {tower: count for tower, count in trained.items() if tower in towers_of(model)}
-        transient = max(transient, muon_update_bytes(model, layers, sharding, activation) - kinds["copies"])
-    order = ("parameters", "gradients", "optimizer", "copies", "batch", "messages", "tokens", "images", "exchange")
+        transient = max(
+            transient, muon_update_bytes(model, layers, sharding, activation) - kinds["copies"]
+        )
+    order = (
+        "parameters",
+        "gradients",
+        "optimizer",
+        "copies",
+        "batch",
+        "messages",
+        "tokens",
+        "images",
+        "exchange",
+    )
     return {kind: float(kinds[kind]) for kind in order} | {"transient": max(0.0, transient)}
 
 
@@ -187,7 +226,8 @@ def _deepstack_bytes(
             made_on, added_on = (row_ranks(end.mesh, end.rules.token_rows) for end in ends)
             tokens = row_work(config.model, batch.shape)[encoder].tokens * made_on / added_on
             size_of_token = config.model.llm.width * ACTIVATION[config.training.precision]
-            # Those of a microbatch come before all stages between, and its maker has it in flight as long.
+            # Those of a microbatch come before all stages between, and its maker has it in flight
+            # as long.
             bytes_ += in_flight[producers[name]] * tokens * size_of_token
     return bytes_
 
@@ -203,7 +243,9 @@ def unsaved_bytes(config: Config, layout: RankLayout) -> dict[str, float]:
         if isinstance(unet := tower_configs(config)[tower], UnetConfig):
             images = work.tokens // unet.condition_tokens
             trained = tower not in frozen_modules(model)
-            saved = unet_saved_bytes(replace(unet, remat="none"), images, ACTIVATION[precision], trained)[0]
+            saved = unet_saved_bytes(
+                replace(unet, remat="none"), images, ACTIVATION[precision], trained
+            )[0]
         else:
             saved = saved_bytes_per_layer(model, tower, (1, length), precision)["none"].device
         unsaved[tower] = saved / max(work.positions, 1)

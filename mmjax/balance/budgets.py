@@ -13,7 +13,8 @@ from mmjax.balance.waits import Prices
 
 _TRIAL = 4096  # samples that maxima are tried on
 _MOST_ANCHORS = 12
-_RATIOS = (0.97, 0.985, 1.0, 1.01, 1.02, 1.04, 1.07)  # of the other dimensions to the anchor, relative to the means'
+# of the other dimensions to the anchor, relative to the means'
+_RATIOS = (0.97, 0.985, 1.0, 1.01, 1.02, 1.04, 1.07)
 
 
 def choose_maximum(
@@ -25,11 +26,13 @@ def choose_maximum(
 ) -> np.ndarray:
     """Choose the row maxima, int64 `[D]`, that leave rows least empty with so many samples a row, (least, most).
 
-    The dimension with the fewest units per sample takes every multiple of its unit in that range; the others follow in
-    the proportion of the means, a little more or less. No maximum is below the longest sample, even if rows then hold
-    more samples than asked for. lengths: int `[n, D]`. rows_needed: called with samples `[m, D]` and maxima `[D]` that
-    all of them fit, returns how many rows it took to group them. alignment: maxima are multiples of it, one or `[D]`.
-    fixed: int `[D]`, maxima that are decided already, 0 where they are not. Raises ValueError without samples.
+    The dimension with the fewest units per sample takes every multiple of its unit in that range;
+    the others follow in the proportion of the means, a little more or less. No maximum is below the
+    longest sample, even if rows then hold more samples than asked for. lengths: int `[n, D]`.
+    rows_needed: called with samples `[m, D]` and maxima `[D]` that all of them fit, returns how
+    many rows it took to group them. alignment: maxima are multiples of it, one or `[D]`.
+    fixed: int `[D]`, maxima that are decided already, 0 where they are not. Raises ValueError
+    without samples.
     """
     lengths = np.asarray(lengths, np.int64)
     if len(lengths) == 0:
@@ -74,15 +77,21 @@ class _Tried:
         """Return the best of `[c, D]` and of those tried before."""
         total = self.samples.sum(0)
         count = len(self.samples)
-        # Emptiness if the fullest dimension were full: no grouping does better, so it gives the order of trials.
-        at_best = 1 - (total / ((total / candidates).max(1, keepdims=True) * candidates))[:, self.used].mean(1)
+        # Emptiness if the fullest dimension were full: no grouping does better, so it gives the
+        # order of trials.
+        at_best = 1 - (total / ((total / candidates).max(1, keepdims=True) * candidates))[
+            :, self.used
+        ].mean(1)
         for i in np.argsort(at_best, kind="stable"):
             # Candidates come by the best that they could be, so all others are no better either.
             if self.best_score[0] == 0 and at_best[i] >= self.best_score[1]:
                 break  # not even rows full in one dimension would leave less empty
             rows = self.rows_needed(self.samples, candidates[i])
-            # By how many samples a row misses the range; 0 inside it. Compared first: range before emptiness.
-            outside = max(self.samples_per_row[0] - count / rows, count / rows - self.samples_per_row[1], 0.0)
+            # By how many samples a row misses the range; 0 inside it. Compared first: range before
+            # emptiness.
+            outside = max(
+                self.samples_per_row[0] - count / rows, count / rows - self.samples_per_row[1], 0.0
+            )
             empty = float(1 - (total / (rows * candidates[i]))[self.used].mean())
             if (outside, empty) < self.best_score:
                 self.best = candidates[i]
@@ -100,7 +109,8 @@ def _candidates(
     used: np.ndarray,
 ) -> np.ndarray:
     """List distinct maxima to try, int64 `[c, D]`."""
-    # The anchor is a dimension that is fixed already, else the one with the fewest units per sample.
+    # The anchor is a dimension that is fixed already, else the one with the fewest units per
+    # sample.
     decided = np.flatnonzero((fixed > 0) & used)
     if len(decided):
         anchor = int(decided[0])
@@ -109,11 +119,15 @@ def _candidates(
         anchor = int(np.argmin(np.where(used, mean / unit, np.inf)))
         # How many units of the anchor so many samples take on average.
         low, high = np.asarray(samples_per_row) * mean[anchor] / unit[anchor]
-        units = np.arange(max(np.floor(low), shortest[anchor] // unit[anchor]), max(np.ceil(high), 1) + 1)
+        units = np.arange(
+            max(np.floor(low), shortest[anchor] // unit[anchor]), max(np.ceil(high), 1) + 1
+        )
         if len(units) == 0:
             units = shortest[[anchor]] // unit[anchor]
         # At most _MOST_ANCHORS of them, evenly over the range.
-        values = np.unique(units[np.linspace(0, len(units) - 1, min(len(units), _MOST_ANCHORS)).astype(int)])
+        values = np.unique(
+            units[np.linspace(0, len(units) - 1, min(len(units), _MOST_ANCHORS)).astype(int)]
+        )
         values = values.astype(np.int64) * unit[anchor]
     candidates = []
     for value in values:
@@ -129,7 +143,8 @@ def _up(length: np.ndarray, unit: np.ndarray) -> np.ndarray:
     return (np.ceil(length / unit - 1e-9) * unit).astype(np.int64)
 
 
-_GIVE = 0.04  # samples per step may move by this share to keep aligned rows of all modules in proportion
+# samples per step may move by this share to keep aligned rows of all modules in proportion
+_GIVE = 0.04
 
 
 @dataclass(frozen=True)
@@ -141,7 +156,8 @@ class Budgets:
     samples_per_step: the mean that the packer should reach with these.
     notes: what differs from the request, and why; one line each.
     prices: by which columns are levelled; None: they are not.
-    all_weights: encoders get every weight that there is even where none can make columns fit, as older versions did.
+    all_weights: encoders get every weight that there is even where none can make columns fit, as
+    older versions did.
     """
 
     rows: np.ndarray
@@ -163,11 +179,12 @@ def fit_budgets(
 ) -> Budgets:
     """Size rows in proportion to each module's mean use, whose rows hold the largest item and the largest sample.
 
-    rows: `[M]`, at most so many rows per microbatch; fewer where the largest item needs longer ones. Where even one row
-    would then be out of proportion, there are more samples in a step. A module without parts keeps its rows, of length
-    `alignment`. headroom: a budget's excess over mean use; the default is what the packer leaves empty at 24 to 48
-    samples a step, so that steps really have `samples_per_step`. names: of the modules, for the notes.
-    Raises ValueError without samples, or for numbers below 1.
+    rows: `[M]`, at most so many rows per microbatch; fewer where the largest item needs longer
+    ones. Where even one row would then be out of proportion, there are more samples in a step. A
+    module without parts keeps its rows, of length `alignment`. headroom: a budget's excess over
+    mean use; the default is what the packer leaves empty at 24 to 48 samples a step, so that steps
+    really have `samples_per_step`. names: of the modules, for the notes. Raises ValueError without
+    samples, or for numbers below 1.
     """
     requested = np.asarray(rows, np.int64)
     if len(parts) == 0:
@@ -177,8 +194,9 @@ def fit_budgets(
     modules = len(requested)
     totals = parts.totals(modules)
     unit = units(parts, modules)
-    # Budgets scale with the number of samples per step, so everything is counted in positions per sample of a step.
-    per_sample = totals.mean(0) * (1 + headroom) / microbatches  # positions of a microbatch, for each sample of a step
+    # Budgets scale with the number of samples per step, so everything is counted in positions per
+    # sample of a step. positions of a microbatch, for each sample of a step
+    per_sample = totals.mean(0) * (1 + headroom) / microbatches
     item = parts.largest(modules)
     sample = totals.max(0)
     used = item > 0
@@ -188,17 +206,21 @@ def fit_budgets(
     # With fewer, rows would be longer in one module alone, and the others' emptier.
     count = max(float(samples_per_step), min_count.max())
     fitted = requested.copy()
-    # Fewer, longer rows where rows that hold the largest item would together exceed the module's share.
+    # Fewer, longer rows where rows that hold the largest item would together exceed the module's
+    # share.
     for k in np.flatnonzero(used):
-        while fitted[k] > 1 and fitted[k] * shortest_rows(item[k], sample[k], fitted[k], unit[k], alignment) > (
-            count * per_sample[k]
-        ):
+        while fitted[k] > 1 and fitted[k] * shortest_rows(
+            item[k], sample[k], fitted[k], unit[k], alignment
+        ) > (count * per_sample[k]):
             fitted[k] -= 1
     shortest = np.maximum(shortest_rows(item, sample, fitted, unit, alignment), alignment)
     # All modules are to be full after the same number of samples.
     length = _in_proportion(count * per_sample, fitted, shortest, used, unit, alignment)
-    # A row is filled in whole units, so the rest of `length // unit` stays empty; the tightest module decides.
-    reached = float((fitted * (length // unit * unit) / np.where(used, per_sample, np.inf))[used].min())
+    # A row is filled in whole units, so the rest of `length // unit` stays empty; the tightest
+    # module decides.
+    reached = float(
+        (fitted * (length // unit * unit) / np.where(used, per_sample, np.inf))[used].min()
+    )
 
     min_length = shortest_rows(item, sample, fitted, unit, 1)
     named = list(names) or [f"module {k}" for k in range(modules)]
@@ -236,17 +258,26 @@ def shortest_rows(
 
 
 def _in_proportion(
-    need: np.ndarray, rows: np.ndarray, shortest: np.ndarray, used: np.ndarray, unit: np.ndarray, alignment: int
+    need: np.ndarray,
+    rows: np.ndarray,
+    shortest: np.ndarray,
+    used: np.ndarray,
+    unit: np.ndarray,
+    alignment: int,
 ) -> np.ndarray:
     """Round row lengths near need / rows: rounding each up by itself would leave the roomiest module unfilled."""
     best = shortest
     min_loss = np.inf
-    # Around the requested size outwards: 1, 1, 1.001, 0.999, 1.002, ... so the nearest of equals wins.
+    # Around the requested size outwards: 1, 1, 1.001, 0.999, 1.002, ... so the nearest of equals
+    # wins.
     for scale in 1 + np.linspace(0, _GIVE, 41)[:, None] * np.array([1, -1]):
         for s in scale:
-            length = np.maximum(align(np.ceil(s * need / rows - 1e-9).astype(np.int64), unit, alignment), shortest)
-            # Both the spread between modules and the distance from the requested size count as loss.
-            steps = (rows * (length // unit * unit))[used] / need[used]  # how many steps' mean need each module holds
+            length = np.maximum(
+                align(np.ceil(s * need / rows - 1e-9).astype(np.int64), unit, alignment), shortest
+            )
+            # Both the spread between modules and the distance from the requested size count as
+            # loss. how many steps' mean need each module holds
+            steps = (rows * (length // unit * unit))[used] / need[used]
             loss = 1 - steps.min() / steps.max() + abs(steps.min() - 1) / 2
             if loss < min_loss - 1e-12:
                 best = length

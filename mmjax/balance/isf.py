@@ -1,7 +1,8 @@
 """Iterative Sampling and Filtering, OmniBal section 4.1: samples grouped so that a group fills one row.
 
-Algorithms 1 (sampling) and 2 (filtering) in any number of dimensions. What the paper loses is kept and told apart here:
-samples above a bound, and those that no iteration has put into an accepted group.
+Algorithms 1 (sampling) and 2 (filtering) in any number of dimensions. What the paper loses is kept
+and told apart here: samples above a bound, and those that no iteration has put into an accepted
+group.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Iteration:
 class Grouping:
     """The group of each sample.
 
-    group: int32 `[n]`; 0 .. groups - 1 were accepted by the filter, the next `leftover_groups` made from what it left,
-    -1 = left over, or above a bound.
+    group: int32 `[n]`; 0 .. groups - 1 were accepted by the filter, the next `leftover_groups` made
+    from what it left, -1 = left over, or above a bound.
     oversize: int64, the samples that exceed the maximum in a dimension; they fit no group.
     """
 
@@ -57,39 +58,59 @@ class Bounds:
 
 
 def isf(
-    lengths: np.ndarray, maximum: np.ndarray, minimum: np.ndarray, iterations: int, rng: Shuffler | np.random.Generator
+    lengths: np.ndarray,
+    maximum: np.ndarray,
+    minimum: np.ndarray,
+    iterations: int,
+    rng: Shuffler | np.random.Generator,
 ) -> Grouping:
     """Group samples by sampling and filtering, at most `iterations` times (T of the paper).
 
-    Sampling shuffles what is left and opens a new group whenever the next sample would exceed `maximum` `[D]` in any
-    dimension; filtering keeps the groups that reach `minimum` `[D]` in at least one. The group that is still open when
-    the samples end is not a candidate. lengths: int `[n, D]`.
+    Sampling shuffles what is left and opens a new group whenever the next sample would exceed
+    `maximum` `[D]` in any dimension; filtering keeps the groups that reach `minimum` `[D]` in at
+    least one. The group that is still open when the samples end is not a candidate. lengths: int
+    `[n, D]`.
     """
     lengths = np.ascontiguousarray(lengths, np.int64)
     maximum = np.asarray(maximum, np.int64)
     minimum = np.asarray(minimum, np.int64)
     group = np.full(len(lengths), -1, np.int32)
-    # Samples and their lengths are shuffled together: looked up at random addresses, they would take most of the time.
+    # Samples and their lengths are shuffled together: looked up at random addresses, they would
+    # take most of the time.
     kind = np.int32 if max(len(lengths), *maximum) < 2**31 else np.int64
-    remaining, order = (_Samples(np.empty(len(lengths), kind), np.empty(lengths.shape, kind)) for _ in range(2))
+    remaining, order = (
+        _Samples(np.empty(len(lengths), kind), np.empty(lengths.shape, kind)) for _ in range(2)
+    )
     count = _take_within(lengths, maximum, remaining)
     # Sought only where the count says that there are some.
-    above = np.flatnonzero(np.any(lengths > maximum, axis=1)) if count < len(lengths) else np.zeros(0, np.int64)
+    above = (
+        np.flatnonzero(np.any(lengths > maximum, axis=1))
+        if count < len(lengths)
+        else np.zeros(0, np.int64)
+    )
     history: list[Iteration] = []
     groups = 0
     for _ in range(iterations):
         if count == 0:
             break
-        # Two buffers take turns: the shuffle writes the other one, whose front then holds the rejected samples.
+        # Two buffers take turns: the shuffle writes the other one, whose front then holds the
+        # rejected samples.
         _shuffle(remaining.first(count), order.first(count), rng)
         first_group = groups
         candidates = count
         total = np.zeros(len(maximum), np.int64)
-        groups, count = _sample_and_filter(order.first(count), maximum, minimum, group, groups, total)
-        # The front of `order` now has those that remain; `remaining` may be overwritten in the next round.
+        groups, count = _sample_and_filter(
+            order.first(count), maximum, minimum, group, groups, total
+        )
+        # The front of `order` now has those that remain; `remaining` may be overwritten in the next
+        # round.
         remaining, order = order, remaining
         history.append(
-            Iteration(groups - first_group, candidates - count, total / (maximum * max(groups - first_group, 1)))
+            Iteration(
+                groups - first_group,
+                candidates - count,
+                total / (maximum * max(groups - first_group, 1)),
+            )
         )
     return Grouping(group, groups, above, tuple(history))
 
@@ -107,8 +128,8 @@ class _Samples(NamedTuple):
 def _shuffle(samples: _Samples, shuffled: _Samples, rng: Shuffler | np.random.Generator) -> None:
     """Write the samples in random order into `shuffled`.
 
-    Many are first dealt to random buckets that fit in a cache, then each bucket is shuffled: a uniform shuffle too (Rao
-    1961, Sandelius 1962), in time proportional to the samples.
+    Many are first dealt to random buckets that fit in a cache, then each bucket is shuffled: a
+    uniform shuffle too (Rao 1961, Sandelius 1962), in time proportional to the samples.
     """
     buckets = 1
     # A random byte chooses the bucket, so there are at most 256.
@@ -116,7 +137,9 @@ def _shuffle(samples: _Samples, shuffled: _Samples, rng: Shuffler | np.random.Ge
         buckets *= 2
     start = np.array([0, len(samples.number)])
     if buckets > 1:
-        start = _deal(samples, np.frombuffer(rng.bytes(len(samples.number)), np.uint8), buckets, shuffled)
+        start = _deal(
+            samples, np.frombuffer(rng.bytes(len(samples.number)), np.uint8), buckets, shuffled
+        )
         samples = shuffled
     for begin, end in pairwise(start):
         order = rng.permutation(end - begin)
@@ -147,7 +170,8 @@ def choose_bounds(
 ) -> Bounds:
     """Choose the bounds that, tried on the data, leave the least of all groups empty, leftover ones too.
 
-    The maximum is chosen as in `choose_maximum`, whose arguments these are, the minimum as a share of it.
+    The maximum is chosen as in `choose_maximum`, whose arguments these are, the minimum as a share
+    of it.
     """
 
     def rows_needed(trial: np.ndarray, maximum: np.ndarray) -> float:
@@ -163,7 +187,10 @@ def choose_bounds(
 
 
 def _tolerated(maximum: np.ndarray) -> list[Bounds]:
-    return [Bounds(maximum, np.maximum(np.ceil(maximum * (1 - t)).astype(np.int64), 1)) for t in _TOLERANCES]
+    return [
+        Bounds(maximum, np.maximum(np.ceil(maximum * (1 - t)).astype(np.int64), 1))
+        for t in _TOLERANCES
+    ]
 
 
 def _all_groups(trial: np.ndarray, bounds: Bounds) -> float:
@@ -200,7 +227,8 @@ def _deal(samples, bucket, buckets, dealt):
     start = np.zeros(buckets + 1, np.int64)
     for b in bucket:
         start[(b & (buckets - 1)) + 1] += 1
-    # Counting sort: bucket sizes [2, 0, 3] become starts [0, 2, 2, 5]; `free` is the next slot of each bucket.
+    # Counting sort: bucket sizes [2, 0, 3] become starts [0, 2, 2, 5]; `free` is the next slot of
+    # each bucket.
     start = np.cumsum(start)
     free = start.copy()
     for i in range(len(bucket)):
@@ -221,8 +249,8 @@ def _copy(samples, index, to, place):
 def _sample_and_filter(order, maximum, minimum, group, groups, accepted_total):
     """Run one round of algorithms 1 and 2 over the samples `order`; rejected samples are moved to its front.
 
-    Writes accepted groups into `group` `[n]`, numbered from `groups` on, and adds their lengths to `accepted_total`
-    `[D]`. Returns the number of the next group, and how many samples remain.
+    Writes accepted groups into `group` `[n]`, numbered from `groups` on, and adds their lengths to
+    `accepted_total` `[D]`. Returns the number of the next group, and how many samples remain.
     """
     dimensions = len(maximum)
     # Lengths of the group that is open, begin .. i.
@@ -239,7 +267,8 @@ def _sample_and_filter(order, maximum, minimum, group, groups, accepted_total):
         keep = False
         for k in range(dimensions):
             total[k] -= order.length[i, k]
-            # One dimension is enough: of an image-heavy and a text-heavy group each fills another module.
+            # One dimension is enough: of an image-heavy and a text-heavy group each fills another
+            # module.
             keep |= total[k] >= minimum[k]
         if keep:
             for j in range(begin, i):
@@ -255,7 +284,8 @@ def _sample_and_filter(order, maximum, minimum, group, groups, accepted_total):
             accepted_total[k] += keep * total[k]
             total[k] = order.length[i, k]
         begin = i
-    # The group that is open at the end was never tested against the next sample: it goes round once more.
+    # The group that is open at the end was never tested against the next sample: it goes round once
+    # more.
     for j in range(begin, len(order.number)):
         _copy(order, j, order, remaining)
         remaining += 1
@@ -266,7 +296,8 @@ def _sample_and_filter(order, maximum, minimum, group, groups, accepted_total):
 def _first_fit(lengths, maximum):
     """Return the first open group that holds each sample, int64 [n].
 
-    Groups are closed that none of the rest fits, and the oldest where too many are open: else time is quadratic.
+    Groups are closed that none of the rest fits, and the oldest where too many are open: else time
+    is quadratic.
     """
     n, dimensions = lengths.shape
     number = np.full(n, -1, np.int64)

@@ -1,8 +1,9 @@
 """Moving items of one encoder between the ranks of a node, where samples alone leave a rank with too much of it.
 
-An item is then encoded on another rank than its sample's, and its tokens travel (OrchMLLM section 6). Kernels work on
-plain arrays. Items are sorted by falling cost; `home_rank` int64 `[m]` is the rank of an item's sample, `rank` where it
-is encoded (at first its home), `tokens` what travels if these differ. `load`: float64 `[ranks]`, 1 = mean.
+An item is then encoded on another rank than its sample's, and its tokens travel (OrchMLLM section
+6). Kernels work on plain arrays. Items are sorted by falling cost; `home_rank` int64 `[m]` is the
+rank of an item's sample, `rank` where it is encoded (at first its home), `tokens` what travels if
+these differ. `load`: float64 `[ranks]`, 1 = mean.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from numba import njit
 _LEAST_RELIEF = 1e-9  # of the fullest rank
 _PARTNERS = 32  # ranks that the fullest one tries, the lightest first
 _TRIES = 16  # moves for each rank of a node
-_MANY = 64  # items a rank, from which on most of what must go is shed before moves are chosen one by one
+# items a rank, from which on most of what must go is shed before moves are chosen one by one
+_MANY = 64
 
 
 class _Node(NamedTuple):
@@ -33,8 +35,9 @@ class _Node(NamedTuple):
 def spread_in_nodes(start, size, home_rank, cost, tokens, width, goal, rank, load):
     """Move or swap items off each node's fullest rank until it is at the goal or nothing helps; writes rank and load.
 
-    start: int64 [nodes + 1], the items of each node; size: int64 [nodes], its ranks, which are numbered through all
-    nodes. From no rank to another one travel more than `width` tokens. Time is linear in items for each move.
+    start: int64 [nodes + 1], the items of each node; size: int64 [nodes], its ranks, which are
+    numbered through all nodes. From no rank to another one travel more than `width` tokens. Time is
+    linear in items for each move.
     """
     first = 0
     for k in range(len(size)):
@@ -44,7 +47,9 @@ def spread_in_nodes(start, size, home_rank, cost, tokens, width, goal, rank, loa
             b = start[k + 1]
             # Ranks are numbered from 0 inside the node, and shifted back afterwards.
             local = rank[a:b] - first
-            spread_items(home_rank[a:b] - first, cost[a:b], tokens[a:b], width, goal, local, load[first:end])
+            spread_items(
+                home_rank[a:b] - first, cost[a:b], tokens[a:b], width, goal, local, load[first:end]
+            )
             rank[a:b] = local + first
         first = end
 
@@ -57,7 +62,8 @@ def spread_items(home_rank, cost, tokens, width, goal, rank, load):
     if len(home_rank) > _MANY * ranks:
         _shed(home_rank, cost, tokens, width, goal, rank, load, sent)
     node = _Node(np.full(ranks, -1, np.int64), np.full(len(home_rank), -1, np.int64), sent)
-    # Inserted at the head from the cheapest on, so that each list runs from the most expensive item.
+    # Inserted at the head from the cheapest on, so that each list runs from the most expensive
+    # item.
     for item in range(len(home_rank) - 1, -1, -1):
         node.follower[item] = node.head[rank[item]]
         node.head[rank[item]] = item
@@ -107,7 +113,9 @@ def _best_move(node, home_rank, cost, tokens, width, goal, load, full):
         # Even equal loads on these two ranks would not beat the best move so far.
         if to == full or max((load[full] + load[to]) / 2, goal) >= min_load:
             continue
-        new_load, out, back = _best_swap(node, home_rank, cost, tokens, width, goal, load, full, to, min_load)
+        new_load, out, back = _best_swap(
+            node, home_rank, cost, tokens, width, goal, load, full, to, min_load
+        )
         if new_load < min_load:
             min_load = new_load
             best_out = out
@@ -122,9 +130,9 @@ def _best_move(node, home_rank, cost, tokens, width, goal, load, full):
 def _best_swap(node, home_rank, cost, tokens, width, goal, load, full, to, min_load):
     """Return the larger of two ranks' loads after the best move or swap, at least the goal; and the items, -1 = none.
 
-    An item may come to a rank if that is its home, or if its home's tokens to there stay within the width. The ideal
-    change halves the difference, or reaches the goal: both lists fall, so one pass over them finds the items
-    whose difference is nearest to it on either side.
+    An item may come to a rank if that is its home, or if its home's tokens to there stay within the
+    width. The ideal change halves the difference, or reaches the goal: both lists fall, so one pass
+    over them finds the items whose difference is nearest to it on either side.
     """
     ideal = min((load[full] - load[to]) / 2, load[full] - goal)
     best_out = best_back = -1
@@ -141,7 +149,8 @@ def _best_swap(node, home_rank, cost, tokens, width, goal, load, full, to, min_l
                 if may_come and cost[fitting] < cost[out]:
                     passed = fitting
                 fitting = node.follower[fitting]
-            # Try the items on either side of the ideal change; without a fitting one the first is a move, no swap.
+            # Try the items on either side of the ideal change; without a fitting one the first is a
+            # move, no swap.
             for k in range(2):
                 back = fitting if k == 0 else passed
                 if k == 0 or passed >= 0:

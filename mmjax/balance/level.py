@@ -1,11 +1,14 @@
 """Level attention between columns whose rows are filled: exchanges of samples that leave every row within its length.
 
-Rows are computed with their padding, so that equally long rows take equally long however full they are, but for
-attention: its pairs grow with the square of a sample's length. One long sample is exchanged for several short ones of
-about as many positions. Positions are a limit here, and pairs are what is made equal: to add both up as one cost would
-fill rows unevenly, and the fullest one decides how long all are.
+Rows are computed with their padding, so that equally long rows take equally long however full they
+are, but for
+attention: its pairs grow with the square of a sample's length. One long sample is exchanged for
+several short ones of about as many positions. Positions are a limit here, and pairs are what is
+made equal: to add both up as one cost would fill rows unevenly, and the fullest one decides how
+long all are.
 
-A column is what one rank computes at a time: rows of every module of a microbatch, with all parts of its samples.
+A column is what one rank computes at a time: rows of every module of a microbatch, with all parts
+of its samples.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ _SPARE_PLACES = 32
 _LEAST_GAIN = 0.02  # of a column's excess
 _ENOUGH = 0.5  # of a column's excess: an exchange that wins as much is done without looking further
 _STUCK = 2  # rounds without an exchange, after which a column is left alone
-_NEARLY_WORST = 0.97  # of the excess of a worst column that cannot be relieved: others need not be better
+# of the excess of a worst column that cannot be relieved: others need not be better
+_NEARLY_WORST = 0.97
 
 
 class PartArrays(NamedTuple):
@@ -43,13 +47,19 @@ class PartArrays(NamedTuple):
 
 
 def level(
-    parts: PartArrays, column: np.ndarray, columns: int, rows: np.ndarray, length: np.ndarray, prices: Prices
+    parts: PartArrays,
+    column: np.ndarray,
+    columns: int,
+    rows: np.ndarray,
+    length: np.ndarray,
+    prices: Prices,
 ) -> np.ndarray:
     """Exchange samples between columns so that the fullest has least attention: the column of each part, int64 `[p]`.
 
-    column: int `[p]`, in whose rows the parts are; a sample with parts in several stays where it is. rows: int64
-    `[M]`, of a column. length: int64 `[M]`, of a row. Where a column has several rows, its parts fit them longest first
-    to the emptiest. Deterministic; `column` itself is returned where nothing is gained.
+    column: int `[p]`, in whose rows the parts are; a sample with parts in several stays where it
+    is. rows: int64 `[M]`, of a column. length: int64 `[M]`, of a row. Where a column has several
+    rows, its parts fit them longest first to the emptiest. Deterministic; `column` itself is
+    returned where nothing is gained.
     """
     modules = len(rows)
     if columns < 2 or len(column) == 0 or not prices.pair.any():
@@ -57,17 +67,27 @@ def level(
     start, fixed = _units(parts.start, column)
     unit = np.repeat(np.arange(len(fixed)), np.diff(start))
     flat = unit * modules + parts.module
-    seconds = np.bincount(flat, parts.pairs, len(fixed) * modules).reshape(-1, modules) * prices.pair
+    seconds = (
+        np.bincount(flat, parts.pairs, len(fixed) * modules).reshape(-1, modules) * prices.pair
+    )
     unit_column = column[start[:-1]].astype(np.int64)
-    phases, goal, enough = _goals(seconds, unit_column, columns, float(prices.position @ (rows * length)))
+    phases, goal, enough = _goals(
+        seconds, unit_column, columns, float(prices.position @ (rows * length))
+    )
     if not len(phases):
         return column
-    total = np.rint(np.bincount(flat, parts.length, len(fixed) * modules)).astype(np.int64).reshape(-1, modules)
+    total = (
+        np.rint(np.bincount(flat, parts.length, len(fixed) * modules))
+        .astype(np.int64)
+        .reshape(-1, modules)
+    )
     chosen = np.ascontiguousarray(seconds[:, phases])
     levelled = unit_column.copy()
     units = parts._replace(start=start)
     _exchange_all(total, chosen, units, fixed, rows, length, goal, enough, columns, levelled)
-    old_fullest, new_fullest = (_loads(chosen, c, columns).max(0).sum() for c in (unit_column, levelled))
+    old_fullest, new_fullest = (
+        _loads(chosen, c, columns).max(0).sum() for c in (unit_column, levelled)
+    )
     return levelled[unit] if new_fullest < old_fullest else column
 
 
@@ -97,7 +117,8 @@ def _goals(
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Choose the phases to level, none where all are even enough; what their columns may have; what is good enough.
 
-    of_rows: seconds that a column takes beside its attention. The last of the three is a squared excess.
+    of_rows: seconds that a column takes beside its attention. The last of the three is a squared
+    excess.
     """
     load = _loads(seconds, column, columns)
     fullest = load.max(0)
@@ -107,8 +128,8 @@ def _goals(
     high = fullest - bound > _WASTE * step / len(mean)
     if not high.any():
         return np.zeros(0, np.int64), mean, 0.0
-    # A phase that is even by itself, as of tiles, stays so whatever is exchanged; one that is even enough may not get
-    # worse than it is, or it would take what the others lose.
+    # A phase that is even by itself, as of tiles, stays so whatever is exchanged; one that is even
+    # enough may not get worse than it is, or it would take what the others lose.
     phases = np.flatnonzero(high | (fullest > mean * (1 + _EVEN)))
     goal = np.where(high, bound + _WASTE * step / (2 * high.sum()), fullest)
     return phases, goal[phases], (_WASTE * step / 4) ** 2
@@ -117,14 +138,16 @@ def _goals(
 def sort_columns(seconds: np.ndarray) -> np.ndarray:
     """Deal the columns of a step's microbatches anew so that those alike in attention run together: int64 `[J * C]`.
 
-    Ranks meet in every microbatch, so that one long sample in each of them costs its time in each. seconds: float64
-    `[J, C, M]`, of columns. Returns the place of each column among all; its own where nothing is gained.
+    Ranks meet in every microbatch, so that one long sample in each of them costs its time in each.
+    seconds: float64 `[J, C, M]`, of columns. Returns the place of each column among all; its own
+    where nothing is gained.
     """
     microbatches, columns, _ = seconds.shape
     best = np.arange(microbatches * columns)
     fullest = seconds.max(1).sum()
-    # With C = 5 the heaviest is column 0 of microbatch 0, the next ones 2, 4, 3 and 1: neighbours, which one rank may
-    # have together, add up to about the same. Every other microbatch has them the other way round.
+    # With C = 5 the heaviest is column 0 of microbatch 0, the next ones 2, 4, 3 and 1: neighbours,
+    # which one rank may have together, add up to about the same. Every other microbatch has them
+    # the other way round.
     number = np.arange(columns)
     column = np.where(2 * number < columns, 2 * number, 2 * (columns - number) - 1)
     column = np.where(np.arange(microbatches)[:, None] % 2, columns - 1 - column, column)
@@ -266,7 +289,8 @@ def _best_exchange(state, heavy, phase, lightest, goal, visited):
     chosen = np.empty(_MOST, np.int64)
     used = np.empty(places, np.bool_)
     missing = np.empty(state.total.shape[1], np.int64)
-    size = np.empty((places, state.total.shape[1]), np.int64)  # of the partner's samples, side by side
+    # of the partner's samples, side by side
+    size = np.empty((places, state.total.shape[1]), np.int64)
     partners = min(_WORST_PARTNERS if visited < _WORST else _PARTNERS, columns)
     # Others begin further on each, or all would exchange with the same few.
     begin = 0 if visited < _WORST or columns <= partners else 3 * visited
@@ -348,8 +372,9 @@ def _list_heaviest(state, column, phase, limit, places):
 def _substitute(state, s, heavy, light, share, size, used, chosen, missing):
     """Choose samples of `light` to exchange for sample s of `heavy`: write their places, return how many; -1 = none do.
 
-    None has more of the LLM than `share` of s. Each is the one that brings the positions of all together nearest to
-    those of s, relative to what rows hold; no more than are needed for both columns to hold theirs.
+    None has more of the LLM than `share` of s. Each is the one that brings the positions of all
+    together nearest to those of s, relative to what rows hold; no more than are needed for both
+    columns to hold theirs.
     """
     count = state.count[light]
     modules = len(missing)

@@ -1,8 +1,8 @@
 """Longest processing time first, and what brings it to its bound: the kernels of post-balancing (OrchMLLM section 5.1).
 
-Kernels work on plain arrays and write their result into `rank` and `load`. `weight` `[n]` is what each item costs,
-int64 or float64; `order` says which items to place, longest first; `load` `[ranks]`, of weight's type, is what each
-rank holds.
+Kernels work on plain arrays and write their result into `rank` and `load`. `weight` `[n]` is what
+each item costs, int64 or float64; `order` says which items to place, longest first; `load`
+`[ranks]`, of weight's type, is what each rank holds.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from numba import njit
 def split(totals: np.ndarray, microbatches: int) -> np.ndarray:
     """Assign each sample a microbatch, int64 `[n]`, by greedy vector balancing. totals: int `[n, M]`, positions.
 
-    The sample with the largest load in any module, relative to that module's mean over microbatches, goes first, to the
-    microbatch whose largest relative load stays least.
+    The sample with the largest load in any module, relative to that module's mean over
+    microbatches, goes first, to the microbatch whose largest relative load stays least.
     """
-    # 1 is what a microbatch has of the module on average; a module that nobody uses is 0 everywhere.
+    # 1 is what a microbatch has of the module on average; a module that nobody uses is 0
+    # everywhere.
     share = totals * microbatches / np.maximum(totals.sum(0), 1)
     return _balance(share, np.argsort(-share.max(1, initial=0), kind="stable"), microbatches)
 
@@ -29,16 +30,20 @@ def to_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Assign each part a row, longest first to the emptiest of its group and module; return each module's fullest too.
 
-    module, length, group: int `[p]`; a group is a microbatch or a rank. rows: int64 `[M]`, of each group. Returns int32
-    `[p]`, group * rows + row within the group, and int64 `[M]`, positions, not aligned.
+    module, length, group: int `[p]`; a group is a microbatch or a rank. rows: int64 `[M]`, of each
+    group. Returns int32 `[p]`, group * rows + row within the group, and int64 `[M]`, positions, not
+    aligned.
     """
     groups = int(group.max(initial=0)) + 1
-    # One line for each module, as long as that of the module with the most rows; the ends of others stay 0.
+    # One line for each module, as long as that of the module with the most rows; the ends of others
+    # stay 0.
     load = np.zeros((len(rows), groups * int(rows.max())), np.int64)
     row = np.zeros(len(module), np.int32)
     need = np.zeros(len(rows), np.int64)
     longest_first = np.argsort(-length, kind="stable")
-    _longest_first(module, length, np.asarray(group, np.int64), longest_first, rows, load, row, need)
+    _longest_first(
+        module, length, np.asarray(group, np.int64), longest_first, rows, load, row, need
+    )
     return row, need
 
 
@@ -72,8 +77,9 @@ def _balance(share, heaviest_first, microbatches):
 def _longest_first(module, length, group, longest_first, rows, load, row, need):
     """Assign each part, longest first, to the emptiest row of its module and group; writes load, row and need.
 
-    The rows of a module and group are a binary heap; of equally empty ones the first goes first. The heap is an array:
-    Numba's `heapq`, of tuples, takes up to four times as long here and in `lpt`.
+    The rows of a module and group are a binary heap; of equally empty ones the first goes first.
+    The heap is an array: Numba's `heapq`, of tuples, takes up to four times as long here and in
+    `lpt`.
     """
     heap = np.empty(load.shape, np.int64)  # rows within their group
     for k in range(len(rows)):
@@ -90,7 +96,8 @@ def _longest_first(module, length, group, longest_first, rows, load, row, need):
         row[part] = first + emptiest
         need[k] = max(need[k], new_load)
         slot = 0
-        # The emptiest row has been filled: sift it down the heap, whose node h has children 2 h + 1 and 2 h + 2.
+        # The emptiest row has been filled: sift it down the heap, whose node h has children 2 h + 1
+        # and 2 h + 2.
         while 2 * slot + 1 < count:
             child = 2 * slot + 1
             if child + 1 < count:
@@ -98,7 +105,8 @@ def _longest_first(module, length, group, longest_first, rows, load, row, need):
                 right_row = heap[k, first + child + 1]
                 a = load[k, first + left_row]
                 b = load[k, first + right_row]
-                # Ties go to the lower row, so that the result does not depend on the heap's history.
+                # Ties go to the lower row, so that the result does not depend on the heap's
+                # history.
                 child += b < a or (b == a and right_row < left_row)
             lower = heap[k, first + child]
             child_load = load[k, first + lower]
@@ -129,10 +137,12 @@ def longest_first(length: np.ndarray) -> np.ndarray:
     if n == 0:
         return np.zeros(0, np.int64)
     longest = int(length.max())
-    # Length and index share one int64 key, (longest - length) * n + index, so that one plain sort orders both.
+    # Length and index share one int64 key, (longest - length) * n + index, so that one plain sort
+    # orders both.
     if (longest + 1) * n >= 2**63:
         return np.argsort(-length, kind="stable")
-    return np.sort((longest - length) * n + np.arange(n)) % n  # unlike a stable argsort, NumPy sorts these with SIMD
+    # unlike a stable argsort, NumPy sorts these with SIMD
+    return np.sort((longest - length) * n + np.arange(n)) % n
 
 
 @njit(cache=True)
@@ -170,12 +180,14 @@ def lpt(weight, order, rank, load):
 def polish(weight, order, rank, load, target):
     """Exchange items between ranks until none holds more than `target`, or none above it finds a partner.
 
-    Counts stay. An exchange makes a rank above the target lighter and one below it no heavier than the other was: one
-    item for one where a difference near half the gap between the two exists, else two for two.
+    Counts stay. An exchange makes a rank above the target lighter and one below it no heavier than
+    the other was: one item for one where a difference near half the gap between the two exists,
+    else two for two.
     """
     items = _group_by_rank(weight, order, rank, len(load))
     for _ in range(_ROUNDS):
-        # Sorted once a round and not after every exchange: ranks that were relieved are met again in the next.
+        # Sorted once a round and not after every exchange: ranks that were relieved are met again
+        # in the next.
         lightest = np.argsort(load)
         if not _round(items, lightest, rank, load, target):
             return
@@ -206,12 +218,15 @@ def _round(items, lightest, rank, load, target):
     low = stuck = 0
     changed = False
     for i in range(len(lightest) - 1, 0, -1):
-        # Partners are taken from the light end, ranks to relieve from the heavy end, until both meet.
+        # Partners are taken from the light end, ranks to relieve from the heavy end, until both
+        # meet.
         while low < i and load[lightest[low]] >= target:
             low += 1
         if low == i or load[lightest[i]] <= target or stuck == _STUCK:
             break
-        if _relieve(items, lightest[i], lightest[low : min(low + _PARTNERS, i)], rank, load, target):
+        if _relieve(
+            items, lightest[i], lightest[low : min(low + _PARTNERS, i)], rank, load, target
+        ):
             changed = True
         else:
             stuck += 1
@@ -224,15 +239,17 @@ def _relieve(items, heavy, partners, rank, load, target):
         if load[light] < target:
             # Moving half of the gap would make the two equal; any change below the whole gap helps.
             half = (load[heavy] - load[light]) / 2
-            a, b, off = _nearest(items, heavy, light, half, np.int64(-1), np.int64(-1))  # no literals: see pack_kernels
-            # A difference d lies between 0 and the whole gap exactly where |d - half| < half; then the larger load
-            # falls.
+            # no literals: see pack_kernels
+            a, b, off = _nearest(items, heavy, light, half, np.int64(-1), np.int64(-1))
+            # A difference d lies between 0 and the whole gap exactly where |d - half| < half; then
+            # the larger load falls.
             if off < half:
                 _exchange(items, a, b, heavy, light, rank, load)
                 _sort(items, heavy)
                 _sort(items, light)
                 return True
-    # No single pair was near enough. Two pairs are sought with the lightest partner alone, as that takes longer.
+    # No single pair was near enough. Two pairs are sought with the lightest partner alone, as that
+    # takes longer.
     light = partners[0]
     half = (load[heavy] - load[light]) / 2
     a, b, c, d = _nearest_two(items, heavy, light, half, max(target - load[heavy] + half, half / 8))
@@ -286,8 +303,12 @@ def _nearest_two(items, heavy, light, difference, enough):
     best = (-1, -1, -1, -1)
     min_error = difference
     # The shortest items make the finest differences, which a second pair then complements.
-    for a in range(max(items.begin[heavy], items.begin[heavy + 1] - _WINDOW), items.begin[heavy + 1]):
-        for b in range(max(items.begin[light], items.begin[light + 1] - _WINDOW), items.begin[light + 1]):
+    for a in range(
+        max(items.begin[heavy], items.begin[heavy + 1] - _WINDOW), items.begin[heavy + 1]
+    ):
+        for b in range(
+            max(items.begin[light], items.begin[light + 1] - _WINDOW), items.begin[light + 1]
+        ):
             rest = difference - (items.weight[a] - items.weight[b])
             c, d, off = _nearest(items, heavy, light, rest, a, b)
             if off < min_error:

@@ -23,8 +23,8 @@ class Mask(NamedTuple):
 def allowed_keys(mask: Mask) -> np.ndarray:
     """Count the keys that each token may attend, int64 `[T]`, in any order of tokens. 0 for padding.
 
-    Row-wise sum of the attention mask, Cornstarch section 4.3.2. Raises ValueError for two tokens of a sample with one
-    `pos`.
+    Row-wise sum of the attention mask, Cornstarch section 4.3.2. Raises ValueError for two tokens
+    of a sample with one `pos`.
     """
     start, first, grows = _runs(mask)
     # Only runs have been counted, of which a row has far fewer than tokens.
@@ -63,9 +63,9 @@ def _runs(mask: Mask) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def run_pairs(tokens, kind, sees, span, branch, window):
     """Count the allowed pairs of one sample, given as runs of tokens that attend alike in the order of `pos`.
 
-    All int64 [R]; kind, sees and span as in `Mask`, branch: 0 for what all branches after it see. window: keys that a
-    query sees at most, itself included, those of its span aside; 0 = all. Branches between a token and branch 0 do not
-    count.
+    All int64 [R]; kind, sees and span as in `Mask`, branch: 0 for what all branches after it see.
+    window: keys that a query sees at most, itself included, those of its span aside; 0 = all.
+    Branches between a token and branch 0 do not count.
     """
     runs = len(tokens)
     begin = np.zeros(runs + 1, np.int64)
@@ -89,7 +89,9 @@ def run_pairs(tokens, kind, sees, span, branch, window):
                     first = begin[i] - (0 if branch[j] else gap[i])
                     # The first query misses so many of the run's keys, and each after it one more.
                     missed = first - window + 1 - begin[j]
-                    pairs -= _clipped_sum(missed + tokens[i] - 1, tokens[j]) - _clipped_sum(missed - 1, tokens[j])
+                    pairs -= _clipped_sum(missed + tokens[i] - 1, tokens[j]) - _clipped_sum(
+                        missed - 1, tokens[j]
+                    )
     return pairs
 
 
@@ -115,9 +117,14 @@ def _run_starts(sample, pos, span, kind, sees):
             continue
         for i in range(begin, end):
             last = i - 1
-            changed = i == 0 or sample[i] != sample[last] or span[i] != span[last] or kind[i] != kind[last]
-            # Within a run everything is equal but `pos`, which counts up: then a closed formula gives each token's
-            # keys.
+            changed = (
+                i == 0
+                or sample[i] != sample[last]
+                or span[i] != span[last]
+                or kind[i] != kind[last]
+            )
+            # Within a run everything is equal but `pos`, which counts up: then a closed formula
+            # gives each token's keys.
             if changed or sees[i] != sees[last] or (sample[i] >= 0 and pos[i] != pos[last] + 1):
                 start[runs] = i
                 runs += 1
@@ -164,7 +171,8 @@ def _run_work(order, length, sample, pos, span, kind, sees):
     for i in range(1, len(order)):
         r = order[i]
         previous = order[i - 1]
-        # Runs cover pos .. pos + length - 1; in order of `pos` they must not overlap within a sample.
+        # Runs cover pos .. pos + length - 1; in order of `pos` they must not overlap within a
+        # sample.
         distinct &= sample[r] != sample[previous] or pos[r] >= pos[previous] + length[previous]
     # What lies wholly before the run, in its sample. What lies within the run is `grows`.
     visible = _seen_before(order, _segments(order, sample, sample), length, kind, sees)
@@ -172,9 +180,11 @@ def _run_work(order, length, sample, pos, span, kind, sees):
     spans = 0
     for i in range(len(order)):
         r = order[i]
-        # A causal token that sees its own kind sees one key more than the token before it in the run.
+        # A causal token that sees its own kind sees one key more than the token before it in the
+        # run.
         grows[r] = span[r] == 0 and sees[r] & kind[r] != 0
-        # The first token sees itself where it sees its kind causally; in a span it is counted with the span.
+        # The first token sees itself where it sees its kind causally; in a span it is counted with
+        # the span.
         first[r] = visible[i] + grows[r]
         if span[r] != 0:
             in_span[spans] = r
@@ -190,7 +200,9 @@ def _segments(order, first_key, second_key):
     for i in range(1, len(order)):
         r = order[i]
         previous = order[i - 1]
-        segment[i] = segment[i - 1] + (first_key[r] != first_key[previous] or second_key[r] != second_key[previous])
+        segment[i] = segment[i - 1] + (
+            first_key[r] != first_key[previous] or second_key[r] != second_key[previous]
+        )
     return segment
 
 
@@ -198,8 +210,8 @@ def _segments(order, first_key, second_key):
 def _add_spans(order, sample, span, length, kind, sees, first):
     """Add what each run sees of its span and not causally; `order` is by span, sample, then `pos`. Writes `first`.
 
-    Of the span all count, so those that causality allows as well are taken off: what is left is the same for all tokens
-    of a run, its own among them.
+    Of the span all count, so those that causality allows as well are taken off: what is left is the
+    same for all tokens of a run, its own among them.
     """
     segment = _segments(order, span, sample)
     size = np.zeros(len(order), np.int64)
@@ -227,7 +239,8 @@ def _sorted(order, key):
     while not sorted_already and (high - low) >> shift:
         begin = np.zeros(257, np.int64)
         for i in range(n):
-            # Radix sort by bytes: count digit d at d + 1, so that the cumulative sum gives where each digit starts.
+            # Radix sort by bytes: count digit d at d + 1, so that the cumulative sum gives where
+            # each digit starts.
             begin[((key[order[i]] - low) >> shift & 255) + 1] += 1
         for digit in range(256):
             begin[digit + 1] += begin[digit]
@@ -295,16 +308,18 @@ def _sum_blocks(start, first, grows, tokens, block, work):
 
 _ENOUGH = 1e-5  # excess that ends the search: far below what the time of a kernel varies
 _EXCHANGES = 8  # at most, for each rank
-_FEW = 32  # blocks a rank up to which pairs of blocks are exchanged too; with more, single ones suffice
+# blocks a rank up to which pairs of blocks are exchanged too; with more, single ones suffice
+_FEW = 32
 
 
 def distribute(work: np.ndarray, ranks: int) -> np.ndarray:
     """Assign each block a rank, int32 `[B]`; counts differ by one at most. work: int `[B]`, as of `block_work`.
 
-    Blocks are dealt in rounds of one a rank, heaviest first, the heaviest of a round to the rank with the least work:
-    ranks then differ by no more than the blocks of one round do. After that the rank with the most work exchanges one
-    block, or two, with the rank where that lowers the larger work of both most, until no exchange does. Raises
-    ValueError for ranks below 1. Cornstarch, algorithm 2, with counts held equal.
+    Blocks are dealt in rounds of one a rank, heaviest first, the heaviest of a round to the rank
+    with the least work: ranks then differ by no more than the blocks of one round do. After that
+    the rank with the most work exchanges one block, or two, with the rank where that lowers the
+    larger work of both most, until no exchange does. Raises ValueError for ranks below 1.
+    Cornstarch, algorithm 2, with counts held equal.
     """
     check_ranks(ranks)
     work = np.ascontiguousarray(work, np.int64)
@@ -328,11 +343,12 @@ def excess(work: np.ndarray, rank: np.ndarray, ranks: int) -> float:
 def token_order(rank: np.ndarray, tokens: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Order tokens so that each rank's are contiguous; return the order and its inverse, int32 `[T]` both.
 
-    A rank's blocks stay in their order: `x[order]` is what ranks 0, 1, .. hold one after the other, and
-    `x[order][inverse]` is `x`. rank: int `[ceil(T / block)]`. Cornstarch, section 4.3.2.
+    A rank's blocks stay in their order: `x[order]` is what ranks 0, 1, .. hold one after the other,
+    and `x[order][inverse]` is `x`. rank: int `[ceil(T / block)]`. Cornstarch, section 4.3.2.
     """
     blocks = np.argsort(rank, kind="stable").astype(np.int32)
-    # block = 4: block 2 becomes tokens 8 .. 11; tokens of a short last block that do not exist are dropped.
+    # block = 4: block 2 becomes tokens 8 .. 11; tokens of a short last block that do not exist are
+    # dropped.
     order = (blocks[:, None] * np.int32(block) + np.arange(block, dtype=np.int32)).ravel()
     order = order[order < tokens]
     inverse = np.empty_like(order)
@@ -396,8 +412,12 @@ def _exchange(work, blocks, count, load, size):
         light_sums, light_sets = _sums(work, blocks[candidate, : count[candidate]], size)
         k = 0
         for i in range(len(heavy_sums)):
-            # Sums descend: the best is the first so small that it would do more than equal the two, or the one before.
-            while k < len(light_sums) and 2 * (heavy_sums[i] - light_sums[k]) < load[heavy] - load[candidate]:
+            # Sums descend: the best is the first so small that it would do more than equal the two,
+            # or the one before.
+            while (
+                k < len(light_sums)
+                and 2 * (heavy_sums[i] - light_sums[k]) < load[heavy] - load[candidate]
+            ):
                 k += 1
             for j in range(max(k - 1, 0), min(k + 1, len(light_sums))):
                 moved = heavy_sums[i] - light_sums[j]

@@ -1,7 +1,8 @@
 """Dealing samples to nodes so that all nodes have the same of every phase, before each node places them on its ranks.
 
-Only what stays inside a node is free of the network between nodes (OrchMLLM section 5.2). `cost` is float64
-`[n, phases]`, the LLM's first; `size` int64 `[nodes]`, how many ranks each has; `mean` float64 `[nodes, phases]`.
+Only what stays inside a node is free of the network between nodes (OrchMLLM section 5.2). `cost` is
+float64 `[n, phases]`, the LLM's first; `size` int64 `[nodes]`, how many ranks each has; `mean`
+float64 `[nodes, phases]`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def deal_evenly(cost: np.ndarray, size: np.ndarray, tolerance: float) -> np.ndar
 def deal_in_rounds(cost: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Deal samples to nodes in rounds: the node of each, int32 `[n]`.
 
-    Samples alike in their encoders are dealt in rounds, the heaviest of a round for the LLM to the node that has least
-    of it.
+    Samples alike in their encoders are dealt in rounds, the heaviest of a round for the LLM to the
+    node that has least of it.
     """
     node = np.zeros(len(cost), np.int32)
     if len(size) == 1 or len(cost) == 0:
@@ -42,8 +43,11 @@ def deal_in_rounds(cost: np.ndarray, size: np.ndarray) -> np.ndarray:
     order = by_leading_encoder(cost, node, mean)
     start = _rounds(size, len(cost))
     llm = cost[order, 0]
-    # The round is the group, and the LLM's cost x, squeezed into 0 .. 1 by x / (mean + x), the value.
-    heaviest_first = _sorted_by(np.repeat(np.arange(len(start) - 1), np.diff(start)), llm / (mean[0, 0] + llm))
+    # The round is the group, and the LLM's cost x, squeezed into 0 .. 1 by x / (mean + x), the
+    # value.
+    heaviest_first = _sorted_by(
+        np.repeat(np.arange(len(start) - 1), np.diff(start)), llm / (mean[0, 0] + llm)
+    )
     _deal(llm[heaviest_first], order[heaviest_first], start, size, node)
     return node
 
@@ -68,11 +72,12 @@ def node_means(cost, node, size):
 
 def _sorted_by(group: np.ndarray, value: np.ndarray) -> np.ndarray:
     """Sort indices by group `[n]`, then by falling value `[n]` in 0 .. 1, to about one in a million, stably."""
-    # Key = (group, falling value, index) from the high bits to the low: with bits = 3, the index is key & 0b111.
-    # Enough bits for the index of every sample.
+    # Key = (group, falling value, index) from the high bits to the low: with bits = 3, the index is
+    # key & 0b111. Enough bits for the index of every sample.
     bits = max(len(group) - 1, 1).bit_length()
     key = (group * _VALUES + ((1.0 - value) * (_VALUES - 1)).astype(np.int64)) << bits
-    return np.sort(key + np.arange(len(group))) & ((1 << bits) - 1)  # NumPy sorts plain numbers with SIMD
+    # NumPy sorts plain numbers with SIMD
+    return np.sort(key + np.arange(len(group))) & ((1 << bits) - 1)
 
 
 @njit(cache=True)
@@ -106,7 +111,8 @@ def _rounds(size, n):
     start = np.zeros(n + 2, np.int64)
     position = rounds = 0
     largest = size.max()
-    # A node with fewer ranks than the largest sits out some rounds, so counts stay in proportion to ranks.
+    # A node with fewer ranks than the largest sits out some rounds, so counts stay in proportion to
+    # ranks.
     while position < n:
         for k in range(len(size)):
             position += _takes_part(size[k], largest, rounds)
@@ -142,5 +148,6 @@ def _deal(cost, sample, start, size, node):
 @njit(cache=True)
 def _takes_part(size, largest, rounds):
     """Return 1 in as many of the rounds as this node's ranks are of the largest one's, else 0."""
-    # The difference of floor((r + 1) s / l) and floor(r s / l): with s = 3 of l = 8 it is 1 in rounds 2, 5 and 7.
+    # The difference of floor((r + 1) s / l) and floor(r s / l): with s = 3 of l = 8 it is 1 in
+    # rounds 2, 5 and 7.
     return 1 if size == largest else (rounds + 1) * size // largest - rounds * size // largest

@@ -1,12 +1,14 @@
 """Grouping `pack`: steps whose rows are full in every module at once, all of one shape.
 
-A chunk is packed microbatch by microbatch, from a queue in the order of the shuffle, in four moves. (1) Samples are
-chosen by their totals alone: the oldest first, then, of a short window, those that bring every module to its goal.
-(2) Their parts are laid in rows, longest first and with exchanges. (3) Samples of rows that stay too full go back.
-(4) What is still missing is added, or exchanged for, within bounds. Each move is near linear in the samples.
+A chunk is packed microbatch by microbatch, from a queue in the order of the shuffle, in four moves.
+(1) Samples are chosen by their totals alone: the oldest first, then, of a short window, those that
+bring every module to its goal. (2) Their parts are laid in rows, longest first and with exchanges.
+(3) Samples of rows that stay too full go back. (4) What is still missing is added, or exchanged
+for, within bounds. Each move is near linear in the samples.
 
-All parts of a sample lie in one column where rows allow it: `columns` equal groups of rows of every module. Where the
-ranks divide the columns, a rank takes its columns, and nothing has to be placed or sent.
+All parts of a sample lie in one column where rows allow it: `columns` equal groups of rows of every
+module. Where the ranks divide the columns, a rank takes its columns, and nothing has to be placed
+or sent.
 """
 
 from __future__ import annotations
@@ -42,9 +44,12 @@ from mmjax.balance.waits import Prices
 
 LONGEST_WAIT = 10  # steps
 _SOON = 2  # steps before it must, a sample goes before all others
-_CHOSEN = 2.5  # this, divided by the root of the samples of a microbatch, is the share of a goal that is chosen to fit
+# this, divided by the root of the samples of a microbatch, is the share of a goal that is chosen to
+# fit
+_CHOSEN = 2.5
 _LEAST_IN_COLUMN = 12  # samples, with which a column can be full in all modules
-_FEW = 512  # samples of a microbatch, below which a chunk that needed one step more is packed again, evenly
+# samples of a microbatch, below which a chunk that needed one step more is packed again, evenly
+_FEW = 512
 _SO_FEW = 8  # microbatches of a chunk, below which the first try leaves nothing empty
 _MANY = 128  # microbatches of a chunk, above which all but its end are as full as can be
 _SPARE = 0.03  # what rows leave empty, times the root of the samples of a microbatch
@@ -54,16 +59,21 @@ _ROOM_IN_COLUMNS = 0.015
 _BEHIND = 0.01  # of the microbatches that are left: more than they hold is missing
 _TAIL = 8  # steps that are packed again where a chunk needs more of them
 _SURELY_MISSING = 0.8  # of the room for what is left over
-_EASE = 0.01, 0.04  # more than an even share is taken while there is a choice: the last step has none
-_EASE_BEFORE = 0.004  # the same, before the steps that may be packed again: a long chunk leaves its end some slack
+# more than an even share is taken while there is a choice: the last step has none
+_EASE = 0.01, 0.04
+# the same, before the steps that may be packed again: a long chunk leaves its end some slack
+_EASE_BEFORE = 0.004
 _EASE_IN_COLUMNS = 0.16, 0.32  # the same where steps are large, divided by the samples of a column
-_BLOCK = 1024, 64  # about so many samples, of at most so many columns, are exchanged among themselves
+# about so many samples, of at most so many columns, are exchanged among themselves
+_BLOCK = 1024, 64
 _BLOCKS_ALIKE = 0.002
 _ENCODER_WEIGHTS = 0.5, 0.25, 0.1  # of the LLM's, where columns do not fit with equal ones
 _NO_ROOM = 0.002  # of a column
 _LONG_SAMPLE = 0.5  # of a column
 _CEILING = 0.9  # of a column's spare room, up to which columns may differ
-_ROUNDING = 1e-6  # of a column: loads are sums of quotients, so full ones may seem to exceed it; positions are coarser
+# of a column: loads are sums of quotients, so full ones may seem to exceed it; positions are
+# coarser
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -71,8 +81,10 @@ class Packing:
     """Step and row of each sample and part.
 
     step: int32 `[n]`, -1 for samples that were not in the order given.
-    row: int32 `[p]`, microbatch * rows of the part's module + row within the microbatch; -1 likewise.
-    waited: int32 `[n]`, steps between the one at which the sample joined the queue and its own; -1 likewise.
+    row: int32 `[p]`, microbatch * rows of the part's module + row within the microbatch; -1
+    likewise.
+    waited: int32 `[n]`, steps between the one at which the sample joined the queue and its own; -1
+    likewise.
     """
 
     step: np.ndarray
@@ -95,10 +107,11 @@ def pack(
 
     Deterministic. No sample waits for more than `longest_wait` steps.
     pool_steps: so many steps' worth of samples wait in the queue.
-    columns: a divisor of every module's rows; 1 lets the parts of a sample lie in any rows of its microbatch.
-    steps: so many, at most as many as samples; 0 = as few as can be. Where these do not hold all samples, some of them
-    get more than `microbatches`.
-    Raises ValueError for a sample that fits no column; `oversize` finds these beforehand.
+    columns: a divisor of every module's rows; 1 lets the parts of a sample lie in any rows of its
+    microbatch.
+    steps: so many, at most as many as samples; 0 = as few as can be. Where these do not hold all
+    samples, some of them get more than `microbatches`. Raises ValueError for a sample that fits no
+    column; `oversize` finds these beforehand.
     """
     order = np.asarray(order, np.int64)
     if steps > len(order):
@@ -108,27 +121,33 @@ def pack(
     chunk = _Chunk.of(taken, budgets, microbatches, columns, pool_steps, longest_wait, steps)
     if np.any(too_large := ~fit_alone(chunk.load, chunk.rows)):
         where = "microbatch" if columns == 1 else "column"
-        raise ValueError(f"sample {order[np.argmax(too_large)]} does not fit the rows of an empty {where}")
+        raise ValueError(
+            f"sample {order[np.argmax(too_large)]} does not fit the rows of an empty {where}"
+        )
     chunk.pack(steps)
     chunk.level()
 
-    # Where there are more microbatches than planned, a step's are those from ceil(step * all / steps) on.
+    # Where there are more microbatches than planned, a step's are those from ceil(step * all /
+    # steps) on.
     steps = steps or -(-chunk.current // microbatches)
     total = max(chunk.current, steps * microbatches)
-    # `latest` was set to the microbatch of joining plus the longest wait, so this gets the former back.
+    # `latest` was set to the microbatch of joining plus the longest wait, so this gets the former
+    # back.
     joined = chunk.latest - longest_wait * microbatches
     # Microbatches are dealt to steps evenly, the surplus ones as far apart as can be.
     chunk.sort_columns(np.arange(chunk.current) * steps // total)
     in_step = chunk.microbatch * steps // total
     within = chunk.microbatch - -(-in_step * total // steps)
     owner = np.repeat(np.arange(len(order)), np.diff(chunk.load.start))
-    # Example: 7 microbatches in 3 steps; microbatch 4 is in step 4 * 3 // 7 = 1, which starts at ceil(7 / 3) = 3.
+    # Example: 7 microbatches in 3 steps; microbatch 4 is in step 4 * 3 // 7 = 1, which starts at
+    # ceil(7 / 3) = 3.
     step = np.full(len(parts), -1, np.int32)
     waited = np.full(len(parts), -1, np.int32)
     row = np.full(len(parts.module), -1, np.int32)
     step[order] = in_step
     waited[order] = in_step - joined * steps // total
-    # Kernels number the rows of all modules through; a plan numbers each module's from 0 in each step.
+    # Kernels number the rows of all modules through; a plan numbers each module's from 0 in each
+    # step.
     first = within[owner] * budgets.rows[chunk.load.module] - chunk.rows.start[chunk.load.module]
     row[parts.of_samples(order)] = first + chunk.row
     return Packing(step, row, waited, steps if len(order) else 0)
@@ -148,7 +167,8 @@ def columns_for(parts: Parts, budgets: Budgets) -> int:
 
     parts: those of all samples that fill more than a row of a module; the others fit every column.
     """
-    # Every module must have equally many rows in each column, so their number divides all modules' rows.
+    # Every module must have equally many rows in each column, so their number divides all modules'
+    # rows.
     columns = int(np.gcd.reduce(budgets.rows))
     if columns == 1 or budgets.samples_per_step < _LEAST_IN_COLUMN * columns:
         return 1
@@ -164,10 +184,13 @@ def oversize(parts: Parts, budgets: Budgets) -> np.ndarray:
 def _prepare(parts: Parts, budgets: Budgets, columns: int) -> tuple[Load, Rows]:
     modules = len(budgets.rows)
     total = parts.totals(modules)
-    # Parts come in multiples of their module's unit, so the end of a row that is no multiple stays empty.
+    # Parts come in multiples of their module's unit, so the end of a row that is no multiple stays
+    # empty.
     usable = np.maximum(budgets.length // units(parts, modules) * units(parts, modules), 1)
     rows = Rows(np.concatenate([[0], np.cumsum(budgets.rows)]), budgets.rows // columns, usable)
-    return Load(parts.sample_start, parts.module, parts.length, total, total / (budgets.rows * usable)), rows
+    return Load(
+        parts.sample_start, parts.module, parts.length, total, total / (budgets.rows * usable)
+    ), rows
 
 
 @dataclass
@@ -211,7 +234,8 @@ class _Chunk:
         n = len(parts)
         need = load.share.sum(0)
         planned = max(float(need.max(initial=0)), steps * microbatches, 1e-9)
-        # n / planned is the mean number of samples of a microbatch, so this many make pool_steps steps.
+        # n / planned is the mean number of samples of a microbatch, so this many make pool_steps
+        # steps.
         max_waiting = int(min(pool_steps * microbatches * n / planned, n)) + 1
         return cls(
             load=load,
@@ -245,7 +269,8 @@ class _Chunk:
             return
         count = self.microbatches
         need = float(self.need.max())
-        # Small chunks are packed again as a whole where they came out too long; in large ones only the tail is.
+        # Small chunks are packed again as a whole where they came out too long; in large ones only
+        # the tail is.
         from_start = self.per_microbatch < _FEW and need <= _MANY
         end = max(steps * count, math.ceil(need - 1e-9)) if steps else self._fewest(need)
         while True:
@@ -253,19 +278,20 @@ class _Chunk:
             if not from_start:
                 end = self._fill_beginning(end)
             start = self._saved()
-            # The first attempt fills each microbatch hardly more than evenly, the second leaves the end more slack.
+            # The first attempt fills each microbatch hardly more than evenly, the second leaves the
+            # end more slack.
             for attempt, ease in enumerate(self._eases()):
                 if attempt:
                     self._restore(start)
                 self._fill_until(end, end, ease)
                 if not self._left():
                     return
-            # Each sample fits a microbatch of its own, so growing `end` must end; this guards against a kernel's
-            # mistake.
+            # Each sample fits a microbatch of its own, so growing `end` must end; this guards
+            # against a kernel's mistake.
             if self.current > 4 * end:
                 raise AssertionError("samples that fit a microbatch alone are left over")
-            # What is left over, in microbatches of the neediest module. Only a part of it is added, for what is packed
-            # again may come out fuller.
+            # What is left over, in microbatches of the neediest module. Only a part of it is added,
+            # for what is packed again may come out fuller.
             extra = math.ceil(_SURELY_MISSING * float((self.need - self.used).max()))
             self._restore(start)
             end += max(extra - 1, 1) if steps else max(-(-extra // count) - 1, 1) * count
@@ -273,30 +299,38 @@ class _Chunk:
     def _eases(self) -> tuple[float, float]:
         """Return by how much each attempt fills microbatches beyond an even share, while there are samples to spare.
 
-        Columns of many samples are so alike that they are hardly needed to differ, and full ones cost exchanges.
+        Columns of many samples are so alike that they are hardly needed to differ, and full ones
+        cost exchanges.
         """
         if self.columns == 1 or self.per_microbatch < _FEW:
             return _EASE
         per_column = self.per_microbatch / self.columns
-        first, second = (min(ease / per_column, limit) for ease, limit in zip(_EASE_IN_COLUMNS, _EASE, strict=True))
+        first, second = (
+            min(ease / per_column, limit)
+            for ease, limit in zip(_EASE_IN_COLUMNS, _EASE, strict=True)
+        )
         return first, second
 
     def _fewest(self, need: float) -> int:
         """Estimate the microbatches of so few whole steps that most likely hold all samples."""
         columns = self.columns > 1 and self.per_microbatch >= _FEW
         spare = (_SPARE_IN_COLUMNS if columns else _SPARE) / self.per_microbatch**0.5
-        # Long chunks are as full as can be but for their end; in short ones a whole step to spare would be a large
-        # part.
+        # Long chunks are as full as can be but for their end; in short ones a whole step to spare
+        # would be a large part.
         if need > _MANY or need < _SO_FEW:
             spare = 0.0
-        return -(-math.ceil(need / (1 - min(spare, 0.5)) - 1e-9) // self.microbatches) * self.microbatches
+        return (
+            -(-math.ceil(need / (1 - min(spare, 0.5)) - 1e-9) // self.microbatches)
+            * self.microbatches
+        )
 
     def _fill_beginning(self, end: int) -> int:
         """Fill microbatches up to those that may be packed again; return `end`, later where these came out emptier."""
         while self.current < end - _TAIL * self.microbatches and self._left():
             missing = float((self.need - self.used).max())
             if not self.all_weights and missing > (1 + _BEHIND) * (end - self.current):
-                # What is left does not fit any more, and full microbatches are those that take longest to lay out.
+                # What is left does not fit any more, and full microbatches are those that take
+                # longest to lay out.
                 further = math.ceil(missing * self.current / float(self.used.max()))
                 end = -(-(self.current + further) // self.microbatches) * self.microbatches
             self._fill_until(end, self.current + 1, _EASE_BEFORE)
@@ -308,8 +342,8 @@ class _Chunk:
     def _fill_until(self, end: int, until: int, ease: float = 0.0) -> None:
         """Fill microbatches up to `until`, of `end` that share what is left evenly."""
         while self.current < until and self._left():
-            # The goal is what remains over the microbatches that remain, so that early errors spread over all later
-            # ones.
+            # The goal is what remains over the microbatches that remain, so that early errors
+            # spread over all later ones.
             even = np.maximum(self.need - self.used, 0) / (end - self.current)
             self._fill(np.minimum(even * (1 + ease), 1.0), end - self.current - 1)
 
@@ -318,7 +352,9 @@ class _Chunk:
         return tuple(array.copy() for array in arrays), (self.waiting, self.following, self.current)
 
     def _restore(self, saved: tuple) -> None:
-        self.queue, self.latest, self.microbatch, self.row, self.used = (array.copy() for array in saved[0])
+        self.queue, self.latest, self.microbatch, self.row, self.used = (
+            array.copy() for array in saved[0]
+        )
         self.waiting, self.following, self.current = saved[1]
 
     def _fill(self, goal: np.ndarray, later: int) -> None:
@@ -333,7 +369,8 @@ class _Chunk:
             n if last else self.max_waiting, self.current, self.latest, deadline, self.turn,
         )  # fmt: skip
         queue = self.queue[: self.waiting]
-        # `slack` is what still fits, `aim` what is missing to the goal: both fall with every sample, aim below 0.
+        # `slack` is what still fits, `aim` what is missing to the goal: both fall with every
+        # sample, aim below 0.
         room = Room(
             row_free=np.zeros(self.rows.start[-1], np.int64),
             free=np.zeros((self.columns, len(goal)), np.int64),
@@ -342,16 +379,19 @@ class _Chunk:
             row=self.row,
             inside=self.inside,
         )
-        # The queue is in the order of joining, so `latest` ascends, and those who must go soon are its first ones.
+        # The queue is in the order of joining, so `latest` ascends, and those who must go soon are
+        # its first ones.
         old = int(np.searchsorted(self.latest[queue], self.current + _SOON * count, side="right"))
-        # With few samples a microbatch, more of it is left for the choice that reaches all goals at once: of 100 a
-        # quarter.
+        # With few samples a microbatch, more of it is left for the choice that reaches all goals at
+        # once: of 100 a quarter.
         oldest_first = 1 - min(0.8, _CHOSEN / self.per_microbatch**0.5)
-        # At least one sample is left for each later step, and taken by the first microbatch of this one.
+        # At least one sample is left for each later step, and taken by the first microbatch of this
+        # one.
         spare = self.waiting + n - self.following - later // count
         limit = max(spare, 1 if self.current % count == 0 else 0, head)
         chosen = choose(queue, head, old, limit, self.load, room, oldest_first, last)
-        # If even without the samples that were taken out a row is too full, the head of next-fit is sure to fit.
+        # If even without the samples that were taken out a row is too full, the head of next-fit is
+        # sure to fit.
         if not self._lay_out(chosen, room) and not eject(chosen, head, self.load, self.rows, room):
             self._take_head(chosen, head, room, goal)
         if (
@@ -368,7 +408,9 @@ class _Chunk:
         if self.columns == 1 or self.prices is None:
             return
         order = np.argsort(self.microbatch, kind="stable")
-        for chosen in np.split(order, np.searchsorted(self.microbatch[order], np.arange(1, self.current))):
+        for chosen in np.split(
+            order, np.searchsorted(self.microbatch[order], np.arange(1, self.current))
+        ):
             self._level(chosen)
 
     def sort_columns(self, step: np.ndarray) -> None:
@@ -377,14 +419,19 @@ class _Chunk:
             return
         modules = len(self.need)
         module, parts = self.load.module, np.diff(self.load.start)
-        column = (self.row[self.load.start[:-1]] - self.rows.start[LLM]) // self.rows.per_column[LLM]
-        # Columns of all microbatches are numbered through: with 4, column 1 of microbatch 2 is number 9.
+        column = (self.row[self.load.start[:-1]] - self.rows.start[LLM]) // self.rows.per_column[
+            LLM
+        ]
+        # Columns of all microbatches are numbered through: with 4, column 1 of microbatch 2 is
+        # number 9.
         number = self.microbatch * self.columns + column
         flat = np.repeat(number, parts) * modules + module
         pairs = np.bincount(flat, self.pairs, len(step) * self.columns * modules)
         seconds = pairs.reshape(len(step), self.columns, modules) * self.prices.pair
         place = np.empty(len(step) * self.columns, np.int64)
-        for first, last in itertools.pairwise([*np.flatnonzero(np.diff(step, prepend=-1)), len(step)]):
+        for first, last in itertools.pairwise(
+            [*np.flatnonzero(np.diff(step, prepend=-1)), len(step)]
+        ):
             begin = first * self.columns
             place[begin : last * self.columns] = begin + sort_columns(seconds[first:last])
         self.microbatch, new_column = np.divmod(place[number], self.columns)
@@ -397,14 +444,20 @@ class _Chunk:
         column = (first // self.rows.per_column[LLM])[owner]
         start = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(chosen)))])
         parts = PartArrays(start, module, self.load.length[part], self.pairs[part])
-        levelled = level(parts, column, self.columns, self.rows.per_column, self.rows.length, self.prices)
+        levelled = level(
+            parts, column, self.columns, self.rows.per_column, self.rows.length, self.prices
+        )
         if levelled is column:
             return
         if self.rows.per_column.max() == 1:
             self.row[part] = self.rows.start[module] + levelled
             return
-        changed = np.isin(levelled, np.concatenate([column, levelled])[np.tile(column != levelled, 2)])
-        row, _ = to_rows(module[changed], parts.length[changed], levelled[changed], self.rows.per_column)
+        changed = np.isin(
+            levelled, np.concatenate([column, levelled])[np.tile(column != levelled, 2)]
+        )
+        row, _ = to_rows(
+            module[changed], parts.length[changed], levelled[changed], self.rows.per_column
+        )
         self.row[part[changed]] = self.rows.start[module[changed]] + row
 
     def _take_head(self, chosen: np.ndarray, head: int, room: Room, goal: np.ndarray) -> None:
@@ -424,7 +477,8 @@ class _Chunk:
 
     def _lay_out(self, chosen: np.ndarray, room: Room) -> bool:
         """Lay the parts of these samples in rows as evenly as exchanges make it; return whether all fit."""
-        # With columns a sample's parts stay together, so samples are placed; else each module's parts by themselves.
+        # With columns a sample's parts stay together, so samples are placed; else each module's
+        # parts by themselves.
         if self.columns > 1:
             self._lay_out_columns(chosen, room)
         else:
@@ -436,7 +490,8 @@ class _Chunk:
                 full = np.zeros(self.rows.per_column[k], np.int64)
                 lpt(size, order, row, full)
                 if full.max() > length:
-                    # Longest first leaves a row too full in a tight module; exchanges between rows mend most of it.
+                    # Longest first leaves a row too full in a tight module; exchanges between rows
+                    # mend most of it.
                     polish(size, order, row, full, length)
                 room.row[part] = self.rows.start[k] + row
         return measure(chosen, self.load, self.rows, room)
@@ -454,7 +509,11 @@ class _Chunk:
         order = by_leading_encoder(cost, node, mean)
         start = np.concatenate([[0], np.cumsum(np.bincount(node, minlength=len(size)))])
         # Up to somewhat below what a column holds: the mean cannot always be reached, nor need it.
-        spare = ((1 - _CEILING) * np.maximum(capacity - mean, 0)).astype(np.int64) // self.unit * self.unit
+        spare = (
+            ((1 - _CEILING) * np.maximum(capacity - mean, 0)).astype(np.int64)
+            // self.unit
+            * self.unit
+        )
         # Relative to a column's mean load; below 1 nobody could stay.
         ceiling = np.maximum((capacity - spare) / mean, 1.0)
         column = np.zeros(len(chosen), np.int32)
@@ -463,11 +522,16 @@ class _Chunk:
             in_block = order[start[b] : start[b + 1]]
             relative = cost[in_block] / mean[b]
             holds = capacity / mean[b]
-            # Where one long sample leaves a column no room for others that fill it, and none has room to spare, no
-            # weight of encoders helps. Samples have to go, fewest where the LLM counts most.
+            # Where one long sample leaves a column no room for others that fill it, and none has
+            # room to spare, no weight of encoders helps. Samples have to go, fewest where the LLM
+            # counts most.
             hopeless = holds[LLM] < 1 + _NO_ROOM and relative[:, LLM].max() > _LONG_SAMPLE
-            weights = _ENCODER_WEIGHTS[-1:] if hopeless and not self.all_weights else _ENCODER_WEIGHTS
-            column[in_block] = self._less_even(relative, column[in_block], int(size[b]), ceiling[b], holds, weights)
+            weights = (
+                _ENCODER_WEIGHTS[-1:] if hopeless and not self.all_weights else _ENCODER_WEIGHTS
+            )
+            column[in_block] = self._less_even(
+                relative, column[in_block], int(size[b]), ceiling[b], holds, weights
+            )
         part, owner = parts_in(chosen, self.load, -1)
         module = self.load.module[part]
         # Columns are numbered inside their block; `begin` makes that the number of all.
@@ -501,7 +565,8 @@ class _Chunk:
         for encoders in weights:
             if min_excess <= _ROUNDING:
                 break
-            # The LLM's rows stay the strictest, while encoders' unevenness is charged less and less.
+            # The LLM's rows stay the strictest, while encoders' unevenness is charged less and
+            # less.
             weight[LLM + 1 :] = encoders
             candidate, load = balance(cost, every, np.ones(columns), weight, ceiling, ceiling)
             if (excess := excess_of(load)) < min_excess:
@@ -510,19 +575,25 @@ class _Chunk:
         return column
 
 
-def pack_rows(lengths: np.ndarray, maximum: np.ndarray, order: np.ndarray, pool_rows: float = 120) -> np.ndarray:
+def pack_rows(
+    lengths: np.ndarray, maximum: np.ndarray, order: np.ndarray, pool_rows: float = 120
+) -> np.ndarray:
     """Pack samples into rows that hold at most `maximum` `[D]` in each dimension: the row of each, int32 `[n]`.
 
-    The same as `pack` with one row of each module in a step: OmniBal's groups. Rows are numbered as they were filled;
-    -1 for samples that are not in `order`. lengths: int `[n, D]`, the first column at least 1 (tokens of the LLM).
+    The same as `pack` with one row of each module in a step: OmniBal's groups. Rows are numbered as
+    they were filled; -1 for samples that are not in `order`. lengths: int `[n, D]`, the first
+    column at least 1 (tokens of the LLM).
     pool_rows: the queue of waiting samples; about 600 of them find partners that fit to 1%.
     Raises ValueError for a sample above the maximum.
     """
     lengths = np.asarray(lengths, np.int64)
     maximum = np.asarray(maximum, np.int64)
-    # Each dimension becomes a module, and each length above 0 a part; nonzero runs row by row, which is CSR order.
+    # Each dimension becomes a module, and each length above 0 a part; nonzero runs row by row,
+    # which is CSR order.
     sample, module = np.nonzero(lengths)
-    start = np.concatenate([[0], np.cumsum(np.bincount(sample, minlength=len(lengths)))]).astype(np.int64)
+    start = np.concatenate([[0], np.cumsum(np.bincount(sample, minlength=len(lengths)))]).astype(
+        np.int64
+    )
     parts = Parts(start, module.astype(np.int32), lengths[sample, module])
     budgets = Budgets(np.ones_like(maximum), maximum, 0.0)
     return pack(parts, order, budgets, pool_steps=pool_rows, longest_wait=int(3 * pool_rows)).step

@@ -1,9 +1,9 @@
 """Fill one microbatch from a queue of waiting samples: the inner loops of grouping `pack`.
 
-All of it is in one file: Numba's cache of a function does not see that a callee in another file has changed. A first
-run waits for Numba's compiler, so loops stand where NumPy's functions would: each of these is compiled from Python as
-well, `a[:] = b` with strings for its error. Numbers that other functions are given are no literals, for each of which
-Numba compiles a function of its own.
+All of it is in one file: Numba's cache of a function does not see that a callee in another file has
+changed. A first run waits for Numba's compiler, so loops stand where NumPy's functions would: each
+of these is compiled from Python as well, `a[:] = b` with strings for its error. Numbers that other
+functions are given are no literals, for each of which Numba compiles a function of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _MOVABLE = 160  # samples of the microbatch that may be exchanged
 _TRIALS = 24  # waiting samples, best first, that rows are sought for in the place of one
 _ROUNDS = 2
 _CLOSE = 1e-4  # squared distance from the goal, in microbatches, below which nothing is exchanged
-# Shares are sums of quotients, so a sample that fills a module exactly may seem to exceed it by this much.
+# Shares are sums of quotients, so a sample that fills a module exactly may seem to exceed it by
+# this much.
 _ROUNDING = 1e-12
 # Signs of a sample that goes into the microbatch, or out of it.
 _IN = np.int64(1)
@@ -59,34 +60,38 @@ class Room(NamedTuple):
 def admit(load, rows, columns, queue, waiting, following, max_waiting, current, latest, last, turn):
     """Let samples into the queue while all of it could be packed in time; return how many wait, and the head's length.
 
-    Next-fit lays the queue out, in order: sample i would come in the v-th microbatch from now. Next-fit is monotone:
-    whatever is taken out, nobody comes later. So nobody waits for longer than allowed as long as current + v is at most
-    its `latest` [n] microbatch, and the microbatch at whose head somebody has no time to spare takes its head as laid
-    out here. That head is returned; 0 where everybody has time.
+    Next-fit lays the queue out, in order: sample i would come in the v-th microbatch from now.
+    Next-fit is monotone: whatever is taken out, nobody comes later. So nobody waits for longer than
+    allowed as long as current + v is at most its `latest` [n] microbatch, and the microbatch at
+    whose head somebody has no time to spare takes its head as laid out here. That head is returned;
+    0 where everybody has time.
 
-    last: the latest microbatch of those who enter now. max_waiting: samples that may wait. Writes queue, latest and,
-    for the head, its rows to turn [p].
+    last: the latest microbatch of those who enter now. max_waiting: samples that may wait. Writes
+    queue, latest and, for the head, its rows to turn [p].
     """
     modules = len(rows.per_column)
-    # The open row of every module in the current column, and what is free in it: next-fit never looks back.
+    # The open row of every module in the current column, and what is free in it: next-fit never
+    # looks back.
     row = np.zeros(modules, np.int64)
     free = rows.length.copy()
-    # `turns` counts microbatches from the current one on; only the first one's rows are written to `turn`.
+    # `turns` counts microbatches from the current one on; only the first one's rows are written to
+    # `turn`.
     column = turns = np.int64(0)
     head = -1
     urgent = False
     i = 0
     empty = True  # the column
     n = len(latest)
-    # i < waiting walks those already in the queue; after them each new sample joins if its turn comes in time.
+    # i < waiting walks those already in the queue; after them each new sample joins if its turn
+    # comes in time.
     while i < waiting or (following < n and waiting < max_waiting):
         s = queue[i] if i < waiting else following
         fits = _next_fit(s, load, rows, column, row, free, turn, turns == 0)
         if not fits:
             if not empty:
                 column += 1
-                # Behind the last column comes the first of the next microbatch; there the head, the first microbatch's
-                # samples, ends.
+                # Behind the last column comes the first of the next microbatch; there the head, the
+                # first microbatch's samples, ends.
                 if column == columns:
                     column = 0
                     turns += 1
@@ -98,14 +103,15 @@ def admit(load, rows, columns, queue, waiting, following, max_waiting, current, 
                 fits = _next_fit(s, load, rows, column, row, free, turn, turns == 0)
             if not fits:  # alone in its column, in rows that `fit_alone` has found
                 _alone(s, load, rows, column, turn, turns == 0)
-                # Nothing else may join this column: every length exceeds -1, and no module has another row.
+                # Nothing else may join this column: every length exceeds -1, and no module has
+                # another row.
                 for k in range(modules):
                     free[k] = -1
                     row[k] = rows.per_column[k]
         empty = False
         if i >= waiting:
-            # The newcomer would come after its own deadline, and so would whoever follows it, since next-fit is
-            # monotone.
+            # The newcomer would come after its own deadline, and so would whoever follows it, since
+            # next-fit is monotone.
             if current + turns > last:
                 break
             latest[s] = last
@@ -132,8 +138,8 @@ def _next_fit(s, load, rows, column, row, free, turn, write):
         k = load.module[j]
         length = load.length[j]
         if free[k] < length:
-            # No row is left in this column, or none could ever hold the part: the sample leaves no trace in row and
-            # free.
+            # No row is left in this column, or none could ever hold the part: the sample leaves no
+            # trace in row and free.
             if row[k] + 1 >= rows.per_column[k] or rows.length[k] < length:
                 for m in range(len(row)):
                     row[m] = before_row[m]
@@ -143,8 +149,8 @@ def _next_fit(s, load, rows, column, row, free, turn, write):
             free[k] = rows.length[k]
         free[k] -= length
         if write:
-            # Rows lie module by module, inside it column by column: with 6 rows a module and 3 columns, row 1 of column
-            # 2 of module 1 is 6 + 2 * 2 + 1 = 11.
+            # Rows lie module by module, inside it column by column: with 6 rows a module and 3
+            # columns, row 1 of column 2 of module 1 is 6 + 2 * 2 + 1 = 11.
             turn[j] = rows.start[k] + column * rows.per_column[k] + row[k]
     return True
 
@@ -188,7 +194,8 @@ def fit_alone(load, rows):
     fits = np.empty(n, np.bool_)
     nowhere = np.empty(0, np.int64)
     for s in range(n):
-        # A sample whose total fits one row of every module needs no search: all its parts go into the first rows.
+        # A sample whose total fits one row of every module needs no search: all its parts go into
+        # the first rows.
         fits[s] = True
         for k in range(len(rows.length)):
             fits[s] &= load.total[s, k] <= rows.length[k]
@@ -200,15 +207,17 @@ def fit_alone(load, rows):
 def choose(queue, head, old, limit, load, room, share, everything):
     """Choose samples by their totals alone, and mark them as inside: their ids in the order chosen.
 
-    First the `head` of the queue, then the oldest, of which the first `old` may go beyond the goal, until a module has
-    `share` of its goal; then, of a window of waiting samples, always the one that brings the use nearest to the goal.
-    The oldest alone where all are larger than the goal, and never more than `limit`.
+    First the `head` of the queue, then the oldest, of which the first `old` may go beyond the goal,
+    until a module has `share` of its goal; then, of a window of waiting samples, always the one
+    that brings the use nearest to the goal. The oldest alone where all are larger than the goal,
+    and never more than `limit`.
     """
     n = len(queue)
     modules = len(room.aim)
     chosen = np.empty(n, np.int64)
     count = i = 0
-    # The smallest goal is not 0, for it divides below: a module that nobody needs counts as reached.
+    # The smallest goal is not 0, for it divides below: a module that nobody needs counts as
+    # reached.
     goal = room.aim.copy()
     for k in range(modules):
         goal[k] = max(goal[k], 1e-30)
@@ -218,7 +227,8 @@ def choose(queue, head, old, limit, load, room, share, everything):
             fits = True
             least_open = np.inf
             for k in range(modules):
-                # The old may use what is free beyond the goal, for they cannot wait; others must stay within the goal.
+                # The old may use what is free beyond the goal, for they cannot wait; others must
+                # stay within the goal.
                 fits &= load.share[s, k] <= (room.slack[k] if i < old else room.aim[k]) + _ROUNDING
                 # The part of a module's goal that is still open; the fullest module decides.
                 least_open = min(least_open, room.aim[k] / goal[k])
@@ -231,7 +241,8 @@ def choose(queue, head, old, limit, load, room, share, everything):
             _count(s, load, room, _IN)
             chosen[count] = s
             count += 1
-    # The window makes the second stage linear: each choice compares at most _WINDOW samples, however many wait.
+    # The window makes the second stage linear: each choice compares at most _WINDOW samples,
+    # however many wait.
     window = np.empty(_WINDOW, np.int64)
     size = next_waiting = 0
     while count < limit and not everything:
@@ -321,8 +332,11 @@ def measure(chosen, load, rows, room):
     for k in range(modules):
         for c in range(columns):
             free = 0
-            # Column c of module k has rows start[k] + c * per_column[k] and the per_column[k] - 1 after it.
-            for r in range(rows.start[k] + c * rows.per_column[k], rows.start[k] + (c + 1) * rows.per_column[k]):
+            # Column c of module k has rows start[k] + c * per_column[k] and the per_column[k] - 1
+            # after it.
+            for r in range(
+                rows.start[k] + c * rows.per_column[k], rows.start[k] + (c + 1) * rows.per_column[k]
+            ):
                 free += room.row_free[r]
                 fits &= room.row_free[r] >= 0
             room.free[c, k] = free
@@ -333,13 +347,15 @@ def measure(chosen, load, rows, room):
 def eject(chosen, head, load, rows, room):
     """Take samples out until no row is too full, none of the first `head`; return whether that was enough.
 
-    Of a row that is too full goes the sample with the shortest part that is enough, else with the longest.
+    Of a row that is too full goes the sample with the shortest part that is enough, else with the
+    longest.
     """
     n_rows = len(room.row_free)
     begin = np.zeros(n_rows + 1, np.int64)
     for s in chosen:
         for j in range(load.start[s], load.start[s + 1]):
-            # Counting sort: begin[r + 1] counts row r's parts, and its running sum is where each row's parts begin.
+            # Counting sort: begin[r + 1] counts row r's parts, and its running sum is where each
+            # row's parts begin.
             begin[room.row[j] + 1] += 1
     # Parts grouped by row: those of row r are part[begin[r] : begin[r + 1]].
     for r in range(n_rows):
@@ -358,7 +374,8 @@ def eject(chosen, head, load, rows, room):
         while room.row_free[r] < 0:
             best = -1
             for x in range(begin[r], begin[r + 1]):
-                # The head must stay, and samples that went out for another row have no part here any more.
+                # The head must stay, and samples that went out for another row have no part here
+                # any more.
                 if owner[x] < head or not room.inside[chosen[owner[x]]]:
                     continue
                 length = load.length[part[x]]
@@ -366,8 +383,8 @@ def eject(chosen, head, load, rows, room):
                 if best >= 0:
                     best_length = load.length[part[best]]
                     best_enough = best_length >= -room.row_free[r]
-                    # Prefer a part that ends the overflow, and of those the shortest; if none does, the longest, to
-                    # need few.
+                    # Prefer a part that ends the overflow, and of those the shortest; if none does,
+                    # the longest, to need few.
                     if best_enough and (not enough or length >= best_length):
                         continue
                     if not best_enough and not enough and length <= best_length:
@@ -403,7 +420,8 @@ def place(s, load, rows, room):
                 free_ratio = np.inf
                 break
             if load.total[s, k] > 0:
-                # How many such samples the column could hold, summed over modules: the smallest is the tightest fit.
+                # How many such samples the column could hold, summed over modules: the smallest is
+                # the tightest fit.
                 free_ratio += room.free[c, k] / load.total[s, k]
         if free_ratio < min_ratio:
             best = c
@@ -415,8 +433,13 @@ def place(s, load, rows, room):
     for j in range(begin, end):
         k = load.module[j]
         chosen = -1
-        for r in range(rows.start[k] + best * rows.per_column[k], rows.start[k] + (best + 1) * rows.per_column[k]):
-            if room.row_free[r] >= load.length[j] and (chosen < 0 or room.row_free[r] < room.row_free[chosen]):
+        for r in range(
+            rows.start[k] + best * rows.per_column[k],
+            rows.start[k] + (best + 1) * rows.per_column[k],
+        ):
+            if room.row_free[r] >= load.length[j] and (
+                chosen < 0 or room.row_free[r] < room.row_free[chosen]
+            ):
                 chosen = r
         if chosen < 0:
             # Undo the parts placed so far: the column holds the sample's totals but not its parts.
@@ -460,7 +483,8 @@ def improve(queue, head, old, limit, load, rows, room):
     for _ in range(_ROUNDS):
         changed = False
         for i in range(m):
-            # Squared distance to the goal over all modules: what is left would not pay for another search.
+            # Squared distance to the goal over all modules: what is left would not pay for another
+            # search.
             distance = 0.0
             for k in range(len(room.aim)):
                 distance += room.aim[k] * room.aim[k]
@@ -496,7 +520,8 @@ def _exchange(movable, i, waiting, gain, load, rows, room):
         if gain[best] <= 1e-9:
             return False
         gain[best] = -1.0
-        # The sample's rows stay in `room.row`, so that it comes back where the candidate finds none.
+        # The sample's rows stay in `room.row`, so that it comes back where the candidate finds
+        # none.
         _move(old, load, rows, room, _OUT)
         if place(waiting[best], load, rows, room):
             movable[i], waiting[best] = waiting[best], old
@@ -526,7 +551,8 @@ def _fill_up(waiting, limit, load, rows, room):
         if best < 0:
             break
         refused[best] = True
-        # A sample without rows counts as refused and not as added; `place` has then changed nothing.
+        # A sample without rows counts as refused and not as added; `place` has then changed
+        # nothing.
         added += place(waiting[best], load, rows, room)
     return added
 

@@ -14,7 +14,8 @@ LLM = 0  # the module that every sample has exactly one part of
 class Parts:
     """Lengths that each sample needs of each module: one LLM part, then one part per item.
 
-    sample_start: int64 `[n + 1]`, the parts of sample i are `sample_start[i] : sample_start[i + 1]`.
+    sample_start: int64 `[n + 1]`, the parts of sample i are `sample_start[i] : sample_start[i +
+    1]`.
     module: int32 `[p]`, 0 = LLM, then the encoders.
     length: int64 `[p]`, positions that the part takes in its row, alignment included; at least 1.
     pairs: int64 `[p]`, of a query and a key, that attention computes of the part; None: not known.
@@ -28,18 +29,29 @@ class Parts:
 
     def __post_init__(self) -> None:
         start = self.sample_start
-        if len(start) == 0 or start[0] != 0 or start[-1] != len(self.module) or len(self.module) != len(self.length):
-            raise ValueError("sample_start must run from 0 to the number of parts, one module and one length each")
+        if (
+            len(start) == 0
+            or start[0] != 0
+            or start[-1] != len(self.module)
+            or len(self.module) != len(self.length)
+        ):
+            raise ValueError(
+                "sample_start must run from 0 to the number of parts, one module and one length each"
+            )
         if np.any(np.diff(start) < 1):
             raise ValueError(f"sample {int(np.argmax(np.diff(start) < 1))} has no LLM part")
         first = np.zeros(len(self.module), bool)
         first[start[:-1]] = True
         if np.any(wrong := ((self.module == LLM) != first) | (self.module < LLM)):
             sample = int(np.searchsorted(start, int(np.argmax(wrong)), side="right")) - 1
-            raise ValueError(f"sample {sample}: its first part, and no other, must be its LLM part (module {LLM})")
+            raise ValueError(
+                f"sample {sample}: its first part, and no other, must be its LLM part (module {LLM})"
+            )
         if np.any(self.length < 1):
             sample = int(np.searchsorted(start, int(np.argmax(self.length < 1)), side="right")) - 1
-            raise ValueError(f"sample {sample} has a part of length {int(self.length.min())}; at least 1")
+            raise ValueError(
+                f"sample {sample} has a part of length {int(self.length.min())}; at least 1"
+            )
 
     def __len__(self) -> int:
         return len(self.sample_start) - 1
@@ -69,7 +81,8 @@ class Parts:
         """Return the indices of these samples' parts, one sample after the other, int64."""
         start = self.sample_start
         count = start[samples + 1] - start[samples]
-        # start [4, 0], count [2, 3] -> [4, 5, 0, 1, 2]: the arange has counted 2 before sample 1, hence 0 - 2 is added.
+        # start [4, 0], count [2, 3] -> [4, 5, 0, 1, 2]: the arange has counted 2 before sample 1,
+        # hence 0 - 2 is added.
         return np.arange(count.sum()) + np.repeat(start[samples] - np.cumsum(count) + count, count)
 
     def take(self, samples: np.ndarray) -> Parts:
@@ -77,13 +90,20 @@ class Parts:
         part = self.of_samples(samples)
         count = np.diff(self.sample_start)[samples]
         start = np.concatenate([[0], np.cumsum(count)]).astype(np.int64)
-        return Parts(start, self.module[part], self.length[part], None if self.pairs is None else self.pairs[part])
+        return Parts(
+            start,
+            self.module[part],
+            self.length[part],
+            None if self.pairs is None else self.pairs[part],
+        )
 
 
 def parts_of(samples: Sequence[Sequence[tuple[int, int]]]) -> Parts:
     """Build Parts from each sample's (module, length) pairs, the LLM's first."""
     start = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])]).astype(np.int64)
-    module, length = np.array([pair for sample in samples for pair in sample], np.int64).reshape(-1, 2).T
+    module, length = (
+        np.array([pair for sample in samples for pair in sample], np.int64).reshape(-1, 2).T
+    )
     return Parts(start, module.astype(np.int32), np.ascontiguousarray(length))
 
 
@@ -106,8 +126,9 @@ def dist_ratio(totals: np.ndarray) -> np.ndarray:
 def sp_ratio(totals: np.ndarray) -> np.ndarray:
     """Compute OmniBal appendix A.8: eq. 2 over the N sequence-parallel ranks that share each of the sequences.
 
-    totals: `[..., sequences, N]`, what each rank computes of each sequence (images of the encoder, tokens of the LLM).
-    The result is float `[...]`, the mean over sequences; 0 where every sequence is split evenly.
+    totals: `[..., sequences, N]`, what each rank computes of each sequence (images of the encoder,
+    tokens of the LLM). The result is float `[...]`, the mean over sequences; 0 where every sequence
+    is split evenly.
     """
     return _below_largest(totals).mean(-1)
 

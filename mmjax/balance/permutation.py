@@ -1,6 +1,7 @@
 """Random permutations that depend on their key alone: NumPy may change `Generator.permutation` from version to version.
 
-A Fisher-Yates shuffle by splitmix64 (Steele, Lea, Flood 2014), in whole numbers only, so every machine does the same.
+A Fisher-Yates shuffle by splitmix64 (Steele, Lea, Flood 2014), in whole numbers only, so every
+machine does the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 class Shuffler:
     """A stream of permutations and bytes.
 
-    key: whole numbers, none negative; NumPy promises that `SeedSequence` makes the same of them in every version.
+    key: whole numbers, none negative; NumPy promises that `SeedSequence` makes the same of them in
+    every version.
     """
 
     def __init__(self, *key: int) -> None:
@@ -57,5 +59,7 @@ def _shuffle(order, state):
     for i in range(len(order) - 1, 0, -1):
         state[0] += _STEP
         # The top 32 bits r give floor(r * (i + 1) / 2^32), a place in 0 .. i, without a division.
-        partner = np.int64(((_mixed(state[0]) >> np.uint64(32)) * np.uint64(i + 1)) >> np.uint64(32))
+        partner = np.int64(
+            ((_mixed(state[0]) >> np.uint64(32)) * np.uint64(i + 1)) >> np.uint64(32)
+        )
         order[i], order[partner] = order[partner], order[i]

@@ -1,9 +1,10 @@
 """Place each sample and item of a step so that ranks are equal in every phase (OrchMLLM sections 5, 6).
 
-OrchMLLM balances each phase on its own, after which nearly every encoder output travels to the rank of its sample. With
-enough samples a rank that is not needed: an item is encoded on the rank of its sample, and samples are placed by all
-their costs at once, the LLM's first. That is near-linear in samples and ranks and the same on every process, so shapes
-need no word between processes. Only where it leaves an encoder uneven do items move, and only within their node.
+OrchMLLM balances each phase on its own, after which nearly every encoder output travels to the rank
+of its sample. With enough samples a rank that is not needed: an item is encoded on the rank of its
+sample, and samples are placed by all their costs at once, the LLM's first. That is near-linear in
+samples and ranks and the same on every process, so shapes need no word between processes. Only
+where it leaves an encoder uneven do items move, and only within their node.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Costs:
 
     sample: float64 `[n, phases]`, phase 0 is the LLM, an encoder's column is the sum of its items.
     item_sample: int64 `[m]`; item_phase: int32 `[m]`, 1 and on; item_cost: float64 `[m]`.
-    item_tokens: int64 `[m]`, LLM tokens that travel where an item is encoded on another rank than its sample's.
-    Raises ValueError.
+    item_tokens: int64 `[m]`, LLM tokens that travel where an item is encoded on another rank than
+    its sample's. Raises ValueError.
     """
 
     sample: np.ndarray
@@ -39,7 +40,12 @@ class Costs:
     def __post_init__(self) -> None:
         if self.sample.ndim != 2 or self.sample.shape[1] < 1:
             raise ValueError("sample costs must be [n, phases], with the LLM's in the first column")
-        sizes = {len(self.item_sample), len(self.item_phase), len(self.item_cost), len(self.item_tokens)}
+        sizes = {
+            len(self.item_sample),
+            len(self.item_phase),
+            len(self.item_cost),
+            len(self.item_tokens),
+        }
         if len(sizes) > 1:
             raise ValueError("items must have one sample, phase, cost and number of tokens each")
         n, phases = self.sample.shape
@@ -47,7 +53,11 @@ class Costs:
             raise ValueError(f"an item belongs to a sample outside of 0 .. {n - 1}")
         if np.any((self.item_phase <= LLM) | (self.item_phase >= phases)):
             raise ValueError(f"an item belongs to a phase outside of 1 .. {phases - 1}")
-        for name, value in (("sample cost", self.sample), ("item cost", self.item_cost), ("token", self.item_tokens)):
+        for name, value in (
+            ("sample cost", self.sample),
+            ("item cost", self.item_cost),
+            ("token", self.item_tokens),
+        ):
             if not (value.min(initial=0) >= 0 and value.max(initial=0) < np.inf):
                 raise ValueError(f"a {name} is negative or not finite")
 
@@ -85,9 +95,11 @@ def costs_of(
 ) -> Costs:
     """Build the costs of samples whose encoder columns are summed from their items. llm_cost: `[n]`, items `[m]`."""
     n = len(llm_cost)
-    # One number for each pair (sample, phase), so that one bincount sums all: with 3 phases, sample 2's audio is 2 * 3
-    # + 2 = 8.
-    flat = np.bincount(np.asarray(item_sample, np.int64) * phases + item_phase, item_cost, n * phases)
+    # One number for each pair (sample, phase), so that one bincount sums all: with 3 phases, sample
+    # 2's audio is 2 * 3 + 2 = 8.
+    flat = np.bincount(
+        np.asarray(item_sample, np.int64) * phases + item_phase, item_cost, n * phases
+    )
     sample = flat.reshape(n, phases)
     # Items are of phases from 1 on, so column 0 was left empty.
     sample[:, LLM] = llm_cost
@@ -100,10 +112,13 @@ def costs_of(
     )
 
 
-_BLOCK = 8  # ranks that samples are placed on longest first, before they are exchanged between all ranks
+# ranks that samples are placed on longest first, before they are exchanged between all ranks
+_BLOCK = 8
 _ROUNDING = 1e-6  # of a number of units
 _WORTH_MOVING = 0.004  # of the step's time, that an exchange of an encoder's outputs must save
-_POOR = 0.1  # of the step's time, that ranks may wait before samples are also placed without putting the LLM first
+# of the step's time, that ranks may wait before samples are also placed without putting the LLM
+# first
+_POOR = 0.1
 _LLM_LATER = 0.05  # of the step's time, that must be saved for that
 
 
@@ -111,11 +126,14 @@ _LLM_LATER = 0.05  # of the step's time, that must be saved for that
 class PlanGoals:
     """Goals of a joint plan.
 
-    tolerance: an encoder's phase whose fullest rank has this share more than the least possible is good enough; of the
-    LLM's, three quarters of it.
-    exchange: what it costs, as a part of the step's time, to send as many tokens between ranks as the encoders make.
-    min_gain: a plan that saves no more than this part of the step's time is not worth leaving the start.
-    share: float64 `[phases]`, each phase's part of the step's time when ranks are equal; default: its part of all cost.
+    tolerance: an encoder's phase whose fullest rank has this share more than the least possible is
+    good enough; of the LLM's, three quarters of it.
+    exchange: what it costs, as a part of the step's time, to send as many tokens between ranks as
+    the encoders make.
+    min_gain: a plan that saves no more than this part of the step's time is not worth leaving the
+    start.
+    share: float64 `[phases]`, each phase's part of the step's time when ranks are equal; default:
+    its part of all cost.
     """
 
     tolerance: float = 0.001
@@ -128,7 +146,8 @@ class PlanGoals:
 class PhasePlan:
     """sample_rank: int32 `[n]`, where the LLM runs; item_rank: int32 `[m]`, where the item's encoder does.
 
-    width: int64 `[phases - 1]`, tokens that one rank sends to another one at most, per encoder; 0 = nothing travels.
+    width: int64 `[phases - 1]`, tokens that one rank sends to another one at most, per encoder; 0 =
+    nothing travels.
     """
 
     sample_rank: np.ndarray
@@ -165,7 +184,8 @@ def place_each_phase(costs: Costs, ranks: int) -> PhasePlan:
     width = np.zeros(costs.phases - 1, np.int64)
     for p in range(1, costs.phases):
         items = np.flatnonzero(costs.item_phase == p)
-        # Without regard to where its sample is: of r ranks, about 1 / r of the items stay with it by chance.
+        # Without regard to where its sample is: of r ranks, about 1 / r of the items stay with it
+        # by chance.
         item_rank[items] = _lpt(costs.item_cost[items], ranks)
         width[p - 1] = largest_transfer(
             sample_rank[costs.item_sample[items]], item_rank[items], costs.item_tokens[items], ranks
@@ -183,10 +203,11 @@ def place_jointly(
 ) -> PhasePlan:
     """Place samples by all costs at once, the LLM's first, over all ranks; move items within their node if needed.
 
-    Node k has ranks k * ranks_per_node and on, the last one may be smaller; default: all ranks are one node. widths:
-    for each encoder, the sizes that a padded all-to-all may have, tokens from a rank to another, ascending from 0;
-    default: nothing moves. All nodes have the same width. start: int32 `[n]`, kept where the plan gains too little.
-    Raises ValueError. In place of OrchMLLM sections 5 and 6.
+    Node k has ranks k * ranks_per_node and on, the last one may be smaller; default: all ranks are
+    one node. widths: for each encoder, the sizes that a padded all-to-all may have, tokens from a
+    rank to another, ascending from 0;
+    default: nothing moves. All nodes have the same width. start: int32 `[n]`, kept where the plan
+    gains too little. Raises ValueError. In place of OrchMLLM sections 5 and 6.
     """
     goals = goals or PlanGoals()
     size = _node_sizes(ranks, ranks_per_node)
@@ -208,8 +229,8 @@ def place_jointly(
             time = alternative_time
     # Samples leave the start only where the plan saves at least `min_gain`.
     if start is not None:
-        # An estimate is not worth moving samples for when it promises next to nothing: the start needs no exchange at
-        # all.
+        # An estimate is not worth moving samples for when it promises next to nothing: the start
+        # needs no exchange at all.
         start_plan = _at_home(costs, np.asarray(start, np.int32))
         if time > step_time(costs, start_plan, ranks, ranks_per_node, goals) * (1 - goals.min_gain):
             return start_plan
@@ -219,18 +240,24 @@ def place_jointly(
 def cost_per_rank(costs: Costs, plan: PhasePlan, ranks: int) -> np.ndarray:
     """Sum each rank's cost of each phase, float64 `[ranks, phases]`, in the unit of the costs."""
     flat = np.bincount(
-        plan.item_rank.astype(np.int64) * costs.phases + costs.item_phase, costs.item_cost, ranks * costs.phases
+        plan.item_rank.astype(np.int64) * costs.phases + costs.item_phase,
+        costs.item_cost,
+        ranks * costs.phases,
     )
     cost = flat.reshape(ranks, costs.phases)
     cost[:, LLM] = np.bincount(plan.sample_rank, costs.sample[:, LLM], ranks)
     return cost
 
 
-def largest_transfer(source: np.ndarray, destination: np.ndarray, tokens: np.ndarray, ranks: int) -> int:
+def largest_transfer(
+    source: np.ndarray, destination: np.ndarray, tokens: np.ndarray, ranks: int
+) -> int:
     """Return the most tokens that items take from one rank to another. source, destination, tokens: int `[m]`."""
     away = np.flatnonzero(source != destination)
     # Only pairs that occur are numbered: a table of all would be ranks^2 long.
-    _, pair = np.unique(source[away].astype(np.int64) * ranks + destination[away], return_inverse=True)
+    _, pair = np.unique(
+        source[away].astype(np.int64) * ranks + destination[away], return_inverse=True
+    )
     return int(np.bincount(pair, tokens[away]).max(initial=0))
 
 
@@ -238,7 +265,9 @@ def candidate_widths(costs: Costs) -> list[tuple[int, ...]]:
     """List the widths that each encoder's all-to-all may have: 0, and parts and multiples of the longest item."""
     longest = int(costs.item_tokens.max(initial=1))
     # From an eighth of the longest item to twice that, each twice the one before.
-    return [(0, *sorted({max(1, longest * k // 16) for k in (2, 4, 8, 16, 32)}))] * (costs.phases - 1)
+    return [(0, *sorted({max(1, longest * k // 16) for k in (2, 4, 8, 16, 32)}))] * (
+        costs.phases - 1
+    )
 
 
 def wire(width: np.ndarray, ranks: int, ranks_per_node: int | None = None) -> np.ndarray:
@@ -249,7 +278,11 @@ def wire(width: np.ndarray, ranks: int, ranks_per_node: int | None = None) -> np
 
 
 def step_time(
-    costs: Costs, plan: PhasePlan, ranks: int, ranks_per_node: int | None = None, goals: PlanGoals | None = None
+    costs: Costs,
+    plan: PhasePlan,
+    ranks: int,
+    ranks_per_node: int | None = None,
+    goals: PlanGoals | None = None,
 ) -> float:
     """Estimate the step's time, 1 = all ranks equal and nothing sent: phases end when their fullest rank does."""
     goals = goals or PlanGoals()
@@ -267,11 +300,13 @@ def _place_samples(
     rank = np.zeros(len(costs), np.int64)
     if ranks == 1 or len(costs) == 0:
         return rank.astype(np.int32)
-    # 20 ranks are blocks of 8, 8 and 4. Longest first compares all ranks for each sample, so in blocks its time is
-    # linear.
+    # 20 ranks are blocks of 8, 8 and 4. Longest first compares all ranks for each sample, so in
+    # blocks its time is linear.
     size = np.diff(np.append(np.arange(0, ranks, _BLOCK), ranks))
     block = deal_in_rounds(costs.sample, size)
-    order = by_leading_encoder(costs.sample, block, np.broadcast_to(mean, (len(size), costs.phases)))
+    order = by_leading_encoder(
+        costs.sample, block, np.broadcast_to(mean, (len(size), costs.phases))
+    )
     start = np.concatenate([[0], np.cumsum(np.bincount(block, minlength=len(size)))])
     relative = np.ascontiguousarray((costs.sample / mean).T)
     longest_first_in_blocks(relative, order, start, size, rank)
@@ -284,16 +319,18 @@ def _place_samples(
 def _whole_units(cost: np.ndarray) -> float:
     """Bound the fullest rank's load from below where all costs `[n]` are multiples of one unit, such as tiles: >= 1.
 
-    The mean over ranks is 1. The multiple is that of the smallest difference between two costs, if there is one.
+    The mean over ranks is 1. The multiple is that of the smallest difference between two costs, if
+    there is one.
     """
     values = np.unique(cost)
-    # Costs 0.3, 0.6 and 1.2 have differences 0.3, 0.3 and 0.6, hence a unit of 0.3. Units above 1, the mean, need no
-    # bound: the longest sample is one.
+    # Costs 0.3, 0.6 and 1.2 have differences 0.3, 0.3 and 0.6, hence a unit of 0.3. Units above 1,
+    # the mean, need no bound: the longest sample is one.
     unit = np.diff(values, prepend=0.0)[values > 0].min(initial=1.0)
     multiples = values / unit
     if np.abs(multiples - np.rint(multiples)).max() > _ROUNDING:
         return 1.0
-    # The fullest rank has at least the mean, 1, and a whole number of units: of units of 0.3 it has 4, which is 1.2.
+    # The fullest rank has at least the mean, 1, and a whole number of units: of units of 0.3 it has
+    # 4, which is 1.2.
     return max(float(np.ceil(1 / unit - _ROUNDING) * unit), 1.0)
 
 
@@ -312,7 +349,9 @@ def _move_items(
     item_rank = plan.item_rank.astype(np.int64)
     chosen = plan.width
     # What one token more of width costs: it is sent between all pairs of ranks of every node.
-    per_token = goals.exchange * int((size * (size - 1)).sum()) / max(int(costs.item_tokens.sum()), 1)
+    per_token = (
+        goals.exchange * int((size * (size - 1)).sum()) / max(int(costs.item_tokens.sum()), 1)
+    )
     for p in range(1, costs.phases):
         items = np.flatnonzero(costs.item_phase == p)
         cost = costs.item_cost[items] / mean[p]
@@ -325,11 +364,17 @@ def _move_items(
         node = np.repeat(np.arange(len(size)), size)[home_rank]
         # By node, and within a node by falling cost: the order that the kernels want.
         order = np.lexsort((-cost, node))
-        items, cost, home_rank, tokens = items[order], cost[order], home_rank[order], costs.item_tokens[items[order]]
+        items, cost, home_rank, tokens = (
+            items[order],
+            cost[order],
+            home_rank[order],
+            costs.item_tokens[items[order]],
+        )
         start = np.concatenate([[0], np.cumsum(np.bincount(node, minlength=len(size)))])
         # Even with all items free to go anywhere LPT gets no lower, so moves need not try.
         goal = max(goal, float(_fullest(cost, ranks)))
-        # What the phase takes as it is, less what an exchange must save to be worth compiling and running.
+        # What the phase takes as it is, less what an exchange must save to be worth compiling and
+        # running.
         min_time = share[p] * load.max() - _WORTH_MOVING
         for width in widths[p - 1][1:]:
             rank = home_rank.copy()
@@ -361,7 +406,9 @@ def _share(costs: Costs, goals: PlanGoals) -> np.ndarray:
 
 
 def _at_home(costs: Costs, sample_rank: np.ndarray) -> PhasePlan:
-    return PhasePlan(sample_rank, sample_rank[costs.item_sample], np.zeros(costs.phases - 1, np.int64))
+    return PhasePlan(
+        sample_rank, sample_rank[costs.item_sample], np.zeros(costs.phases - 1, np.int64)
+    )
 
 
 def _lpt(cost: np.ndarray, ranks: int) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Rearrangements as composable maps, OrchMLLM section 6: where each item is before and after, and tables to move it.
 
-An item is a run of tokens at an offset of its rank's flat array. A rearrangement becomes integer tables of fixed shape,
-so that one padded all-to-all moves the tokens of any plan: `send` says what goes to each peer, `gather` where each
-destination position finds its token. Tokens that stay on their rank never enter the all-to-all.
+An item is a run of tokens at an offset of its rank's flat array. A rearrangement becomes integer
+tables of fixed shape, so that one padded all-to-all moves the tokens of any plan: `send` says what
+goes to each peer, `gather` where each destination position finds its token. Tokens that stay on
+their rank never enter the all-to-all.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ class Rearrangement:
 class Tables:
     """Index tables of k ranks for one padded all-to-all among g peers.
 
-    send: int32 `[k, g, width]`, positions in the rank's own array that go to each peer; -1 = padding.
-    gather: int32 `[k, capacity]`, for each position of the destination array its place in the received chunks
-    `[g * width]` followed by the rank's own array; -1 = no token.
+    send: int32 `[k, g, width]`, positions in the rank's own array that go to each peer; -1 =
+    padding.
+    gather: int32 `[k, capacity]`, for each position of the destination array its place in the
+    received chunks `[g * width]` followed by the rank's own array; -1 = no token.
     """
 
     send: np.ndarray
@@ -57,13 +59,19 @@ class Tables:
 
 def pack_places(length: np.ndarray, rank: np.ndarray, ranks: int) -> Places:
     """Pack items one after the other on their ranks, in their order. length, rank: int `[n]`."""
-    return Places(np.asarray(rank, np.int32), _offsets(np.asarray(length, np.int64), np.asarray(rank), ranks))
+    return Places(
+        np.asarray(rank, np.int32), _offsets(np.asarray(length, np.int64), np.asarray(rank), ranks)
+    )
 
 
-def rearrange(length: np.ndarray, source: np.ndarray, destination: np.ndarray, ranks: int) -> Rearrangement:
+def rearrange(
+    length: np.ndarray, source: np.ndarray, destination: np.ndarray, ranks: int
+) -> Rearrangement:
     """Build the rearrangement from source to destination ranks, items packed in their order on both. All int `[n]`."""
     length = np.asarray(length, np.int64)
-    return Rearrangement(length, pack_places(length, source, ranks), pack_places(length, destination, ranks), ranks)
+    return Rearrangement(
+        length, pack_places(length, source, ranks), pack_places(length, destination, ranks), ranks
+    )
 
 
 def inverse(moved: Rearrangement) -> Rearrangement:
@@ -77,31 +85,45 @@ def compose(first: Rearrangement, second: Rearrangement) -> Rearrangement:
     Raises ValueError unless both speak of the same items and `second` starts where `first` ends.
     """
     if first.ranks != second.ranks or not np.array_equal(first.length, second.length):
-        raise ValueError("composed rearrangements must have the same ranks and the same item lengths")
+        raise ValueError(
+            "composed rearrangements must have the same ranks and the same item lengths"
+        )
     middle = first.destination
     start = second.source
-    if not (np.array_equal(middle.rank, start.rank) and np.array_equal(middle.offset, start.offset)):
+    if not (
+        np.array_equal(middle.rank, start.rank) and np.array_equal(middle.offset, start.offset)
+    ):
         raise ValueError("the second rearrangement must start where the first one ends")
     return Rearrangement(first.length, first.source, second.destination, first.ranks)
 
 
 def restrict(moved: Rearrangement, items: np.ndarray) -> Rearrangement:
     """Select these items, in this order, where they were: indices int `[k]` or bool `[n]`."""
-    return Rearrangement(moved.length[items], _take(moved.source, items), _take(moved.destination, items), moved.ranks)
+    return Rearrangement(
+        moved.length[items],
+        _take(moved.source, items),
+        _take(moved.destination, items),
+        moved.ranks,
+    )
 
 
-def restrict_to_parts(moved: Rearrangement, item: np.ndarray, offset: np.ndarray, length: np.ndarray) -> Rearrangement:
+def restrict_to_parts(
+    moved: Rearrangement, item: np.ndarray, offset: np.ndarray, length: np.ndarray
+) -> Rearrangement:
     """Build the rearrangement of runs within items, such as one modality's tokens within interleaved samples.
 
-    item: int `[k]`, the item that holds each run; offset: int `[k]`, where in it; length: int `[k]`.
-    Raises ValueError where a run is not inside its item.
+    item: int `[k]`, the item that holds each run; offset: int `[k]`, where in it; length: int
+    `[k]`. Raises ValueError where a run is not inside its item.
     """
     offset = np.asarray(offset, np.int64)
     length = np.asarray(length, np.int64)
     if np.any(offset < 0) or np.any(offset + length > moved.length[item]):
         raise ValueError("every run must lie inside its item")
     # A run lies in its item at the same place on both sides.
-    places = [Places(side.rank[item], side.offset[item] + offset) for side in (moved.source, moved.destination)]
+    places = [
+        Places(side.rank[item], side.offset[item] + offset)
+        for side in (moved.source, moved.destination)
+    ]
     return Rearrangement(length, places[0], places[1], moved.ranks)
 
 
@@ -115,14 +137,19 @@ def width(moved: Rearrangement) -> int:
 
 
 def tables(
-    moved: Rearrangement, width: int, capacity: int, mine: range | None = None, peers: range | None = None
+    moved: Rearrangement,
+    width: int,
+    capacity: int,
+    mine: range | None = None,
+    peers: range | None = None,
 ) -> Tables:
     """Build the tables of the ranks `mine` (default: all peers) for an all-to-all among `peers` (default: all ranks).
 
-    Time and memory follow the tokens and tables of `mine`, besides one look at each item, so a process builds only its
-    own. peers: the ranks of one node, where nothing leaves it. width: tokens per chunk, at least `width(moved)`;
-    capacity: positions of the destination array. Raises ValueError where an item does not fit in either, leaves
-    the peers, or lands on another one.
+    Time and memory follow the tokens and tables of `mine`, besides one look at each item, so a
+    process builds only its own. peers: the ranks of one node, where nothing leaves it. width:
+    tokens per chunk, at least `width(moved)`;
+    capacity: positions of the destination array. Raises ValueError where an item does not fit in
+    either, leaves the peers, or lands on another one.
     """
     peers = range(moved.ranks) if peers is None else peers
     mine = peers if mine is None else mine
@@ -133,7 +160,9 @@ def tables(
     arriving = np.flatnonzero(_among(destination, mine) & (moved.length > 0))
     outside = ~(_among(destination[sending], peers) & _among(source[sending], peers))
     if np.any(outside) or not np.all(_among(source[arriving], peers)):
-        raise ValueError(f"an item moves between ranks {peers.start} .. {peers.stop - 1} and others")
+        raise ValueError(
+            f"an item moves between ranks {peers.start} .. {peers.stop - 1} and others"
+        )
     # -1 marks padding; everything else is overwritten below.
     send = np.full((len(mine), len(peers), width), -1, np.int32)
     gather = np.full((len(mine), capacity), -1, np.int32)
@@ -142,34 +171,54 @@ def tables(
     return Tables(send, gather)
 
 
-def _fill_send(send: np.ndarray, moved: Rearrangement, items: np.ndarray, mine: range, peers: range) -> None:
+def _fill_send(
+    send: np.ndarray, moved: Rearrangement, items: np.ndarray, mine: range, peers: range
+) -> None:
     length = moved.length[items]
-    # The chunk's number in `send`: row of the sending rank among mine, column of the receiving peer.
-    pair = (moved.source.rank[items] - mine.start) * np.int64(len(peers)) + moved.destination.rank[items] - peers.start
+    # The chunk's number in `send`: row of the sending rank among mine, column of the receiving
+    # peer.
+    pair = (
+        (moved.source.rank[items] - mine.start) * np.int64(len(peers))
+        + moved.destination.rank[items]
+        - peers.start
+    )
     # Where an item begins in its chunk: behind the items before it that go the same way.
     slot = _offsets(length, pair, len(mine) * len(peers))
     _check_fits(slot + length, send.shape[2], "pair of ranks exceeds the width")
-    # Chunk c begins at c * width of the flat table, and the item's tokens follow each other on both sides.
-    send.reshape(-1)[_runs(pair * send.shape[2] + slot, length)] = _runs(moved.source.offset[items], length)
+    # Chunk c begins at c * width of the flat table, and the item's tokens follow each other on both
+    # sides.
+    send.reshape(-1)[_runs(pair * send.shape[2] + slot, length)] = _runs(
+        moved.source.offset[items], length
+    )
 
 
 def _fill_gather(
-    gather: np.ndarray, moved: Rearrangement, items: np.ndarray, mine: range, peers: range, width: int
+    gather: np.ndarray,
+    moved: Rearrangement,
+    items: np.ndarray,
+    mine: range,
+    peers: range,
+    width: int,
 ) -> None:
     length = moved.length[items]
     source = moved.source.rank[items]
     row = moved.destination.rank[items] - mine.start
     peer = source - np.int64(peers.start)
-    # Both sides number a pair's tokens in the order of its items, so they agree without a word about it.
+    # Both sides number a pair's tokens in the order of its items, so they agree without a word
+    # about it.
     slot = _offsets(length, row * len(peers) + peer, len(mine) * len(peers))
     stays = source == moved.destination.rank[items]
     _check_fits((slot + length)[~stays], width, "pair of ranks exceeds the width")
-    _check_fits(moved.destination.offset[items] + length, gather.shape[1], "destination array exceeds the capacity")
+    _check_fits(
+        moved.destination.offset[items] + length,
+        gather.shape[1],
+        "destination array exceeds the capacity",
+    )
     # What a rank indexes: the chunks of all peers, then its own array.
     origin = np.where(stays, len(peers) * width + moved.source.offset[items], peer * width + slot)
-    gather.reshape(-1)[_runs(row * np.int64(gather.shape[1]) + moved.destination.offset[items], length)] = _runs(
-        origin, length
-    )
+    gather.reshape(-1)[
+        _runs(row * np.int64(gather.shape[1]) + moved.destination.offset[items], length)
+    ] = _runs(origin, length)
     # Two items on one position would leave fewer positions written than tokens.
     if np.count_nonzero(gather >= 0) != length.sum():
         raise ValueError("two items overlap at their destination")
@@ -207,5 +256,6 @@ def _offsets(length: np.ndarray, key: np.ndarray, keys: int) -> np.ndarray:
 
 def _runs(start: np.ndarray, length: np.ndarray) -> np.ndarray:
     """Concatenate start, start + 1, .. for `length` each: int64 `[sum of lengths]`."""
-    # start [7, 3], length [2, 3] -> [7, 8, 3, 4, 5]: the arange has counted 2 when run 1 begins, so 3 - 2 is added.
+    # start [7, 3], length [2, 3] -> [7, 8, 3, 4, 5]: the arange has counted 2 when run 1 begins, so
+    # 3 - 2 is added.
     return np.arange(length.sum()) + np.repeat(start - np.cumsum(length) + length, length)

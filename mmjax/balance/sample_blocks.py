@@ -1,8 +1,9 @@
 """Distribute the blocks of packed rows over context-parallel ranks so that few samples are cut.
 
-A rank needs the keys of a sample from other ranks only if it has some of its blocks, but not all. Ranks are bisected
-recursively into halves that get as many blocks and as much work; samples stay whole except one, which is cut so that
-both come out even. So a short sample ends on one rank, and a long one on as many as it has work for.
+A rank needs the keys of a sample from other ranks only if it has some of its blocks, but not all.
+Ranks are bisected recursively into halves that get as many blocks and as much work; samples stay
+whole except one, which is cut so that both come out even. So a short sample ends on one rank, and a
+long one on as many as it has work for.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from numba import njit
 
 from mmjax.balance.mask_work import Mask, check_ranks, distribute, excess, exchange_while_better
 
-MAX_EXCESS = 1e-3  # of the largest rank's work over the mean; beyond, samples are cut without regard
+# of the largest rank's work over the mean; beyond, samples are cut without regard
+MAX_EXCESS = 1e-3
 _ENOUGH = 9e-5  # excess that ends the exchange of blocks
 _EVEN = 2e-4  # part of a half's work that it may differ by
-_CUTS = 6  # samples that are tried as the one to cut; of many blocks fewer, so that it takes milliseconds
+# samples that are tried as the one to cut; of many blocks fewer, so that it takes milliseconds
+_CUTS = 6
 _BLOCKS_TRIED = 20_000
 _EXCHANGES = 8  # at most, to cut a sample evenly
 
@@ -23,9 +26,9 @@ _EXCHANGES = 8  # at most, to cut a sample evenly
 def distribute_samples(work: np.ndarray, sample: np.ndarray, ranks: int) -> np.ndarray:
     """Assign each block a rank, int32 `[B]`, with few samples on several; counts differ by one at most.
 
-    work: int `[B]`, as of `block_work`. sample: int `[B]`, of most of a block's tokens, -1 = padding; those of one are
-    one after the other. The largest work of a rank is at most `MAX_EXCESS` above the mean, or that of `distribute`.
-    Raises ValueError for ranks below 1.
+    work: int `[B]`, as of `block_work`. sample: int `[B]`, of most of a block's tokens, -1 =
+    padding; those of one are one after the other. The largest work of a rank is at most
+    `MAX_EXCESS` above the mean, or that of `distribute`. Raises ValueError for ranks below 1.
     """
     check_ranks(ranks)
     work = np.ascontiguousarray(work, np.int64)
@@ -62,7 +65,8 @@ def _bisect(work, sample, ranks):
     """Bisect ranks, and blocks with them, until each rank has its own: int32 [B]."""
     rank = np.zeros(len(work), np.int32)
     blocks = np.arange(len(work))
-    # Slices of `blocks` to be shared, each with the first and the number of the ranks that share it.
+    # Slices of `blocks` to be shared, each with the first and the number of the ranks that share
+    # it.
     pending = np.zeros((ranks, 4), np.int64)
     pending[0] = 0, len(work), 0, ranks
     slices = 1
@@ -188,7 +192,8 @@ def _choose(work, count, target):
     """Choose so many blocks of a sample with the sum of work nearest to `target`, mostly one behind the other."""
     n = len(work)
     chosen = np.zeros(n, np.bool_)
-    # By work, which is the order of the row under a causal mask: sums of a window of it only grow along it.
+    # By work, which is the order of the row under a causal mask: sums of a window of it only grow
+    # along it.
     order = np.arange(n)
     for i in range(1, n):
         if work[i] < work[i - 1]:

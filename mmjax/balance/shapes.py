@@ -22,27 +22,35 @@ def choose_shapes(
 ) -> np.ndarray:
     """Choose at most `limit` tuples of row lengths, int64 `[k, M]`, cheapest first; the last holds every step seen.
 
-    needs: int `[S, M]`, each step's fullest row per module, or `[S, O, M]` where a step can be placed in O ways. cost:
-    float `[M]`, of one more position in each of a module's rows. Minimises the cost of all steps, each with the
-    cheapest tuple that holds it: needs are merged in pairs, least added cost first, then single lengths are moved while
-    that helps. Lengths are multiples of `alignment` (of each one's, where it is `[M]`). worth: as few tuples as cost at
-    most this share more. widths: how many of the last columns are widths of exchanges. Where every step has a way that
-    sends nothing, no step takes a tuple that would send only padding, and the last tuple sends nothing. Raises
-    ValueError without needs.
+    needs: int `[S, M]`, each step's fullest row per module, or `[S, O, M]` where a step can be
+    placed in O ways. cost: float `[M]`, of one more position in each of a module's rows. Minimises
+    the cost of all steps, each with the cheapest tuple that holds it: needs are merged in pairs,
+    least added cost first, then single lengths are moved while that helps. Lengths are multiples of
+    `alignment` (of each one's, where it is `[M]`). worth: as few tuples as cost at most this share
+    more. widths: how many of the last columns are widths of exchanges. Where every step has a way
+    that sends nothing, no step takes a tuple that would send only padding, and the last tuple sends
+    nothing. Raises ValueError without needs.
     """
     needs = np.asarray(needs, np.int64)
     if len(needs) == 0 or limit < 1:
-        raise ValueError("shapes need at least one step to be chosen from, and a limit of at least 1")
+        raise ValueError(
+            "shapes need at least one step to be chosen from, and a limit of at least 1"
+        )
     # Rounded up to the alignment; a step with one way only gets an axis of one.
     needs = -(-(needs if needs.ndim == 3 else needs[:, None]) // alignment) * alignment
     # Equal steps are merged into one need with a count.
     needs, count = np.unique(needs, axis=0, return_counts=True)
-    steps = _Steps(needs, count.astype(np.float64), np.asarray(cost, np.float64), _sends_nothing(needs, widths))
+    steps = _Steps(
+        needs, count.astype(np.float64), np.asarray(cost, np.float64), _sends_nothing(needs, widths)
+    )
     if worth > 0:
-        # The smallest number of tuples whose cost is close to that of all: every tuple costs a compilation.
+        # The smallest number of tuples whose cost is close to that of all: every tuple costs a
+        # compilation.
         some = [_choose(steps, k) for k in range(1, limit + 1)]
         total = [_total(*steps, shapes) for shapes in some]
-        return next(shapes for shapes, t in zip(some, total, strict=True) if t <= (1 + worth) * min(total))
+        return next(
+            shapes for shapes, t in zip(some, total, strict=True) if t <= (1 + worth) * min(total)
+        )
     return _choose(steps, limit)
 
 
@@ -79,7 +87,9 @@ def _choose(steps: _Steps, limit: int) -> np.ndarray:
         some = moving[move_price[moving] < otherwise[moving]]
         if exchanging and len(some):
             other_cost = steps.count[some] * otherwise[some]
-            shapes = np.concatenate([_merge(move[some], steps, steps.count[some], other_cost, exchanging), shapes])
+            shapes = np.concatenate(
+                [_merge(move[some], steps, steps.count[some], other_cost, exchanging), shapes]
+            )
         total = _total(*steps, shapes)
         if total < min_total:
             best = shapes
@@ -88,7 +98,9 @@ def _choose(steps: _Steps, limit: int) -> np.ndarray:
     shapes = np.unique(_refine(steps, best), axis=0)
     # One that costs more than the largest, which holds everything, is never taken.
     largest = best[-1]
-    shapes = shapes[np.all(shapes == largest, axis=1) | (shapes @ steps.cost < largest @ steps.cost)]
+    shapes = shapes[
+        np.all(shapes == largest, axis=1) | (shapes @ steps.cost < largest @ steps.cost)
+    ]
     return shapes[np.lexsort((*shapes.T, shapes @ steps.cost))]
 
 
@@ -103,10 +115,13 @@ def _merge_resting(needs: np.ndarray, steps: _Steps, limit: int) -> np.ndarray:
     """Merge needs `[S, M]` into at most `limit` tuples, int64 `[k, M]`; the last is as long as the largest of each."""
     largest = needs.max(0)
     chosen, weight = _spread(needs, steps)
-    # A need as large as the largest tuple is no cluster of its own: the last tuple is there in any case.
+    # A need as large as the largest tuple is no cluster of its own: the last tuple is there in any
+    # case.
     inner = np.any(chosen < largest, axis=1)
     other_cost = weight[inner] * (largest @ steps.cost)
-    return np.concatenate([_merge(chosen[inner], steps, weight[inner], other_cost, limit - 1), largest[None]])
+    return np.concatenate(
+        [_merge(chosen[inner], steps, weight[inner], other_cost, limit - 1), largest[None]]
+    )
 
 
 def assign(need: np.ndarray, shapes: np.ndarray) -> int:
@@ -125,14 +140,18 @@ def _spread(needs: np.ndarray, steps: _Steps) -> tuple[np.ndarray, np.ndarray]:
     return needs[[g[-1] for g in groups]], np.array([steps.count[g].sum() for g in groups])
 
 
-def _merge(needs: np.ndarray, steps: _Steps, weight: np.ndarray, other_cost: np.ndarray, limit: int) -> np.ndarray:
+def _merge(
+    needs: np.ndarray, steps: _Steps, weight: np.ndarray, other_cost: np.ndarray, limit: int
+) -> np.ndarray:
     """Merge needs, or leave them to other tuples, until `limit` remain: int64 `[<= limit, M]`.
 
     other_cost: float64 `[n]`, what a need's steps cost in other tuples.
     """
     shapes = needs.copy()
     alive = np.ones(len(needs), bool)
-    _merge_pairs(shapes, weight.copy(), other_cost.copy(), alive, steps.cost, steps.width_start, limit)
+    _merge_pairs(
+        shapes, weight.copy(), other_cost.copy(), alive, steps.cost, steps.width_start, limit
+    )
     return shapes[alive]
 
 
@@ -206,7 +225,11 @@ def _merge_pairs(shapes, weight, other_cost, alive, cost, width_start, limit):
             if alive[i] and (i == merged or near[i] == removed or near[i] == merged):
                 near[i], added[i] = _nearest(shapes, weight, alive, cost, width_start, i)
             # Only distances to the merged shape have changed: all others stand.
-            elif alive[i] and merged >= 0 and _added(shapes, weight, cost, width_start, i, merged) < added[i]:
+            elif (
+                alive[i]
+                and merged >= 0
+                and _added(shapes, weight, cost, width_start, i, merged) < added[i]
+            ):
                 near[i] = merged
                 added[i] = _added(shapes, weight, cost, width_start, i, merged)
 
@@ -256,8 +279,11 @@ def _least(needs, count, cost, width_start, shapes):
                     holds = True
                     for k in range(len(cost)):
                         holds = holds and needs[i, o, k] <= shapes[j, k]
-                        # A width that this step does not need must be 0, or mere padding would travel.
-                        holds = holds and (k < width_start or needs[i, o, k] > 0 or shapes[j, k] == 0)
+                        # A width that this step does not need must be 0, or mere padding would
+                        # travel.
+                        holds = holds and (
+                            k < width_start or needs[i, o, k] > 0 or shapes[j, k] == 0
+                        )
                     if holds:
                         min_price[i] = price[j]
     return min_price

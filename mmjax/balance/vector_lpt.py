@@ -1,9 +1,10 @@
 """Placing samples that cost something in several phases, so that ranks are equal in all of them: the kernels.
 
-Post-balancing (OrchMLLM sections 5 and 6) deals every phase out on its own. Here one assignment serves all phases:
-longest first on vectors, then exchanges. Kernels work on plain arrays. `cost` is float64 `[phases, n]` as a part of
-what a rank has on average, `size` float64 `[ranks]` how many shares a rank takes (1, or a node's number of ranks),
-`weight` float64 `[phases]` how much a phase matters. A load counts per share, so 1 is the mean.
+Post-balancing (OrchMLLM sections 5 and 6) deals every phase out on its own. Here one assignment
+serves all phases: longest first on vectors, then exchanges. Kernels work on plain arrays. `cost` is
+float64 `[phases, n]` as a part of what a rank has on average, `size` float64 `[ranks]` how many
+shares a rank takes (1, or a node's number of ranks), `weight` float64 `[phases]` how much a phase
+matters. A load counts per share, so 1 is the mean.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-_BELOW = 0.15  # of the penalty above the ceiling: an empty rank costs nothing by itself, but others hold its part
+# of the penalty above the ceiling: an empty rank costs nothing by itself, but others hold its part
+_BELOW = 0.15
 _LEAST_GAIN = 1e-12  # of an exchange; what rounding can feign is less
 _PAIRS = 4096  # tried between two ranks; every few of more
 _PARTNERS = 32  # ranks that one rank above its goal tries to exchange with
@@ -28,7 +30,8 @@ ALL_ALIKE = (1.0, 1.0)
 _LLM_BELOW = 0.1  # of the penalty above the goal
 _ENCODER_BELOW = 0.05
 _LLM_TOLERANCE = 0.75  # of an encoder's
-_SURPLUS = 0.2  # by which an encoder's goal may exceed what it would have if its surplus were spread over all ranks
+# by which an encoder's goal may exceed what it would have if its surplus were spread over all ranks
+_SURPLUS = 0.2
 _LIGHTER = 16  # ranks that one rank above its goal tries to exchange with, of
 _LOOKED_AT = 8 * _LIGHTER
 _WINDOW = 64  # samples of a rank that are tried in one exchange; others in the next
@@ -53,8 +56,8 @@ class _RankState(NamedTuple):
 def balance_nodes(cost, order, start, size, mean, ceiling, tolerance, rank):
     """Place samples on the ranks of their node, longest first and exchanges; return whether each node reached its goal.
 
-    cost: float64 [n, phases], not relative; order: the samples of node k are order[start[k] : start[k + 1]]; writes
-    rank. The goal is (1 + tolerance) * ceiling [nodes, phases].
+    cost: float64 [n, phases], not relative; order: the samples of node k are order[start[k] :
+    start[k + 1]]; writes rank. The goal is (1 + tolerance) * ceiling [nodes, phases].
     """
     phases = cost.shape[1]
     reached = np.ones(len(size), np.bool_)
@@ -66,9 +69,12 @@ def balance_nodes(cost, order, start, size, mean, ceiling, tolerance, rank):
             for p in range(phases):
                 # 1 is what a rank of this node has of the phase on average.
                 relative[p, i] = cost[samples[i], p] / mean[k, p]
-        # The ceiling is the longest sample where that exceeds the mean: no assignment gets below it.
+        # The ceiling is the longest sample where that exceeds the mean: no assignment gets below
+        # it.
         goal = ceiling[k] * (1 + tolerance)
-        local_rank, load = balance(relative, np.arange(len(samples)), np.ones(size[k]), weight, ceiling[k], goal)
+        local_rank, load = balance(
+            relative, np.arange(len(samples)), np.ones(size[k]), weight, ceiling[k], goal
+        )
         for i in range(len(samples)):
             rank[samples[i]] = local_rank[i]
         for r in range(size[k]):
@@ -90,15 +96,17 @@ def balance(cost, order, size, weight, ceiling, goal):
 def even(cost, size, weight, ceiling, goal, rank):
     """Exchange samples until no rank is above the goal [phases] in a phase, or those that are found none; writes rank.
 
-    An exchange lowers the sum over phases and ranks of weight * (load - ceiling)^2, loads below the ceiling counting
-    little. A rank that has found none is left alone: later tries win little. Returns the load [phases, ranks].
+    An exchange lowers the sum over phases and ranks of weight * (load - ceiling)^2, loads below the
+    ceiling counting little. A rank that has found none is left alone: later tries win little.
+    Returns the load [phases, ranks].
     """
     stuck = np.zeros(len(size), np.bool_)
     load = np.zeros((len(cost), len(size)))
     for p in range(len(cost)):
         for s in range(len(rank)):
             load[p, rank[s]] += cost[p, s] / size[rank[s]]
-    # Often longest first is good enough, and the state, which costs more than the check, need not be built.
+    # Often longest first is good enough, and the state, which costs more than the check, need not
+    # be built.
     if _above(load, goal, stuck) < 0:
         return load
     state = _build_state(cost, rank, size)
@@ -107,7 +115,8 @@ def even(cost, size, weight, ceiling, goal, rank):
         worst = _above(state.load, goal, stuck)
         if worst < 0:
             break
-        # The attempt's number shifts which samples are tried where not all are, so that none is always left out.
+        # The attempt's number shifts which samples are tried where not all are, so that none is
+        # always left out.
         stuck[worst] = not _relieve(state, worst, ceiling, weight, attempt, scratch)
     for r in range(len(size)):
         for i in range(state.count[r]):
@@ -130,7 +139,8 @@ def _longest_first(cost, order, size, weight, rank):
             for p in range(phases):
                 part = cost[p, s] / size[r]
                 growth += weight[p] * part * (2 * load[p, r] + part)
-            # A node of 8 ranks counts 8 times: the sum runs over ranks, of which each has a `size`-th of the load.
+            # A node of 8 ranks counts 8 times: the sum runs over ranks, of which each has a
+            # `size`-th of the load.
             growth *= size[r]
             if growth < min_growth:
                 best = r
@@ -146,7 +156,8 @@ def _build_state(cost, rank, size):
     count = np.zeros(len(size), np.int64)
     for s in range(n):
         count[rank[s]] += 1
-    # Fixed beforehand, for Numba's arrays do not grow; a rank without an empty place takes samples only in exchange.
+    # Fixed beforehand, for Numba's arrays do not grow; a rank without an empty place takes samples
+    # only in exchange.
     places = count.max() + _SLACK
     state = _RankState(
         np.zeros((phases, len(size), places)),
@@ -180,7 +191,8 @@ def _above(load, goal, stuck):
 
 @njit(cache=True)
 def _penalty(above):
-    # Squares make the worst rank count most; an idle rank costs something too, as others hold its part.
+    # Squares make the worst rank count most; an idle rank costs something too, as others hold its
+    # part.
     return above * above * (1.0 if above > 0 else _BELOW)
 
 
@@ -200,7 +212,8 @@ def _relieve(state, heavy, ceiling, weight, attempt, scratch):
     place = partner = partner_at = -1
     for _ in range(min(_PARTNERS, len(state.size) - 1)):
         r = np.argmax(promise)
-        # Promises fall from here on, and equality is the best that two ranks can reach: nobody can win more.
+        # Promises fall from here on, and equality is the best that two ranks can reach: nobody can
+        # win more.
         if promise[r] <= max_gain:
             break
         gain, a, b = _best_exchange(state, heavy, r, ceiling, weight, attempt, scratch)
@@ -225,7 +238,8 @@ def _best_exchange(state, heavy, light, ceiling, weight, attempt, scratch):
     # One more than it has: the first empty place, with which an exchange is a move.
     of_heavy = min(state.count[heavy] + 1, places)
     of_light = min(state.count[light] + 1, places)
-    # With more than _PAIRS pairs only every step-th sample of the heavy rank is tried, others in the next attempt.
+    # With more than _PAIRS pairs only every step-th sample of the heavy rank is tried, others in
+    # the next attempt.
     step = min(max(of_heavy * of_light // _PAIRS, 1), of_heavy)
     old_penalty = 0.0
     for p in range(len(ceiling)):
@@ -240,14 +254,17 @@ def _best_exchange(state, heavy, light, ceiling, weight, attempt, scratch):
         for b in range(of_light):
             scratch[b] = 0.0
         for p in range(len(ceiling)):
-            # Both ranks as if sample a had moved already; the inner loop then brings b the other way.
+            # Both ranks as if sample a had moved already; the inner loop then brings b the other
+            # way.
             without = state.load[p, heavy] - ceiling[p] - state.cost[p, heavy, a] * heavy_part
             received = state.load[p, light] - ceiling[p] + state.cost[p, heavy, a] * light_part
             cost = state.cost[p, light]
             for b in range(of_light):  # written so that it becomes SIMD instructions
                 u = without + cost[b] * heavy_part
                 v = received - cost[b] * light_part
-                scratch[b] += weight[p] * (u * u * (1.0 if u > 0 else _BELOW) + v * v * (1.0 if v > 0 else _BELOW))
+                scratch[b] += weight[p] * (
+                    u * u * (1.0 if u > 0 else _BELOW) + v * v * (1.0 if v > 0 else _BELOW)
+                )
         for b in range(of_light):
             if scratch[b] < min_penalty:
                 min_penalty = scratch[b]
@@ -259,7 +276,8 @@ def _best_exchange(state, heavy, light, ceiling, weight, attempt, scratch):
 @njit(cache=True)
 def _exchange(state, x, a, y, b):
     for p in range(len(state.cost)):
-        # Loads are updated by the difference: to sum a rank's samples anew would take longer than the exchange.
+        # Loads are updated by the difference: to sum a rank's samples anew would take longer than
+        # the exchange.
         change = state.cost[p, x, a] - state.cost[p, y, b]
         state.load[p, x] -= change / state.size[x]
         state.load[p, y] += change / state.size[y]
@@ -273,7 +291,8 @@ def _exchange(state, x, a, y, b):
 def _close_gap(state, r, place):
     """Count what came to an empty place, or bring the last sample to one that has become empty."""
     if state.sample[r, place] >= 0:
-        # It came to the first empty place, which now is the last of its samples; others were occupied before.
+        # It came to the first empty place, which now is the last of its samples; others were
+        # occupied before.
         state.count[r] = max(state.count[r], place + 1)
     elif place < state.count[r]:
         state.count[r] -= 1
@@ -290,7 +309,8 @@ def _close_gap(state, r, place):
 def longest_first_in_blocks(cost, order, start, size, rank):
     """Place the samples of each block of ranks longest first on vectors; writes rank, numbered through all blocks.
 
-    order: the samples of block k are order[start[k] : start[k + 1]]; size: int64 [blocks], its ranks.
+    order: the samples of block k are order[start[k] : start[k + 1]]; size: int64 [blocks], its
+    ranks.
     """
     phases = len(cost)
     first = 0
@@ -312,10 +332,11 @@ def longest_first_in_blocks(cost, order, start, size, rank):
 def even_everywhere(cost, ceiling, tolerance, ranks, llm_weight, rank):
     """Exchange samples between any ranks until none is above its goal, for a number of rounds; writes rank.
 
-    A long text leaves its rank no room for its part of the encoders. What others then have more of is spread over all
-    ranks: an encoder's goal is the mean of what ranks have, where those below the mean count as it. A round visits
-    each rank above a goal once, so time is linear in ranks. ceiling: [phases], the longest sample. llm_weight:
-    LLM_FIRST or ALL_ALIKE. Returns the load.
+    A long text leaves its rank no room for its part of the encoders. What others then have more of
+    is spread over all
+    ranks: an encoder's goal is the mean of what ranks have, where those below the mean count as it.
+    A round visits each rank above a goal once, so time is linear in ranks. ceiling: [phases], the
+    longest sample. llm_weight: LLM_FIRST or ALL_ALIKE. Returns the load.
     """
     phases = len(cost)
     state = _build_state(cost, rank, np.ones(ranks))
@@ -329,13 +350,14 @@ def even_everywhere(cost, ceiling, tolerance, ranks, llm_weight, rank):
     excess = np.empty(ranks)
     visited = 0
     for turn in range(_ROUNDS):
-        # First encoders may become even at the LLM's cost; then it counts so much that exchanges mend it.
+        # First encoders may become even at the LLM's cost; then it counts so much that exchanges
+        # mend it.
         weight[0] = llm_weight[0] if turn < _LOOSE_ROUNDS else llm_weight[1]
         _set_goals(state.load, ceiling, tolerance, goal, aim)
         for r in range(ranks):
             excess[r] = _excess(state.load, goal, weight, r)
-        # By the excess at the start of the round; exchanges since then may have mended a rank, so it is looked up
-        # again.
+        # By the excess at the start of the round; exchanges since then may have mended a rank, so
+        # it is looked up again.
         for heavy in np.argsort(-excess):
             if excess[heavy] <= 0:
                 break
@@ -359,12 +381,13 @@ def _set_goals(load, ceiling, tolerance, goal, aim):
         if p > 0:
             level = 0.0
             for r in range(load.shape[1]):
-                # A rank below 1 may be full of text, and is not expected to take what others have above 1: it counts as
-                # 1.
+                # A rank below 1 may be full of text, and is not expected to take what others have
+                # above 1: it counts as 1.
                 level += max(load[p, r], 1.0) / load.shape[1]
         allowed = tolerance * (1.0 if p > 0 else _LLM_TOLERANCE)
         goal[p] = max(ceiling[p], level + _SURPLUS * (level - 1)) + allowed
-        # Half of the tolerance below the goal, so that a rank is not above it again after the next exchange.
+        # Half of the tolerance below the goal, so that a rank is not above it again after the next
+        # exchange.
         aim[p] = max(ceiling[p], level) + allowed / 2
 
 
@@ -442,7 +465,9 @@ def _best_of_window(state, heavy, light, aim, weight, below, visited, scratch):
             for b in range(many_light):  # written so that it becomes SIMD instructions
                 u = without + cost[b]
                 v = received - cost[b]
-                scratch[b] += u * u * (over if u > 0 else under) + v * v * (over if v > 0 else under)
+                scratch[b] += u * u * (over if u > 0 else under) + v * v * (
+                    over if v > 0 else under
+                )
         for b in range(many_light):
             if scratch[b] < min_penalty:
                 min_penalty = scratch[b]

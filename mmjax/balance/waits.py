@@ -1,7 +1,8 @@
 """Measure how long ranks wait for each other. Rows are computed with their padding, so ranks differ in attention alone.
 
-Under FSDP ranks meet in every phase, that is in each module of each microbatch. A rank's time in one of them is
-`position * rows * length + pair * pairs`: its rows are as long as all others, and its pairs are its samples'.
+Under FSDP ranks meet in every phase, that is in each module of each microbatch. A rank's time in
+one of them is `position * rows * length + pair * pairs`: its rows are as long as all others, and
+its pairs are its samples'.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def padding_share(prices: Prices, useful: np.ndarray, room: np.ndarray) -> float
 def least_fullest(pairs: np.ndarray, ranks: int) -> np.ndarray:
     """Bound from below what the fullest of so many ranks has of these samples: float64 `[M]`. pairs: `[n, M]`.
 
-    That is the mean, the largest sample, and of R + 1 samples the two that must share a rank: the R-th and the next.
+    That is the mean, the largest sample, and of R + 1 samples the two that must share a rank: the
+    R-th and the next.
     """
     falling = -np.sort(-pairs.astype(np.float64), axis=0)
     falling = np.pad(falling, ((0, max(0, 2 * ranks + 1 - len(falling))), (0, 0)))
@@ -59,8 +61,8 @@ def least_fullest(pairs: np.ndarray, ranks: int) -> np.ndarray:
 class Waits:
     """Shares of a step's time.
 
-    wait: in which a rank waits for others, on average. bound: that it would wait at least, with the samples that each
-    microbatch has. padding: of what rows take, for positions that hold nothing.
+    wait: in which a rank waits for others, on average. bound: that it would wait at least, with the
+    samples that each microbatch has. padding: of what rows take, for positions that hold nothing.
     """
 
     wait: float

@@ -44,10 +44,11 @@ OPTIONS: Options = {
 def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each config and cluster.
 
-    Seconds of a step, None where nothing fits: `simulated` by the search of its own choice of units for one tower each,
-    `chain` of one that is cut anywhere, then of the papers' allocations in the same simulator; `units`, the fastest of
-    these two and of encoders beside the LLM, and `one_mesh` as `mmjax.plan` forecasts them, and `chosen`, the faster of
-    these. `never_slower`: than MMScale's allocation, devices by FLOPs and one mesh. `search`: CPU seconds.
+    Seconds of a step, None where nothing fits: `simulated` by the search of its own choice of units
+    for one tower each, `chain` of one that is cut anywhere, then of the papers' allocations in the
+    same simulator; `units`, the fastest of these two and of encoders beside the LLM, and `one_mesh`
+    as `mmjax.plan` forecasts them, and `chosen`, the faster of these. `never_slower`: than
+    MMScale's allocation, devices by FLOPs and one mesh. `search`: CPU seconds.
     """
     rows = []
     for name in args.config or CONFIGS:
@@ -70,7 +71,10 @@ def _compare(name: str, cluster: Cluster, index: LengthIndex) -> dict[str, Any]:
         "chain": allocate_chain(problem),
         **{name: baseline(problem) for name, baseline in BASELINES.items()},
     }
-    simulated = {key: None if allocation is None else allocation.seconds for key, allocation in allocations.items()}
+    simulated = {
+        key: None if allocation is None else allocation.seconds
+        for key, allocation in allocations.items()
+    }
     chosen_units, mesh = choose_units(config, cluster, index, [1.0], lambda _: speed)
     units = next(iter(chosen_units), None)
     forecast = {
@@ -86,7 +90,10 @@ def _compare(name: str, cluster: Cluster, index: LengthIndex) -> dict[str, Any]:
         **forecast,
         "chosen": None if forecast[chosen] is None else chosen,
         "never_slower": _or_never(forecast[chosen]) <= _or_never(forecast["one_mesh"])
-        and all(_or_never(simulated["simulated"]) <= _or_never(simulated[key]) for key in ("mmscale", "by_flops")),
+        and all(
+            _or_never(simulated["simulated"]) <= _or_never(simulated[key])
+            for key in ("mmscale", "by_flops")
+        ),
     }
 
 

@@ -30,7 +30,9 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure milliseconds and temporary memory of both backends, interleaved, best of the repeats; ratios to dense."""
     lengths = args.lengths or np.bincount(np.arange(args.tokens) * args.samples // args.tokens)
     tokens = int(np.sum(lengths))
-    inputs = [jax.random.normal(jax.random.key(i), (1, tokens, args.heads, args.width)) for i in range(3)]
+    inputs = [
+        jax.random.normal(jax.random.key(i), (1, tokens, args.heads, args.width)) for i in range(3)
+    ]
     mask = encoder_mask(jnp.asarray(np.repeat(np.arange(len(lengths)), lengths)[None], jnp.int32))
     if not args.items:
         mask = mask._replace(span=jnp.zeros_like(mask.span))
@@ -39,10 +41,17 @@ def run(args: Namespace) -> list[dict[str, Any]]:
         options = {} if block is None else {"max_block": block}
         function = partial(attention, backend=backend, **options)
         loss = lambda q, k, v, mask, function=function: jnp.square(function(q, k, v, mask)).sum()  # noqa: E731
-        programs[backend, block] = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*inputs, mask).compile()
-    runs = {key: lambda p=program: jax.block_until_ready(p(*inputs, mask)) for key, program in programs.items()}
+        programs[backend, block] = (
+            jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*inputs, mask).compile()
+        )
+    runs = {
+        key: lambda p=program: jax.block_until_ready(p(*inputs, mask))
+        for key, program in programs.items()
+    }
     best = best_seconds(runs, args.repeats)
-    memory = {key: program.memory_analysis().temp_size_in_bytes for key, program in programs.items()}
+    memory = {
+        key: program.memory_analysis().temp_size_in_bytes for key, program in programs.items()
+    }
     dense = "dense", None
     return [
         {

@@ -59,16 +59,22 @@ def run(args: Namespace) -> Measurement:
         figures: dict[str, Any] = {}
         arrays: dict[str, np.ndarray] = {}
         if args.steps:
-            trial = make_trial(index, folder / "lengths.npz", args.processes, args.per_rank, args.seed)
+            trial = make_trial(
+                index, folder / "lengths.npz", args.processes, args.per_rank, args.seed
+            )
             loaders = {
-                mode: StepLoader(config, trial.budget, trial.layouts[mode], folder / "index", folder)
+                mode: StepLoader(
+                    config, trial.budget, trial.layouts[mode], folder / "index", folder
+                )
                 for mode, config in trial.configs.items()
             }
             measured = _run_processes(Task(loaders, args.steps), folder, args.processes)
             figures, arrays = _compute_figures(trial, measured, index, args.steps)
             for ranks, per_rank in PREDICTED:
                 predicted = make_trial(index, folder / "lengths.npz", ranks, per_rank, args.seed)
-                figures[f"predicted_gain_{ranks}x{per_rank}"] = predicted_gain(predicted, args.steps)
+                figures[f"predicted_gain_{ranks}x{per_rank}"] = predicted_gain(
+                    predicted, args.steps
+                )
         if args.picture is not None:
             figures |= _draw_picture(args, index, folder)
     return Measurement(figures, arrays, PAPER if args.steps else {})
@@ -94,13 +100,16 @@ def _run_processes(task: Task, folder: Path, count: int) -> list[dict[str, Any]]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if count > (available := len(cores) or os.cpu_count() or 1):
         print(
-            f"warning: {count} processes share {available} cores: their times say little", file=sys.stderr, flush=True
+            f"warning: {count} processes share {available} cores: their times say little",
+            file=sys.stderr,
+            flush=True,
         )
     pinned = [cores[p % len(cores) :][:1] if cores else [] for p in range(count)]
     return run_workers("mmjax.benchmarks.balance_steps", task, folder, pinned)
 
 
-# ---------------------------------------------------------------------------------------------------------- figures
+# --------------------------------------------------------------------------------------------------
+# figures
 
 
 def _compute_figures(
@@ -110,7 +119,10 @@ def _compute_figures(
     plans = {mode: trial.plans(mode, steps) for mode in MODES}
     tokens = np.array([index.llm_tokens[plan.samples()].sum() for plan in plans["none"]])
     flops = {mode: np.array(list(map(executed_flops, plans[mode]))) for mode in MODES}
-    seconds, busy = ({m: np.max([p[key][m] for p in measured], axis=0) for m in MODES} for key in ("seconds", "busy"))
+    seconds, busy = (
+        {m: np.max([p[key][m] for p in measured], axis=0) for m in MODES}
+        for key in ("seconds", "busy")
+    )
     figures: dict[str, Any] = {}
     for mode in MODES:
         waits = trial.waits(plans[mode])
@@ -129,7 +141,9 @@ def _compute_figures(
             f"predicted_mean_gain_post_over_{mode}": flops[mode].sum() / flops["post"].sum(),
             f"core_gain_post_over_{mode}": np.median(busy[mode] / busy["post"]),
         }
-    figures["shapes"] = len({m.shape for planned in plans.values() for plan in planned for m in plan.microbatches})
+    figures["shapes"] = len(
+        {m.shape for planned in plans.values() for plan in planned for m in plan.microbatches}
+    )
     figures["programs_compiled"] = max(p["compiled"] for p in measured)
     arrays = {"seconds": seconds, "core_seconds": busy, "flops": flops}
     stacked = {name: np.stack([by_mode[m] for m in MODES]) for name, by_mode in arrays.items()}
@@ -138,9 +152,12 @@ def _compute_figures(
 
 def _draw_picture(args: Namespace, index: LengthIndex, folder: Path) -> dict[str, float]:
     """Draw, and return each panel's mean dist ratio."""
-    from mmjax.reporting.plots import MEANINGS, plot_work  # matplotlib looks for fonts when it is first imported
+    # matplotlib looks for fonts when it is first imported
+    from mmjax.reporting.plots import MEANINGS, plot_work
 
-    trial = make_trial(index, folder / "lengths.npz", args.picture_ranks, args.picture_per_rank, args.seed)
+    trial = make_trial(
+        index, folder / "lengths.npz", args.picture_ranks, args.picture_per_rank, args.seed
+    )
     planned = {m: trial.plans(m, args.picture_steps) for m in ("none", "llm", "post")}
     works = {
         m: dict(zip(PHASES, np.stack([work_per_rank(plan) for plan in plans], axis=1), strict=True))
@@ -149,7 +166,13 @@ def _draw_picture(args: Namespace, index: LengthIndex, folder: Path) -> dict[str
     headings = {}
     for m, plans in planned.items():
         waits = trial.waits(plans)
-        headings[m] = f"balance {m}: {MEANINGS[m]}; ranks wait {waits.wait:.1%}, padding {waits.padding:.1%}"
+        headings[m] = (
+            f"balance {m}: {MEANINGS[m]}; ranks wait {waits.wait:.1%}, padding {waits.padding:.1%}"
+        )
     title = f"{args.picture_ranks} ranks, {args.picture_per_rank} samples each, {args.picture_steps} steps"
     plot_work(args.picture, works, headings, title)
-    return {f"picture_dist_ratio_{m}_{p}": dist_ratio(w).mean() for m, work in works.items() for p, w in work.items()}
+    return {
+        f"picture_dist_ratio_{m}_{p}": dist_ratio(w).mean()
+        for m, work in works.items()
+        for p, w in work.items()
+    }

@@ -1,6 +1,7 @@
 """The model, the samples and the steps of `balance-run`, planned and trained: four ways to balance the same steps.
 
-Lengths of real samples are divided by `--scale`, and images, clips and tokens of these lengths are made from a sample's
+Lengths of real samples are divided by `--scale`, and images, clips and tokens of these lengths are
+made from a sample's
 number: what a step costs depends on lengths alone.
 """
 
@@ -67,9 +68,10 @@ PHASES = ("llm", "vision", "audio")
 VOCAB = 256
 RANKS_PER_NODE = 8
 
-# The lengths of a step are divided, and so are its operations, but not what an update, the sum of gradients and reading
-# the weights cost. So that these do not hide the phases, only connectors are trained, as in the first stage of LLaVA,
-# and layers are narrow. The LLM and the vision encoder have as many operations each, whatever that gains.
+# The lengths of a step are divided, and so are its operations, but not what an update, the sum of
+# gradients and reading the weights cost. So that these do not hide the phases, only connectors are
+# trained, as in the first stage of LLaVA, and layers are narrow. The LLM and the vision encoder
+# have as many operations each, whatever that gains.
 _TOWER = {"width": 256, "heads": 16, "mlp_width": 1024, "frozen": True}
 _CONNECTOR = ConnectorConfig(mlp_width=128)
 MODEL = ModelConfig(
@@ -86,7 +88,8 @@ MODEL = ModelConfig(
 )
 
 
-# ---------------------------------------------------------------------------------------------------------- samples
+# --------------------------------------------------------------------------------------------------
+# samples
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,8 @@ def open_lengths(file: str, split: str) -> LengthSource:
         return LengthSource(**{key: lengths[key] for key in lengths.files})
 
 
-# ------------------------------------------------------------------------------------------------------------ steps
+# --------------------------------------------------------------------------------------------------
+# steps
 
 
 @dataclass(frozen=True)
@@ -150,14 +154,19 @@ class Trial:
         """Compute how long ranks wait in these steps, and what of their time is for padding; mean over steps."""
         planner = self.planners["none"]
         prices = prices_of(self.configs["none"], self.budget)
-        return mean_waits([waits_of(plan.microbatches, prices, planner.grouper.index) for plan in plans])
+        return mean_waits(
+            [waits_of(plan.microbatches, prices, planner.grouper.index) for plan in plans]
+        )
 
 
 def make_trial(index: LengthIndex, lengths: Path, ranks: int, per_rank: int, seed: int) -> Trial:
     """Plan steps of `per_rank` samples a rank, one row per rank and module. lengths: the file of `open_lengths`."""
     config = Config(
         name="balance-run",
-        data=DataConfig({"lengths": FunctionSource(f"{__name__}:open_lengths", {"file": str(lengths)})}, workers=0),
+        data=DataConfig(
+            {"lengths": FunctionSource(f"{__name__}:open_lengths", {"file": str(lengths)})},
+            workers=0,
+        ),
         batch=BatchConfig(
             Samples(ranks * per_rank),
             dict.fromkeys(PHASES, ranks),
@@ -168,14 +177,21 @@ def make_trial(index: LengthIndex, lengths: Path, ranks: int, per_rank: int, see
         training=TrainingConfig(steps=1000),
         seed=seed,
     )
-    configs = {m: replace(config, batch=replace(config.batch, balance=balance)) for m, balance in MODES.items()}
+    configs = {
+        m: replace(config, batch=replace(config.batch, balance=balance))
+        for m, balance in MODES.items()
+    }
     budget = make_budget(index, config, [1.0])
     grouper = StepGrouper(index, config.batch, [1.0], seed, budget)
     per_node = next(n for n in range(min(ranks, RANKS_PER_NODE), 0, -1) if ranks % n == 0)
     topology = Topology(ranks, per_node, per_node)
     common_layout = lay_out(grouper, config, topology, tuple(MODES[m] for m in MODES if m != "off"))
-    layouts = dict.fromkeys(MODES, common_layout) | {"off": lay_out(grouper, configs["off"], topology)}
-    planners = {m: StepPlanner(grouper, make_placer(grouper, c, layouts[m])) for m, c in configs.items()}
+    layouts = dict.fromkeys(MODES, common_layout) | {
+        "off": lay_out(grouper, configs["off"], topology)
+    }
+    planners = {
+        m: StepPlanner(grouper, make_placer(grouper, c, layouts[m])) for m, c in configs.items()
+    }
     return Trial(configs, planners, budget, layouts)
 
 
@@ -200,11 +216,14 @@ def _executed(plan: MicrobatchPlan) -> int:
 
 def predicted_gain(trial: Trial, steps: int) -> float:
     """Predict how many times as long `none` takes as `post`, median over steps, by executed operations."""
-    none, post = (np.array([executed_flops(p) for p in trial.plans(mode, steps)]) for mode in ("none", "post"))
+    none, post = (
+        np.array([executed_flops(p) for p in trial.plans(mode, steps)]) for mode in ("none", "post")
+    )
     return float(np.median(none / post))
 
 
-# ---------------------------------------------------------------------------------------------- trained in processes
+# ----------------------------------------------------------------------------------------------
+# trained in processes
 
 
 @dataclass(frozen=True)
@@ -233,7 +252,9 @@ class Trainer:
 
     def step(self, step: Prepared) -> bool:
         """Run one update to its end; return whether all processes had planned the same."""
-        report = ProcessReport(int(step.loaded.digest), needed_flops=float(step.loaded.needed_flops))
+        report = ProcessReport(
+            int(step.loaded.digest), needed_flops=float(step.loaded.needed_flops)
+        )
         self.state, self.accumulated, outcome = self.executor.step(
             self.state, self.accumulated, step.arrays, self.hyper, report
         )
@@ -252,7 +273,8 @@ def measure(task: Task, folder: Path) -> dict[str, object]:
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     busy: dict[str, list[float]] = {mode: [] for mode in modes}
     for number, step in enumerate(steps):
-        # Step 0 runs modes 0 1 2 3, step 1 modes 1 2 3 0: whatever drifts meanwhile meets all modes alike.
+        # Step 0 runs modes 0 1 2 3, step 1 modes 1 2 3 0: whatever drifts meanwhile meets all modes
+        # alike.
         for mode in modes[number % len(modes) :] + modes[: number % len(modes)]:
             barrier()
             began = time.perf_counter()
@@ -261,7 +283,9 @@ def measure(task: Task, folder: Path) -> dict[str, object]:
             seconds[mode].append(time.perf_counter() - began)
             busy[mode].append(time.process_time() - busy_before)
             if not agreed:
-                raise AssertionError(f"step {number}, mode {mode}: the processes planned different batches")
+                raise AssertionError(
+                    f"step {number}, mode {mode}: the processes planned different batches"
+                )
     return {"seconds": seconds, "busy": busy, "compiled": programs.requested}
 
 
@@ -293,14 +317,18 @@ def _prepare(task: Task, executor: Executor, step: int) -> dict[str, Prepared]:
     return prepared
 
 
-def _warm_up(trainer: Trainer, steps: list[dict[str, Prepared]], barrier: Callable[[], None]) -> None:
+def _warm_up(
+    trainer: Trainer, steps: list[dict[str, Prepared]], barrier: Callable[[], None]
+) -> None:
     """Compile everything, and run a step with each shape: first runs also allocate."""
     barrier()
     shapes: dict[Shape, tuple[Microbatch, Prepared]] = {}
     for step in steps:
         for prepared in step.values():
             loaded = prepared.loaded
-            for lengths, widths, batch in zip(loaded.lengths, loaded.widths, loaded.microbatches, strict=True):
+            for lengths, widths, batch in zip(
+                loaded.lengths, loaded.widths, loaded.microbatches, strict=True
+            ):
                 shape = Shape(tuple(lengths.tolist()), tuple(widths.tolist()))
                 shapes.setdefault(shape, (batch, prepared))
     examples = list(shapes.values())

@@ -25,12 +25,17 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     seconds = best_seconds({n: _compiler(n) for n in args.layers}, args.repeats)
     few, many = args.layers
     ratio = seconds[many] / seconds[few]
-    return [{"layers": n, "seconds": seconds[n], "ratio": ratio if n == many else 1.0} for n in args.layers]
+    return [
+        {"layers": n, "seconds": seconds[n], "ratio": ratio if n == many else 1.0}
+        for n in args.layers
+    ]
 
 
 def _compiler(layers: int) -> Callable[[], object]:
     """Return what compiles a gradient step of so many layers from nothing."""
-    llm = DecoderConfig(layers=layers, width=64, heads=4, kv_heads=2, head_width=16, mlp_width=128, vocab=64)
+    llm = DecoderConfig(
+        layers=layers, width=64, heads=4, kv_heads=2, head_width=16, mlp_width=128, vocab=64
+    )
     model = Model.build(ModelConfig(llm), jnp.float32)
     ints = jax.ShapeDtypeStruct((2, 64), jnp.int32)
     fields = {name: ints for name in TOKEN_FIELDS if name != "weight"}

@@ -20,13 +20,17 @@ from mmjax.benchmarks.baselines.token_blocks import (
 )
 from mmjax.benchmarks.harness import Measurement, Options, median_seconds, option
 
-METHODS: dict[str, Callable[[np.ndarray, np.ndarray, int, int], np.ndarray]] = {  # work, sample, ranks and seed
+METHODS: dict[
+    str, Callable[[np.ndarray, np.ndarray, int, int], np.ndarray]
+] = {  # work, sample, ranks and seed
     "samples": lambda work, sample, ranks, seed: distribute_samples(work, sample, ranks),
     "equal": lambda work, sample, ranks, seed: distribute(work, ranks),
     "lpt": lambda work, sample, ranks, seed: longest_first(work, ranks),
     "zigzag": lambda work, sample, ranks, seed: zigzag(len(work), ranks),
     "ring": lambda work, sample, ranks, seed: ring(len(work), ranks),
-    "random": lambda work, sample, ranks, seed: random(len(work), ranks, np.random.default_rng(seed)),
+    "random": lambda work, sample, ranks, seed: random(
+        len(work), ranks, np.random.default_rng(seed)
+    ),
 }
 
 
@@ -35,7 +39,9 @@ OPTIONS: Options = {
     "--block": option(128, "tokens that stay together", minimum=1),
     "--ranks": option(64, minimum=1),
     "--mask": option(
-        "EE", "encoder outputs first, within; packed samples; a long one and short ones", choices=tuple(KINDS)
+        "EE",
+        "encoder outputs first, within; packed samples; a long one and short ones",
+        choices=tuple(KINDS),
     ),
     "--method": option("samples", "samples: as in training", choices=tuple(METHODS)),
     "--seed": option(0, minimum=0),
@@ -45,13 +51,15 @@ OPTIONS: Options = {
 def run(args: Namespace) -> Measurement:
     """Measure the largest rank's excess of allowed pairs over the mean, blocks a rank, and times, medians of five.
 
-    keys_mean, keys_max: keys of other ranks that a rank's queries may attend / tokens of the row, over ranks. To gather
-    all of them is (ranks - 1) / ranks.
+    keys_mean, keys_max: keys of other ranks that a rank's queries may attend / tokens of the row,
+    over ranks. To gather all of them is (ranks - 1) / ranks.
     """
     mask = KINDS[args.mask](args.tokens, np.random.default_rng(args.seed))
     work, workload = _time_call(lambda: block_work(mask, args.block))
     sample = block_samples(mask, args.block)
-    rank, distribution = _time_call(lambda: METHODS[args.method](work, sample, args.ranks, args.seed))
+    rank, distribution = _time_call(
+        lambda: METHODS[args.method](work, sample, args.ranks, args.seed)
+    )
     owner = np.repeat(rank, args.block)[: args.tokens]
     keys = visible_keys(mask, owner, args.ranks)
     keys[owner, np.arange(args.tokens)] = False
@@ -66,7 +74,9 @@ def run(args: Namespace) -> Measurement:
         "workload_milliseconds": workload,
         "milliseconds": distribution,
     }
-    return Measurement(figures, {"rank": rank, "workload": work}, {"milliseconds": "< 1 (Cornstarch 4.3.2)"})
+    return Measurement(
+        figures, {"rank": rank, "workload": work}, {"milliseconds": "< 1 (Cornstarch 4.3.2)"}
+    )
 
 
 def _time_call(call: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jax._src.lib import _jax  # remove when jax.distributed gives the service and its clients public names
+# remove when jax.distributed gives the service and its clients public names
+from jax._src.lib import _jax
 
 from mmjax.benchmarks.harness import Options, option
 from mmjax.benchmarks.processes import free_port
@@ -44,7 +45,9 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     rows = []
     for count in args.processes:
         code = f"from mmjax.benchmarks.coordination import measure; measure({count}, {args.rounds})"
-        ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+        ended = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
+        )
         rows.append(json.loads(ended.stdout))
     return rows
 
@@ -102,7 +105,9 @@ def _measure(count: int, rounds: int) -> dict[str, Any]:
     connect = cpu_seconds(lambda k: clients[k].connect(), 1)
     connected = time.monotonic() - began
     text = json.dumps(_HEARTBEAT)
-    heartbeat = cpu_seconds(lambda k: clients[k].key_value_set(f"mmjax/phase/{k}", text, allow_overwrite=True))
+    heartbeat = cpu_seconds(
+        lambda k: clients[k].key_value_set(f"mmjax/phase/{k}", text, allow_overwrite=True)
+    )
     everyone = list(range(count))
     poll = cpu_seconds(lambda k: clients[k].get_live_nodes(everyone))
     resident = taken()[1]
@@ -114,7 +119,10 @@ def _measure(count: int, rounds: int) -> dict[str, Any]:
         "connect_cpu_us": 1e6 * connect,
         "heartbeat_cpu_us": 1e6 * heartbeat,
         "poll_cpu_us": 1e6 * poll,
-        "requests_per_second": beats + polls + count / _LISTEN_SECONDS + count / (HEARTBEAT_SECONDS / 2),
+        "requests_per_second": beats
+        + polls
+        + count / _LISTEN_SECONDS
+        + count / (HEARTBEAT_SECONDS / 2),
         "cores": beats * heartbeat + polls * poll,
         "memory_mb": resident / 1e6,
     }

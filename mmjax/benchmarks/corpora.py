@@ -43,7 +43,9 @@ def steps_options(per_rank: int) -> Options:
 
 def read_phases(args: Namespace) -> Mapping[str, np.ndarray]:
     """Read or make the lengths that the options ask for."""
-    return read_lengths(args.lengths, PHASES) if args.lengths else omni_corpus(args.samples, args.seed)
+    return (
+        read_lengths(args.lengths, PHASES) if args.lengths else omni_corpus(args.samples, args.seed)
+    )
 
 
 def draw_samples(available: int, count: int, seed: int) -> np.ndarray:
@@ -56,11 +58,17 @@ def draw_step(args: Namespace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
     A length of 0: it takes no part in the phase.
     """
-    read = read_lengths(args.lengths, (args.phase,)) if args.lengths else omni_corpus(args.samples, args.seed)
+    read = (
+        read_lengths(args.lengths, (args.phase,))
+        if args.lengths
+        else omni_corpus(args.samples, args.seed)
+    )
     sample = draw_samples(len(read[args.phase]), args.ranks * args.per_rank, args.seed)
     length = read[args.phase][sample]
     if not length.any():
-        raise UserError(f"--phase {args.phase}: no drawn sample takes part in it; draw more with --per-rank")
+        raise UserError(
+            f"--phase {args.phase}: no drawn sample takes part in it; draw more with --per-rank"
+        )
     return sample, np.repeat(np.arange(args.ranks, dtype=np.int32), args.per_rank), length
 
 
@@ -74,7 +82,9 @@ def costs_of_step(lengths: Mapping[str, np.ndarray], sample: np.ndarray, scale: 
     of_phases = divided(np.stack([lengths[phase][sample] for phase in PHASES], axis=1), scale)
     owner, encoder = np.nonzero(of_phases[:, 1:])
     items = of_phases[owner, 1 + encoder]
-    return costs_of(of_phases[:, LLM], owner, 1 + encoder, items, -(-items // PER_TOKEN), len(PHASES))
+    return costs_of(
+        of_phases[:, LLM], owner, 1 + encoder, items, -(-items // PER_TOKEN), len(PHASES)
+    )
 
 
 def draw_steps(args: Namespace) -> Iterator[Costs]:
@@ -98,27 +108,37 @@ def index_of_samples(
 ) -> LengthIndex:
     """Build the index of so many samples, those of `read` as often as needed, as one source of data.
 
-    encoders: keys of `read`. An encoder's length is one item, `vision_items` counts tiles. Lengths in positions are
-    divided by `scale`, to at least 1 where there is anything. model: whose layers' pairs are counted; None: those of
-    full attention.
+    encoders: keys of `read`. An encoder's length is one item, `vision_items` counts tiles. Lengths
+    in positions are divided by `scale`, to at least 1 where there is anything. model: whose layers'
+    pairs are counted; None: those of full attention.
     """
     chosen = np.arange(samples) % len(read["llm_tokens"])
     scaled = {key: n if key == TILES else divided(n, scale) for key, n in read.items()}
     lengths = {key: scaled[key][chosen] for key in ("llm_tokens", *encoders)}
-    # Of every sample and encoder: how many items, and how long each of them is. 5 tiles are 5 items of 1,024 patches,
-    # 700 audio frames 1 item of 700.
-    count = np.stack([lengths[k] if k == TILES else np.minimum(lengths[k], 1) for k in encoders], axis=1)
-    length = np.stack([np.full(len(chosen), TILE) if k == TILES else lengths[k] for k in encoders], axis=1)
+    # Of every sample and encoder: how many items, and how long each of them is. 5 tiles are 5 items
+    # of 1,024 patches, 700 audio frames 1 item of 700.
+    count = np.stack(
+        [lengths[k] if k == TILES else np.minimum(lengths[k], 1) for k in encoders], axis=1
+    )
+    length = np.stack(
+        [np.full(len(chosen), TILE) if k == TILES else lengths[k] for k in encoders], axis=1
+    )
     items_per_pair = count.ravel()
     encoder = np.repeat(np.tile(np.arange(len(encoders)), len(chosen)), items_per_pair)
     positions = np.repeat(length.ravel(), items_per_pair).astype(np.int32)
     tokens = count * -(-length // PER_TOKEN)
-    llm, towers = (None, (None,) * len(encoders)) if model is None else (model.llm, tuple(model.encoders.values()))
+    llm, towers = (
+        (None, (None,) * len(encoders))
+        if model is None
+        else (model.llm, tuple(model.encoders.values()))
+    )
     return LengthIndex(
         source_name=np.array(["lengths"]),
         source_start=np.array([0, len(chosen)]),
         text_tokens=np.maximum(lengths["llm_tokens"] - tokens.sum(1), 0).astype(np.int32),
-        totals=np.concatenate([lengths["llm_tokens"][:, None], count * length], axis=1).astype(np.int32),
+        totals=np.concatenate([lengths["llm_tokens"][:, None], count * length], axis=1).astype(
+            np.int32
+        ),
         item_start=np.concatenate([[0], np.cumsum(count.sum(1))]),
         item_encoder=encoder.astype(np.int32),
         item_positions=positions,
@@ -133,10 +153,14 @@ def visual_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
     """Draw images and text like an instruction-tuning corpus: 1 to 5 tiles, ten sources, a few very long texts."""
     rng = np.random.default_rng(seed)
     source = rng.choice(10, samples, p=np.array([4, 3, 3, 2, 2, 2, 1, 1, 1, 1]) / 20)
-    tiles_of = rng.dirichlet([0.9, 0.2, 0.05, 0.25], 10)  # of a source: how often an image has 1, 3, 4 or 5 tiles
+    # of a source: how often an image has 1, 3, 4 or 5 tiles
+    tiles_of = rng.dirichlet([0.9, 0.2, 0.05, 0.25], 10)
     text_of = rng.uniform(4.2, 6.4, 10)  # of a source: mean of the logarithm of its text tokens
-    # A draw from the source's distribution: how many of the first three cumulative shares a random number exceeds.
-    tiles = np.array([1, 3, 4, 5])[(rng.random((samples, 1)) > np.cumsum(tiles_of[source], 1)[:, :-1]).sum(1)]
+    # A draw from the source's distribution: how many of the first three cumulative shares a random
+    # number exceeds.
+    tiles = np.array([1, 3, 4, 5])[
+        (rng.random((samples, 1)) > np.cumsum(tiles_of[source], 1)[:, :-1]).sum(1)
+    ]
     text = rng.lognormal(text_of[source], 0.7)
     return {
         "vision_items": tiles,
@@ -145,9 +169,9 @@ def visual_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
     }
 
 
-# Sources of InternVL-Chat-1.2's training set, as modelled: samples, shares of images of 1, 3, 4 and 5 tiles, mean and
-# standard deviation of the logarithm of text tokens, and how many of these there are at least. The last is text alone,
-# which an empty tile stands beside.
+# Sources of InternVL-Chat-1.2's training set, as modelled: samples, shares of images of 1, 3, 4 and
+# 5 tiles, mean and standard deviation of the logarithm of text tokens, and how many of these there
+# are at least. The last is text alone, which an empty tile stands beside.
 INTERNVL_SOURCES = (
     (70_706, (0.09, 0.34, 0.01, 0.56), 4.08, 1.05, 33),
     (200_000, (0.93, 0.07, 0, 0), 5.67, 0.30, 30),
@@ -168,8 +192,11 @@ def internvl_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     counts, tiles_of, mean, deviation, least = map(np.array, zip(*INTERNVL_SOURCES, strict=True))
     source = rng.choice(len(counts), samples, p=counts / INTERNVL_SAMPLES)
-    tiles = np.array([1, 3, 4, 5])[(rng.random((samples, 1)) > np.cumsum(tiles_of[source], 1)[:, :-1]).sum(1)]
-    # The first source's texts are a logarithmic normal above its least, those of the others one that is cut there.
+    tiles = np.array([1, 3, 4, 5])[
+        (rng.random((samples, 1)) > np.cumsum(tiles_of[source], 1)[:, :-1]).sum(1)
+    ]
+    # The first source's texts are a logarithmic normal above its least, those of the others one
+    # that is cut there.
     offset = np.where(source == 0, least[0], 0)
     text = np.maximum(offset + rng.lognormal(mean[source], deviation[source]), least[source])
     image = np.where(source < len(counts) - 1, 256 * tiles, 0)

@@ -27,7 +27,9 @@ from mmjax.parallel.sharding import make_mesh, rows_sharding
 OPTIONS: Options = steps_options(60) | {
     "--devices": option(8, "ranks, each a device", minimum=1),
     "--hidden": option(64, "width of an encoder's output, float32", minimum=1),
-    "--locality": option("on", "off: every phase is balanced by itself (OrchMLLM)", choices=("on", "off")),
+    "--locality": option(
+        "on", "off: every phase is balanced by itself (OrchMLLM)", choices=("on", "off")
+    ),
 }
 
 
@@ -41,8 +43,14 @@ def run(args: Namespace) -> Measurement:
     plan = _plan(costs, ranks, peers, args.locality)
     peers = ranks if args.locality == "off" else peers
     planned = median_seconds(lambda: _plan(costs, ranks, peers, args.locality))
-    moved = [_rearrange(costs, plan.item_rank, plan.sample_rank, ranks, p) for p in range(1, costs.phases)]
-    counted = [_run_exchange(m, int(w), ranks, peers, args.hidden) for m, w in zip(moved, plan.width, strict=True)]
+    moved = [
+        _rearrange(costs, plan.item_rank, plan.sample_rank, ranks, p)
+        for p in range(1, costs.phases)
+    ]
+    counted = [
+        _run_exchange(m, int(w), ranks, peers, args.hidden)
+        for m, w in zip(moved, plan.width, strict=True)
+    ]
 
     size = 4 * args.hidden
     total = costs.item_tokens.sum()
@@ -67,10 +75,14 @@ def _plan(costs: Costs, ranks: int, peers: int, locality: str) -> PhasePlan:
     return place_jointly(costs, ranks, peers, candidate_widths(costs))
 
 
-def _rearrange(costs: Costs, source: np.ndarray, sample_rank: np.ndarray, ranks: int, phase: int) -> Rearrangement:
+def _rearrange(
+    costs: Costs, source: np.ndarray, sample_rank: np.ndarray, ranks: int, phase: int
+) -> Rearrangement:
     """Rearrange one encoder's items from where they are encoded to where their samples are trained on."""
     items = np.flatnonzero(costs.item_phase == phase)
-    return rearrange(costs.item_tokens[items], source[items], sample_rank[costs.item_sample[items]], ranks)
+    return rearrange(
+        costs.item_tokens[items], source[items], sample_rank[costs.item_sample[items]], ranks
+    )
 
 
 def _two_step_tokens(costs: Costs, ranks: int) -> int:
@@ -88,14 +100,19 @@ def _two_step_tokens(costs: Costs, ranks: int) -> int:
 def _run_exchange(moved: Rearrangement, chunk: int, ranks: int, peers: int, hidden: int) -> int:
     """Send the tokens, check that each arrived where it should, and count the all-to-alls of the program."""
     if len(jax.devices()) < ranks:
-        raise UserError(f"--devices {ranks}: there are {len(jax.devices())}; on a CPU set JAX_NUM_CPU_DEVICES={ranks}")
+        raise UserError(
+            f"--devices {ranks}: there are {len(jax.devices())}; on a CPU set JAX_NUM_CPU_DEVICES={ranks}"
+        )
     mesh = make_mesh(MeshConfig(data=ranks), jax.devices()[:ranks])
     size, capacity = (
-        max(int(np.max(end.offset + moved.length, initial=0)), 1) for end in (moved.source, moved.destination)
+        max(int(np.max(end.offset + moved.length, initial=0)), 1)
+        for end in (moved.source, moved.destination)
     )
     nodes = [range(first, first + peers) for first in range(0, ranks, peers)]
     exchange_tables = [tables(moved, chunk, capacity, peers=node) for node in nodes]
-    send, gather = (np.concatenate([getattr(t, f) for t in exchange_tables]) for f in ("send", "gather"))
+    send, gather = (
+        np.concatenate([getattr(t, f) for t in exchange_tables]) for f in ("send", "gather")
+    )
     tokens = np.random.default_rng(0).standard_normal((ranks, size, hidden), np.float32)
     program = jax.jit(lambda *arrays: dispatch(*arrays, mesh))
     arrays = jax.device_put((tokens, send, gather), rows_sharding(mesh))

@@ -49,7 +49,9 @@ OPTIONS: Options = {
     "--seeds": option(None, "how many (default: 3, with --lengths 1)", type=int, minimum=1),
     "--ranks": option(1, minimum=1),
     "--ranks-per-node": option(0, "that exchange among themselves (default: all)", minimum=0),
-    "--lengths": option([], "of samples, in place of the config's data", metavar="F.npz", type=Path),
+    "--lengths": option(
+        [], "of samples, in place of the config's data", metavar="F.npz", type=Path
+    ),
     "--samples": option(0, "use this many of them (default: all)", minimum=0),
     "--scale": option(1, "divide these lengths by this, to at least 1", minimum=1),
     "--per-rank": option(60, "of these samples in a step, for each rank", minimum=1),
@@ -59,12 +61,13 @@ OPTIONS: Options = {
 def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each grouping, balance (where there are ranks) and seed.
 
-    shapes: those in use; fill_*: useful positions / budget, alignment inside items is padding; aligned_*: it is none;
-    dist_ratio_*: over ranks, OmniBal eq. 2; width_*: tokens that a rank may send to each peer, mean of microbatches;
+    shapes: those in use; fill_*: useful positions / budget, alignment inside items is padding;
+    aligned_*: it is none; dist_ratio_*: over ranks, OmniBal eq. 2; width_*: tokens that a rank may
+    send to each peer, mean of microbatches;
     wait, wait_bound, padding: as in `Waits`, mean of steps;
-    wire_share: tokens that leave their rank, padding included, as a part of all that encoders make; idle_exchanges:
-    those that send nothing but padding, as a part of all that encoders could have; split_steps: those that needed more
-    microbatches than the config has; plan_ms: of a step.
+    wire_share: tokens that leave their rank, padding included, as a part of all that encoders make;
+    idle_exchanges: those that send nothing but padding, as a part of all that encoders could have;
+    split_steps: those that needed more microbatches than the config has; plan_ms: of a step.
     """
     args.seeds = args.seeds if args.seeds is not None else 1 if args.lengths else 3
     path = find_config(args.config) if args.config else default_config()
@@ -91,10 +94,14 @@ def run(args: Namespace) -> list[dict[str, Any]]:
 def _variants(config: Config, args: Namespace) -> list[tuple[str, BatchConfig]]:
     batch = config.batch
     balances = BALANCES if args.ranks > 1 else BALANCES[:1]
-    groupings = [(*grouping, batch.shapes) for grouping in (PACK, ISF, NONE)] + [("none, one shape", NONE[1], 1)]
+    groupings = [(*grouping, batch.shapes) for grouping in (PACK, ISF, NONE)] + [
+        ("none, one shape", NONE[1], 1)
+    ]
     if args.lengths:
         rows = dict.fromkeys(("llm", *config.model.encoders), args.ranks)
-        batch = replace(batch, size=Samples(args.ranks * args.per_rank), rows=rows, microbatches=1, alignment=1)
+        batch = replace(
+            batch, size=Samples(args.ranks * args.per_rank), rows=rows, microbatches=1, alignment=1
+        )
         groupings = [(*PACK, 1), (*NONE, 8)]
     return [
         (name, replace(batch, grouping=grouping, shapes=shapes, balance=balance))
@@ -108,12 +115,18 @@ def _index_sources(config: Config, path: Path) -> tuple[LengthIndex, list[float]
     with tempfile.TemporaryDirectory() as folder:
         copy_config(path, Path(folder))  # where a FunctionSource looks its function up
         model = config.model
-        index = build_index(open_sources(config, "train", Path(folder)), model.item_modules, model.llm)
+        index = build_index(
+            open_sources(config, "train", Path(folder)), model.item_modules, model.llm
+        )
     return index, mixture_weights(config.data, index)
 
 
 def _measure(
-    config: Config, index: LengthIndex, weights: Sequence[float], topology: Topology, args: Namespace
+    config: Config,
+    index: LengthIndex,
+    weights: Sequence[float],
+    topology: Topology,
+    args: Namespace,
 ) -> dict[str, Any]:
     modules = ("llm", *config.model.item_modules)
     planner, _ = make_planner(index, config, weights, topology)
@@ -133,8 +146,13 @@ def _measure(
         "dist_ratio": np.mean([rank_dist_ratios(plan.microbatches) for plan in plans], axis=0),
         "width": np.mean([(0, *m.shape.widths) for m in microbatches], axis=0),
     }
-    idle = [(np.array(m.shape.widths) > 0) & (_count_moved_items(m, len(modules)) == 0) for m in microbatches]
-    by_module = {f"{key}_{m}": x for key, row in figures.items() for m, x in zip(modules, row, strict=True)}
+    idle = [
+        (np.array(m.shape.widths) > 0) & (_count_moved_items(m, len(modules)) == 0)
+        for m in microbatches
+    ]
+    by_module = {
+        f"{key}_{m}": x for key, row in figures.items() for m, x in zip(modules, row, strict=True)
+    }
     del by_module["width_llm"]
     return {
         "steps": steps,
@@ -160,7 +178,9 @@ def _count_moved_items(microbatch: MicrobatchPlan, modules: int) -> np.ndarray:
 
 def wire_share(microbatches: Sequence[MicrobatchPlan], index: LengthIndex) -> float:
     """Return tokens that are sent, padding included, as a part of all that encoders make."""
-    sent = sum(m.topology.ranks * (m.topology.peers - 1) * sum(m.shape.widths) for m in microbatches)
+    sent = sum(
+        m.topology.ranks * (m.topology.peers - 1) * sum(m.shape.widths) for m in microbatches
+    )
     encoded = sum(index.tokens(m.samples)[m.module != LLM].sum() for m in microbatches)
     return sent / max(encoded, 1)
 
@@ -170,5 +190,7 @@ def rank_dist_ratios(microbatches: Sequence[MicrobatchPlan]) -> np.ndarray:
     modules = len(microbatches[0].rows)
     ranks = microbatches[0].topology.ranks
     # One count per pair: rank 1 of module 2 with 4 ranks is number 2 * 4 + 1.
-    flat = sum(np.bincount(m.module * ranks + m.rank(), m.length, modules * ranks) for m in microbatches)
+    flat = sum(
+        np.bincount(m.module * ranks + m.rank(), m.length, modules * ranks) for m in microbatches
+    )
     return dist_ratio(flat.reshape(modules, ranks))

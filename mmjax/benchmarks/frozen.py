@@ -60,18 +60,22 @@ OPTIONS: Options = TIMING | {
 def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each setting: `faster` is the step with everything trained over the step in the setting.
 
-    `planned`: the same of the planner's seconds, from the times of single layers, which depend on what is trained, and
-    the device's rates; `off`: by which part it differs. `flops`: the same of executed FLOPs alone. Medians of rounds in
-    which steps and layers took turns.
+    `planned`: the same of the planner's seconds, from the times of single layers, which depend on
+    what is trained, and the device's rates; `off`: by which part it differs. `flops`: the same of
+    executed FLOPs alone. Medians of rounds in which steps and layers took turns.
     """
     check_width(args)
     devices = jax.devices()
     base = _config(args.width, len(devices))
-    configs = {ALL: base} | {trained: replace(base, model=train_only(base.model, trained)) for trained in SETTINGS}
+    configs = {ALL: base} | {
+        trained: replace(base, model=train_only(base.model, trained)) for trained in SETTINGS
+    }
     steps = {name: make_step(config, devices) for name, config in configs.items()}
     shape = steps[ALL].batch.shape
     programs: dict[Hashable, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
-    layers = {}  # what a tower's layers are timed as in each setting, by tower and the gradients that they compute
+    # what a tower's layers are timed as in each setting, by tower and the gradients that they
+    # compute
+    layers = {}
     for name, config in configs.items():
         for tower in shape:
             gradients = needed_gradients(tower, config.model, frozen_modules(config.model))
@@ -113,7 +117,9 @@ def _config(width: int, devices: int) -> Config:
     return replace(
         base,
         name="frozen",
-        data=replace(base.data, sources={"equal": FunctionSource("mmjax.benchmarks.frozen:EqualDrawings")}),
+        data=replace(
+            base.data, sources={"equal": FunctionSource("mmjax.benchmarks.frozen:EqualDrawings")}
+        ),
         batch=BatchConfig(Samples(ROWS * devices), rows, microbatches=1, shapes=1),
         model=replace(base.model, generators={"picture": picture}),
     )

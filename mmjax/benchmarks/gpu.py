@@ -32,7 +32,9 @@ class Section(NamedTuple):
 
     def measure(self, sizes: Sizes, changes: Sequence[str]) -> dict[str, Any]:
         """Measure it here. changes: to the config of a step."""
-        function = getattr(importlib.import_module(f"mmjax.benchmarks.{self.module}"), self.function)
+        function = getattr(
+            importlib.import_module(f"mmjax.benchmarks.{self.module}"), self.function
+        )
         return function(sizes, self.model, changes) if self.model else function(sizes)
 
 
@@ -56,7 +58,9 @@ SECTIONS = {  # in this order
 KNOWN = ",".join(SECTIONS)
 OPTIONS: Options = {
     "changes": option(None, "changes to the config of the steps", metavar="a.b=value", nargs="*"),
-    "--results": option(Path("gpu.json"), "sections in it are not run again", metavar="F.json", type=Path),
+    "--results": option(
+        Path("gpu.json"), "sections in it are not run again", metavar="F.json", type=Path
+    ),
     "--sections": option(KNOWN, f"of {KNOWN}", metavar="A,B"),
     "--minutes": option(9.0, "after which the rest is left for the next run"),
     "--tiny": option(False, "small sizes for any device, with the kernel interpreted"),
@@ -115,7 +119,9 @@ def _section(name: str, args: Namespace, limit: float | None) -> dict[str, Any]:
     variables = os.environ | ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if name == "torch" else {})
     began = time.monotonic()
     try:
-        ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=limit, check=False)
+        ended = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=limit, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"took more than {limit:.0f} s"}
     lines = ended.stdout.splitlines() or [""]

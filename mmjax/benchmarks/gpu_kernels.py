@@ -20,7 +20,8 @@ from mmjax.models.blockwise_attention import dense_attention
 from mmjax.models.gated_delta_net import gated_delta_rule
 from mmjax.runtime.devices import measured_bandwidth
 
-BACKWARD = 2.5  # FLOPs of attention's backward pass over those of its forward pass, as is usual for FlashAttention
+# FLOPs of attention's backward pass over those of its forward pass, as is usual for FlashAttention
+BACKWARD = 2.5
 ROUNDS = 3  # of which the fastest counts
 
 
@@ -37,8 +38,13 @@ class Sizes:
     image: int = 1024  # patches
     window: int = 64  # patches
     patches: int = 16_384  # of a row of images
-    products: tuple[tuple[int, int, int], ...] = ((8192,) * 3, (16_384, 3584, 18_944), (16_384, 3584, 152_064))
-    experts: tuple[int, int, int, int] = (131_072, 128, 2048, 768)  # rows, experts, input and output channels
+    products: tuple[tuple[int, int, int], ...] = (
+        (8192,) * 3,
+        (16_384, 3584, 18_944),
+        (16_384, 3584, 152_064),
+    )
+    # rows, experts, input and output channels
+    experts: tuple[int, int, int, int] = (131_072, 128, 2048, 768)
     delta_net: tuple[int, int, int] = (16_384, 32, 128)  # tokens, heads and their width
     calls: int = 5  # of a program in a round
     copied: int = 2**30  # bytes
@@ -66,7 +72,8 @@ def seconds_of(program: Callable[..., Any], *inputs: Any, calls: int) -> float:
     return min(rounds)
 
 
-# ------------------------------------------------------------------------------------------------------------- inputs
+# --------------------------------------------------------------------------------------------------
+# inputs
 
 
 def text_mask(length: int, samples: tuple[int, int], seed: int = 0) -> tuple[MaskSpec, int]:
@@ -91,30 +98,43 @@ def image_mask(length: int, image: int, window: int = 0) -> tuple[MaskSpec, int]
     return mask, length * (window or image)
 
 
-def draw(length: int, heads: int, kv_heads: int, width: int, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
+def draw(
+    length: int, heads: int, kv_heads: int, width: int, dtype: Any = jnp.bfloat16
+) -> list[jax.Array]:
     """Draw queries, keys, values and the gradient of the output of one row."""
     counts = (heads, kv_heads, kv_heads, heads)
     keys = jax.random.split(jax.random.key(0), len(counts))
-    return [jax.random.normal(k, (1, length, n, width), dtype) for k, n in zip(keys, counts, strict=True)]
+    return [
+        jax.random.normal(k, (1, length, n, width), dtype)
+        for k, n in zip(keys, counts, strict=True)
+    ]
 
 
 def with_gradients(attend: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
     """Make the program of an attention's output and gradients: `(q, k, v, d_out, *others)`."""
 
     @jax.jit
-    def program(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, *others: Any) -> tuple[jax.Array, ...]:
+    def program(
+        q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, *others: Any
+    ) -> tuple[jax.Array, ...]:
         out, backward = jax.vjp(lambda q, k, v: attend(q, k, v, *others), q, k, v)
         return out, *backward(d_out.astype(out.dtype))
 
     return program
 
 
-def rates(attend: Callable[..., jax.Array], inputs: Sequence[Any], flops: float, calls: int) -> dict[str, float]:
+def rates(
+    attend: Callable[..., jax.Array], inputs: Sequence[Any], flops: float, calls: int
+) -> dict[str, float]:
     """Measure the TFLOP/s of an attention, forward and backward; `flops` are those of its forward pass."""
-    forward = seconds_of(jax.jit(attend), *inputs[:3], *inputs[4:], calls=calls)  # all but the output's gradient
+    # all but the output's gradient
+    forward = seconds_of(jax.jit(attend), *inputs[:3], *inputs[4:], calls=calls)
     both = seconds_of(with_gradients(attend), *inputs, calls=calls)
     backward = max(both - forward, 1e-9)
-    return {"forward TFLOP/s": flops / forward / 1e12, "backward TFLOP/s": BACKWARD * flops / backward / 1e12}
+    return {
+        "forward TFLOP/s": flops / forward / 1e12,
+        "backward TFLOP/s": BACKWARD * flops / backward / 1e12,
+    }
 
 
 def flash(q: jax.Array, k: jax.Array, v: jax.Array, mask: MaskSpec, plan: Any = None) -> jax.Array:
@@ -127,7 +147,8 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
-# ----------------------------------------------------------------------------------------------------------- sections
+# --------------------------------------------------------------------------------------------------
+# sections
 
 
 def device(sizes: Sizes) -> dict[str, Any]:
@@ -148,11 +169,19 @@ def device(sizes: Sizes) -> dict[str, Any]:
 def exactness(sizes: Sizes) -> dict[str, Any]:
     """Compare the kernel with dense attention in float32: the largest error over the largest value."""
     heads, kv_heads, width = sizes.heads
-    cases = {f"text {heads}/{kv_heads} x {width}": (sizes.heads, [text_mask(sizes.compared, sizes.samples)[0]])}
+    cases = {
+        f"text {heads}/{kv_heads} x {width}": (
+            sizes.heads,
+            [text_mask(sizes.compared, sizes.samples)[0]],
+        )
+    }
     image = min(sizes.image, sizes.compared // 2)
     masks = [image_mask(sizes.compared, image, window)[0] for window in (0, sizes.window)]
     for width in sizes.vision_widths:
-        cases[f"images {sizes.vision_heads} x {width}"] = (sizes.vision_heads, sizes.vision_heads, width), masks
+        cases[f"images {sizes.vision_heads} x {width}"] = (
+            (sizes.vision_heads, sizes.vision_heads, width),
+            masks,
+        )
     figures: dict[str, Any] = {}
     for name, (shape, masks) in cases.items():
         exact = with_gradients(lambda q, k, v, mask: dense_attention(q, k, v, mask, mask))
@@ -164,13 +193,18 @@ def exactness(sizes: Sizes) -> dict[str, Any]:
                     expected = exact(*(x.astype(jnp.float32) for x in inputs), mask)
                 results = kernel(*inputs, mask)
                 pairs = zip(results, expected, strict=True)
-                errors = [float(jnp.abs(x - exact_x).max() / jnp.abs(exact_x).max()) for x, exact_x in pairs]
+                errors = [
+                    float(jnp.abs(x - exact_x).max() / jnp.abs(exact_x).max())
+                    for x, exact_x in pairs
+                ]
                 repeated = kernel(*inputs, mask)
                 same = all(bool((x == y).all()) for x, y in zip(results, repeated, strict=True))
                 for part, error in (("output", errors[0]), ("gradients", max(errors[1:]))):
                     key = f"{name} {dtype}, error of {part}"
                     figures[key] = max(error, figures.get(key, 0.0))
-                figures["repeatable to the bit"] = same and figures.get("repeatable to the bit", True)
+                figures["repeatable to the bit"] = same and figures.get(
+                    "repeatable to the bit", True
+                )
     return figures
 
 
@@ -193,7 +227,9 @@ def text_attention(sizes: Sizes) -> dict[str, Any]:
             figures[f"{length} {name}, allowed / visited pairs"] = pairs / visited
         try:
             measured = rates(cudnn, inputs, 4.0 * pairs * heads * width, sizes.calls)
-            figures |= {f"{length} one sample, cuDNN {key}": value for key, value in measured.items()}
+            figures |= {
+                f"{length} one sample, cuDNN {key}": value for key, value in measured.items()
+            }
         except Exception as error:
             figures[f"{length} one sample, cuDNN"] = first_line(error)
     return figures
@@ -206,9 +242,16 @@ def image_attention(sizes: Sizes) -> dict[str, Any]:
         inputs = draw(sizes.patches, sizes.vision_heads, sizes.vision_heads, width)
         for name, window in (("whole", 0), ("windows", sizes.window)):
             mask, pairs = image_mask(sizes.patches, sizes.image, window)
-            plan = plan_attention(mask, "flash", width, (sizes.vision_heads, sizes.vision_heads), inputs[0].dtype)
-            measured = rates(flash, (*inputs, mask, plan), 4.0 * pairs * sizes.vision_heads * width, sizes.calls)
-            figures |= {f"{sizes.vision_heads} x {width} {name}, {key}": value for key, value in measured.items()}
+            plan = plan_attention(
+                mask, "flash", width, (sizes.vision_heads, sizes.vision_heads), inputs[0].dtype
+            )
+            measured = rates(
+                flash, (*inputs, mask, plan), 4.0 * pairs * sizes.vision_heads * width, sizes.calls
+            )
+            figures |= {
+                f"{sizes.vision_heads} x {width} {name}, {key}": value
+                for key, value in measured.items()
+            }
     return figures
 
 
@@ -219,7 +262,9 @@ def products(sizes: Sizes) -> dict[str, Any]:
     for m, k, n in sizes.products:
         for dtype in ("bfloat16", "float32"):
             # Of noise: a GPU that multiplies ones draws less power, and is faster.
-            a, b = (jax.random.normal(jax.random.key(0), shape, dtype) for shape in ((m, k), (k, n)))
+            a, b = (
+                jax.random.normal(jax.random.key(0), shape, dtype) for shape in ((m, k), (k, n))
+            )
             seconds = seconds_of(multiply, a, b, calls=sizes.calls)
             figures[f"{m} x {k} x {n} {dtype}, TFLOP/s"] = 2 * m * k * n / seconds / 1e12
     return figures
@@ -229,18 +274,24 @@ def grouped_products(sizes: Sizes) -> dict[str, Any]:
     """Measure the products of experts, forward and backward, beside one product of all rows."""
     rows, experts, width, output = sizes.experts
     shapes = ((rows, width), (experts, width, output), (rows, output))
-    x, weights, d_out = (jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) for shape in shapes)
+    x, weights, d_out = (
+        jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) for shape in shapes
+    )
     rng = np.random.default_rng(0)
     counts = jnp.asarray(rng.multinomial(rows, rng.dirichlet(np.full(experts, 4.0))), jnp.int32)
     interpret = jax.default_backend() == "cpu"
 
-    def seconds_of_both(multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> tuple[float, float]:
+    def seconds_of_both(
+        multiply: Callable[[jax.Array, jax.Array], jax.Array],
+    ) -> tuple[float, float]:
         def both(x: jax.Array, weights: jax.Array, d_out: jax.Array) -> tuple[jax.Array, ...]:
             out, backward = jax.vjp(multiply, x, weights)
             return out, *backward(d_out)
 
         forward = seconds_of(jax.jit(multiply), x, weights, calls=sizes.calls)
-        return forward, max(seconds_of(jax.jit(both), x, weights, d_out, calls=sizes.calls) - forward, 1e-9)
+        return forward, max(
+            seconds_of(jax.jit(both), x, weights, d_out, calls=sizes.calls) - forward, 1e-9
+        )
 
     flops = 2.0 * rows * width * output
     figures = {"largest group / mean": float(counts.max() / counts.mean())}

@@ -51,7 +51,13 @@ from mmjax.runtime.devices import CompileCounter, peak_flops, peak_memory_used
 from mmjax.runtime.executor import Executor
 from mmjax.runtime.state import hyperparameters
 from mmjax.training.rate_probe import SAMPLES as PROBED_SAMPLES
-from mmjax.training.rate_probe import ProbedRow, fit_rates, fullest_pairs, time_gradients, with_samples
+from mmjax.training.rate_probe import (
+    ProbedRow,
+    fit_rates,
+    fullest_pairs,
+    time_gradients,
+    with_samples,
+)
 from mmjax.training.run_data import RunData
 
 STEPS = 5  # that are timed, after two that are not
@@ -64,10 +70,29 @@ KINDS = ("1", "16", "64", "mixed")  # samples in a row
 
 def vision_language(size: str) -> ModelConfig:
     """Return a model in the shape of Qwen2.5-VL-7B or -3B."""
-    common = {"head_width": 128, "rope_theta": 1e6, "rope_sections": (16, 24, 24), "biases": ("query", "key", "value")}
+    common = {
+        "head_width": 128,
+        "rope_theta": 1e6,
+        "rope_sections": (16, 24, 24),
+        "biases": ("query", "key", "value"),
+    }
     shapes = {
-        "7b": {"layers": 28, "width": 3584, "heads": 28, "kv_heads": 4, "mlp_width": 18_944, "vocab": 152_064},
-        "3b": {"layers": 36, "width": 2048, "heads": 16, "kv_heads": 2, "mlp_width": 11_008, "vocab": 151_936},
+        "7b": {
+            "layers": 28,
+            "width": 3584,
+            "heads": 28,
+            "kv_heads": 4,
+            "mlp_width": 18_944,
+            "vocab": 152_064,
+        },
+        "3b": {
+            "layers": 36,
+            "width": 2048,
+            "heads": 16,
+            "kv_heads": 2,
+            "mlp_width": 11_008,
+            "vocab": 151_936,
+        },
     }
     vision = VisionConfig(
         layers=32,
@@ -87,7 +112,10 @@ def vision_language(size: str) -> ModelConfig:
         connector=ConnectorConfig(merge=2, mlp_width=5120, norm="rms", activation="gelu"),
         attention="auto",
     )
-    return ModelConfig(DecoderConfig(**shapes[size], **common, tied=size == "3b", attention="auto"), {"vision": vision})
+    return ModelConfig(
+        DecoderConfig(**shapes[size], **common, tied=size == "3b", attention="auto"),
+        {"vision": vision},
+    )
 
 
 def text_decoder() -> ModelConfig:
@@ -109,7 +137,9 @@ def _tiny(model: ModelConfig) -> ModelConfig:
     llm = replace(model.llm, **small, kv_heads=2, head_width=8, vocab=64)
     llm = replace(llm, rope_sections=(1, 1, 2) if llm.rope_sections else ())
     encoders = {
-        name: replace(encoder, **small, windowed=(0,), connector=replace(encoder.connector, mlp_width=48))
+        name: replace(
+            encoder, **small, windowed=(0,), connector=replace(encoder.connector, mlp_width=48)
+        )
         for name, encoder in model.encoders.items()
     }
     return replace(model, llm=llm, encoders=encoders)
@@ -126,7 +156,8 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
 class MadeSamples(RandomSamples):
     """Samples with the lengths of `visual_corpus`: tiles of an image, then text.
 
-    tile: pixels of a tile's side; 0: text alone, of as many tokens. scale: that the text's lengths are divided by.
+    tile: pixels of a tile's side; 0: text alone, of as many tokens. scale: that the text's lengths
+    are divided by.
     """
 
     channels = 3
@@ -143,7 +174,9 @@ class MadeSamples(RandomSamples):
 
     def facts(self, index: int) -> SampleLengths:
         """Return the lengths of a sample."""
-        return SampleLengths(int(self.text[index]), (("vision", (self.tile, self.tile)),) * int(self.tiles[index]))
+        return SampleLengths(
+            int(self.text[index]), (("vision", (self.tile, self.tile)),) * int(self.tiles[index])
+        )
 
 
 def make_config(sizes: Sizes, name: str, changes: Sequence[str] = ()) -> Config:
@@ -153,8 +186,15 @@ def make_config(sizes: Sizes, name: str, changes: Sequence[str] = ()) -> Config:
     arguments = {"vocab": model.llm.vocab, "tile": tile, "scale": 32 if sizes.tiny else 1}
     config = Config(
         name="gpu",
-        data=DataConfig({"made": FunctionSource("mmjax.benchmarks.gpu_steps:MadeSamples", arguments)}, workers=0),
-        batch=BatchConfig(Tokens(sizes.tokens), dict.fromkeys(("llm", *model.encoders), 1), alignment=128, shapes=1),
+        data=DataConfig(
+            {"made": FunctionSource("mmjax.benchmarks.gpu_steps:MadeSamples", arguments)}, workers=0
+        ),
+        batch=BatchConfig(
+            Tokens(sizes.tokens),
+            dict.fromkeys(("llm", *model.encoders), 1),
+            alignment=128,
+            shapes=1,
+        ),
         model=model,
         training=TrainingConfig(steps=100, precision="bfloat16"),
         mesh=MeshConfig(),
@@ -166,12 +206,16 @@ def _fit(config: Config, data: RunData, mesh: jax.sharding.Mesh) -> tuple[Config
     """Plan full tuning, with three quarters of the LLM's layers until it fits. Raises UserError where one does not."""
     while True:
         try:
-            return config, fit_run(config, mesh, data.layout_of(config, mesh), partial(data.layout_of, mesh=mesh))[0]
+            return config, fit_run(
+                config, mesh, data.layout_of(config, mesh), partial(data.layout_of, mesh=mesh)
+            )[0]
         except UserError:
             llm = config.model.llm
             if llm.layers == 1:
                 raise
-            config = replace(config, model=replace(config.model, llm=replace(llm, layers=llm.layers * 3 // 4)))
+            config = replace(
+                config, model=replace(config.model, llm=replace(llm, layers=llm.layers * 3 // 4))
+            )
 
 
 class Prepared(NamedTuple):
@@ -234,8 +278,12 @@ def measure_step(sizes: Sizes, name: str, changes: Sequence[str]) -> dict[str, A
         "layers of the LLM": f"{config.model.llm.layers} of {layers}",
         "parameters, billions": sum(parameters(config.model).values()) / 1e9,
         "optimizer": config.optimizer.kind,
-        "rows": ", ".join(f"{module} {n}" for module, n in zip(modules, steps[0].lengths[0], strict=True)),
-        "computed again": ", ".join(f"{module} {dict(Counter(p))}" for module, p in plan.policies.items()),
+        "rows": ", ".join(
+            f"{module} {n}" for module, n in zip(modules, steps[0].lengths[0], strict=True)
+        ),
+        "computed again": ", ".join(
+            f"{module} {dict(Counter(p))}" for module, p in plan.policies.items()
+        ),
         "compiling, s": compiling,
         "programs compiled": programs.compiled,
         "step, s": step,
@@ -324,10 +372,16 @@ def top_kernels(folder: Path) -> dict[str, Any]:
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
     named = [event for event in events if event.get("ph") == "M"]
-    processes = {event["pid"]: event["args"]["name"] for event in named if event["name"] == "process_name"}
+    processes = {
+        event["pid"]: event["args"]["name"] for event in named if event["name"] == "process_name"
+    }
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}
     # Beside its streams a GPU has lines that name the same time once more, by operation or module.
-    streams = {key for key, name in threads.items() if "GPU" in processes.get(key[0], "") and name.startswith("Stream")}
+    streams = {
+        key
+        for key, name in threads.items()
+        if "GPU" in processes.get(key[0], "") and name.startswith("Stream")
+    }
     total: Counter[str] = Counter()
     launches: Counter[str] = Counter()
     for event in events:
@@ -338,13 +392,19 @@ def top_kernels(folder: Path) -> dict[str, Any]:
     figures: dict[str, Any] = {"all kernels, ms": all_ms, "launches": launches.total()}
     for rank, (name, us) in enumerate(total.most_common(TOP), start=1):
         share = us / 1e3 / all_ms if all_ms else 0.0
-        figures[f"{rank:2} {name[:100]}"] = f"{us / 1e3:.2f} ms, {share:.1%}, {launches[name]} launches"
+        figures[f"{rank:2} {name[:100]}"] = (
+            f"{us / 1e3:.2f} ms, {share:.1%}, {launches[name]} launches"
+        )
     return figures
 
 
 def measure_torch(sizes: Sizes) -> dict[str, Any]:
     """Measure forward and backward of `decoder` and its samples in PyTorch, packed by their positions."""
-    if missing := [library for library in ("torch", "transformers") if importlib.util.find_spec(library) is None]:
+    if missing := [
+        library
+        for library in ("torch", "transformers")
+        if importlib.util.find_spec(library) is None
+    ]:
         return {"skipped": f"{' and '.join(missing)} not installed"}
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     if not torch.cuda.is_available() and not sizes.tiny:
@@ -368,7 +428,10 @@ def measure_torch(sizes: Sizes) -> dict[str, Any]:
     built = transformers.AutoModelForCausalLM.from_config(shape, attn_implementation=kernel)
     place = "cuda" if torch.cuda.is_available() else "cpu"
     built = built.to(place, torch.bfloat16).train()
-    token, position = (torch.tensor(x, dtype=torch.long, device=place) for x in (batch.text.token, batch.text.position))
+    token, position = (
+        torch.tensor(x, dtype=torch.long, device=place)
+        for x in (batch.text.token, batch.text.position)
+    )
     seconds = []
     for _ in range(2 + STEPS):
         built.zero_grad()

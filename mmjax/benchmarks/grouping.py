@@ -66,8 +66,14 @@ def run(args: Namespace) -> Measurement:
         data = internvl_corpus(args.samples, args.seed)
     lengths = np.stack([data["llm_tokens"], data["vision_items"]], axis=1)  # TOKENS, ITEMS
     if lengths[:, TOKENS].min() < 1:
-        raise UserError(f"sample {int(lengths[:, TOKENS].argmin())} has no llm_tokens; every sample needs at least 1")
-    grouped = _group_by_budget(lengths, args) if args.method in BUDGETED else _group_by_count(lengths, args)
+        raise UserError(
+            f"sample {int(lengths[:, TOKENS].argmin())} has no llm_tokens; every sample needs at least 1"
+        )
+    grouped = (
+        _group_by_budget(lengths, args)
+        if args.method in BUDGETED
+        else _group_by_count(lengths, args)
+    )
     rng = np.random.default_rng(args.seed)
     figures = {
         **_measure(lengths, data.get("source"), grouped, args),
@@ -76,7 +82,12 @@ def run(args: Namespace) -> Measurement:
     }
     if args.method == "isf":
         figures["iterations"] = [
-            {"rows": i.groups, "samples": i.samples, "fill_items": i.fill[1], "fill_tokens": i.fill[0]}
+            {
+                "rows": i.groups,
+                "samples": i.samples,
+                "fill_items": i.fill[1],
+                "fill_tokens": i.fill[0],
+            }
             for i in grouped.iterations
         ]
     tokens, items = grouped.maximum
@@ -92,20 +103,29 @@ def _parse_budget(name: str, text: str) -> int:
 
 
 def _group_by_budget(lengths: np.ndarray, args: Namespace) -> Rows:
-    budgets = np.array([_parse_budget("--max-tokens", args.max_tokens), _parse_budget("--max-items", args.max_items)])
+    budgets = np.array(
+        [
+            _parse_budget("--max-tokens", args.max_tokens),
+            _parse_budget("--max-items", args.max_items),
+        ]
+    )
     samples_per_row = (args.samples_per_row, args.samples_per_row + 1)
     try:
         if args.method == "isf":
             bounds = choose_bounds(lengths, samples_per_row, fixed=budgets)
             maximum = bounds.maximum
-            minimum = np.maximum(budgets - PAPER_TOLERANCE, 1) if np.all(budgets > 0) else bounds.minimum
+            minimum = (
+                np.maximum(budgets - PAPER_TOLERANCE, 1) if np.all(budgets > 0) else bounds.minimum
+            )
         else:
             maximum = choose_row_maximum(lengths, samples_per_row, budgets)
     except ValueError as error:
         raise UserError(f"{error}; raise --max-items or --max-tokens") from None
     fits = np.flatnonzero(np.all(lengths <= maximum, axis=1))
     if len(fits) == 0:
-        raise UserError("no sample fits the budgets; raise --max-items and --max-tokens or give auto")
+        raise UserError(
+            "no sample fits the budgets; raise --max-items and --max-tokens or give auto"
+        )
 
     def by_isf() -> tuple[np.ndarray, tuple[Iteration, ...]]:
         accepted = isf(lengths, maximum, minimum, args.iterations, np.random.default_rng(args.seed))
@@ -118,7 +138,9 @@ def _group_by_budget(lengths: np.ndarray, args: Namespace) -> Rows:
     row, iterations = group()  # compiles
     seconds = median_seconds(group)
     shuffled = np.random.default_rng(args.seed).permutation(row.max() + 1).astype(np.int32)
-    return Rows(np.where(row >= 0, shuffled[row], -1).astype(np.int32), maximum, iterations, seconds)
+    return Rows(
+        np.where(row >= 0, shuffled[row], -1).astype(np.int32), maximum, iterations, seconds
+    )
 
 
 def _group_by_count(lengths: np.ndarray, args: Namespace) -> Rows:
@@ -131,10 +153,14 @@ def _group_by_count(lengths: np.ndarray, args: Namespace) -> Rows:
     row = groups[args.method](np.random.default_rng(args.seed))
     seconds = median_seconds(lambda: groups[args.method](np.random.default_rng(args.seed)))
     items = int(np.bincount(row, lengths[:, ITEMS]).max())
-    return Rows(row, np.array([int(lengths[:, TOKENS].max()) * args.samples_per_row, items]), (), seconds)
+    return Rows(
+        row, np.array([int(lengths[:, TOKENS].max()) * args.samples_per_row, items]), (), seconds
+    )
 
 
-def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args: Namespace) -> dict[str, Any]:
+def _measure(
+    lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args: Namespace
+) -> dict[str, Any]:
     inside = grouped.row >= 0
     row = grouped.row[inside]
     lengths = lengths[inside]
@@ -157,7 +183,9 @@ def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args
         "pad_ratio": _pad_ratio(lengths[:, TOKENS], row) if padded else 0.0,
         "dist_ratio_items": items,
         "dist_ratio_tokens": tokens,
-        "overdispersion": None if source is None else overdispersion(source[inside], row // args.ranks),
+        "overdispersion": None
+        if source is None
+        else overdispersion(source[inside], row // args.ranks),
         "row_correlation": row_correlation(lengths[:, TOKENS], row),
         "max_items": grouped.maximum[1],
         "max_tokens": grouped.maximum[0],
@@ -175,8 +203,9 @@ def _pad_ratio(length: np.ndarray, row: np.ndarray) -> float:
 def row_correlation(lengths: np.ndarray, row: np.ndarray) -> float:
     """Compute the intraclass correlation of sample lengths `[n]` in rows `[n]`: are long samples packed with long ones?
 
-    sum over rows and pairs i != j of (t_i - mean)(t_j - mean) / (number of such pairs * variance). About 0 for random
-    rows of free length, 1 for rows of equal samples, below 0 where long ones go with short ones; 0 without pairs.
+    sum over rows and pairs i != j of (t_i - mean)(t_j - mean) / (number of such pairs * variance).
+    About 0 for random rows of free length, 1 for rows of equal samples, below 0 where long ones go
+    with short ones; 0 without pairs.
     """
     lengths = np.asarray(lengths, np.float64)
     number = np.unique(np.asarray(row), return_inverse=True)[1]
@@ -192,15 +221,18 @@ def row_correlation(lengths: np.ndarray, row: np.ndarray) -> float:
 def overdispersion(source: np.ndarray, step: np.ndarray) -> float:
     """Measure how much more a source's share varies from step to step than if samples were drawn independently.
 
-    For source s with share p of all samples, c_t of the n_t samples of step t and T steps:
-    sum_t n_t * (c_t / n_t - p)^2 / (p * (1 - p)) / (T - 1). About 1 for a shuffle; the largest over sources.
+    For source s with share p of all samples, c_t of the n_t samples of step t and T steps: sum_t
+    n_t * (c_t / n_t - p)^2 / (p * (1 - p)) / (T - 1). About 1 for a shuffle; the largest over
+    sources.
     source, step: int `[n]`. 0 with fewer than two steps or sources.
     """
     sources, source = np.unique(np.asarray(source), return_inverse=True)
     steps, step = np.unique(np.asarray(step), return_inverse=True)
     if len(sources) < 2 or len(steps) < 2:
         return 0.0
-    count = np.bincount(step * len(sources) + source, minlength=len(steps) * len(sources)).astype(np.float64)
+    count = np.bincount(step * len(sources) + source, minlength=len(steps) * len(sources)).astype(
+        np.float64
+    )
     count = count.reshape(len(steps), len(sources))
     size = count.sum(1, keepdims=True)
     share = count.sum(0) / len(source)

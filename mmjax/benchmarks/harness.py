@@ -1,7 +1,7 @@
 """The options and figures that a benchmark declares, and the clocks that all share.
 
-A benchmark is a module: its docstring is the command's help, `OPTIONS` are its options, and `run` returns a row for
-each variant, or one `Measurement`.
+A benchmark is a module: its docstring is the command's help, `OPTIONS` are its options, and `run`
+returns a row for each variant, or one `Measurement`.
 """
 
 from __future__ import annotations

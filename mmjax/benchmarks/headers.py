@@ -42,19 +42,26 @@ def run(args: Namespace) -> list[dict[str, Any]]:
         _write_records(folder, "image", [f"{i}.jpg" for i in range(args.images)])
         images = LlavaSource(str(folder / "image.json"), images=str(folder / "images"))
         decoded = _rate(
-            args.images, lambda: [decode_image(p.read_bytes()) for p in (folder / "images").iterdir()], args
+            args.images,
+            lambda: [decode_image(p.read_bytes()) for p in (folder / "images").iterdir()],
+            args,
         )
         local = _rate(args.images, partial(_read, folder, images), args)
         with _serve_late(folder / "images", args.delay) as url:
             late = _rate(args.images, partial(_read, folder, replace(images, images=url)), args)
         rows = [
             {"headers": "local", "files_per_second": local, "ratio": local / decoded},
-            {"headers": f"after {args.delay:g} s", "files_per_second": late, "ratio": late * args.delay},
+            {
+                "headers": f"after {args.delay:g} s",
+                "files_per_second": late,
+                "ratio": late * args.delay,
+            },
         ]
         return rows + [_videos(folder, ending, args) for ending in CODECS if args.videos]
 
 
-CODECS = {"mp4": "mpeg4", "mkv": "mpeg4", "webm": "libvpx-vp9"}  # of videos, by the ending of their files
+# of videos, by the ending of their files
+CODECS = {"mp4": "mpeg4", "mkv": "mpeg4", "webm": "libvpx-vp9"}
 
 
 def _videos(folder: Path, ending: str, args: Namespace) -> dict[str, Any]:
@@ -73,7 +80,11 @@ def _videos(folder: Path, ending: str, args: Namespace) -> dict[str, Any]:
 
     videos = LlavaSource(str(folder / "video.json"), videos=str(folder / ending))
     local = _rate(args.videos, partial(_read, folder, videos), args)
-    return {"headers": ending, "files_per_second": local, "ratio": local / _rate(args.videos, open_each, args)}
+    return {
+        "headers": ending,
+        "files_per_second": local,
+        "ratio": local / _rate(args.videos, open_each, args),
+    }
 
 
 def _write_video(path: Path, codec: str) -> None:
@@ -89,7 +100,9 @@ def _write_video(path: Path, codec: str) -> None:
 
 def _write_records(folder: Path, kind: str, names: list[str]) -> None:
     turns = [{"from": "human", "value": f"<{kind}>"}, {"from": "gpt", "value": "yes"}]
-    (folder / f"{kind}.json").write_text(json.dumps([{kind: name, "conversations": turns} for name in names]))
+    (folder / f"{kind}.json").write_text(
+        json.dumps([{kind: name, "conversations": turns} for name in names])
+    )
 
 
 def _write(folder: Path, count: int) -> None:
@@ -130,12 +143,22 @@ class _Late(SimpleHTTPRequestHandler):
         time.sleep(self._delay)
         content = Path(self.translate_path(self.path)).read_bytes()
         byte_range = self.headers.get("Range", "").removeprefix("bytes=").split("-")
-        begin, end = (int(byte_range[0]), int(byte_range[1]) + 1) if len(byte_range) == 2 else (0, len(content))
+        begin, end = (
+            (int(byte_range[0]), int(byte_range[1]) + 1)
+            if len(byte_range) == 2
+            else (0, len(content))
+        )
         self.send_response(206 if len(byte_range) == 2 else 200)
-        for key, value in (("Content-Length", len(content[begin:end])), ("Accept-Ranges", "bytes"), ("ETag", '"1"')):
+        for key, value in (
+            ("Content-Length", len(content[begin:end])),
+            ("Accept-Ranges", "bytes"),
+            ("ETag", '"1"'),
+        ):
             self.send_header(key, str(value))
         if len(byte_range) == 2:
-            self.send_header("Content-Range", f"bytes {begin}-{min(end, len(content)) - 1}/{len(content)}")
+            self.send_header(
+                "Content-Range", f"bytes {begin}-{min(end, len(content)) - 1}/{len(content)}"
+            )
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(content[begin:end])
@@ -149,7 +172,9 @@ class _Late(SimpleHTTPRequestHandler):
 def _serve_late(folder: Path, delay: float) -> Iterator[str]:
     """Serve a folder at the yielded URL, answering late."""
     ThreadingHTTPServer.request_queue_size = 256
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Late, directory=str(folder), delay=delay))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(_Late, directory=str(folder), delay=delay)
+    )
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

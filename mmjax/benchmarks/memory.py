@@ -38,8 +38,8 @@ SPEED = Speed(Rates(1.0, 1.0, 1.0))  # nothing is chosen here
 def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each model, mix and number of loss chunks.
 
-    `predicted` and `compiled` are GB of a device, `off` by which part they differ.
-    Models of one to two billion parameters in bfloat16, sharded over 8 devices, with one row of each module on each.
+    `predicted` and `compiled` are GB of a device, `off` by which part they differ. Models of one to
+    two billion parameters in bfloat16, sharded over 8 devices, with one row of each module on each.
     """
     devices = aot_devices(parse_cluster(f"h100x{DEVICES}"))
     rows: list[dict[str, Any]] = []
@@ -57,7 +57,9 @@ def _compare(config: Config, lengths: dict[str, int], devices: list[Any]) -> dic
     shape = {name: (1, length) for name, length in lengths.items()}
     batch = DeviceBatch(shape, dict.fromkeys(model.encoders, 64), DEVICES)
     config = replace(config, batch=replace(config.batch, microbatches=1))
-    predicted = plan_rows(config, shape, {"fsdp": DEVICES}, SPEED, MemoryLimit(0), batch.widths).device
+    predicted = plan_rows(
+        config, shape, {"fsdp": DEVICES}, SPEED, MemoryLimit(0), batch.widths
+    ).device
     compiled = compiled_bytes(config, batch, devices)
     return {"predicted": predicted / GB, "compiled": compiled / GB, "off": predicted / compiled - 1}
 
@@ -76,14 +78,28 @@ def _config(model: ModelConfig, mix: dict[str, Any], chunks: int) -> Config:
 
 
 def _llm(layers: int, vocab: int = 65_536) -> DecoderConfig:
-    return DecoderConfig(layers, 2048, 16, 4, head_width=128, mlp_width=8192, vocab=vocab, tied=False, attention="auto")
+    return DecoderConfig(
+        layers,
+        2048,
+        16,
+        4,
+        head_width=128,
+        mlp_width=8192,
+        vocab=vocab,
+        tied=False,
+        attention="auto",
+    )
 
 
 def _vision(layers: int) -> VisionConfig:
-    return VisionConfig(layers, 1024, 16, 4096, 14, connector=ConnectorConfig(mlp_width=2048), attention="auto")
+    return VisionConfig(
+        layers, 1024, 16, 4096, 14, connector=ConnectorConfig(mlp_width=2048), attention="auto"
+    )
 
 
-AUDIO = AudioConfig(12, 768, 12, 3072, connector=ConnectorConfig(merge=4, mlp_width=2048), attention="auto")
+AUDIO = AudioConfig(
+    12, 768, 12, 3072, connector=ConnectorConfig(merge=4, mlp_width=2048), attention="auto"
+)
 MODELS = {
     "large-vocabulary": (ModelConfig(_llm(4, 131_072)), {"llm": 8192}),
     "llm-heavy": (ModelConfig(_llm(24), {"vision": _vision(12)}), {"llm": 8192, "vision": 4096}),

@@ -25,7 +25,9 @@ from mmjax.errors import UserError
 OPTIONS: Options = ONE_STEP | {
     "--ranks-per-node": option(8, minimum=1),
     "--method": option("best", choices=("ilp", "best")),
-    "--tolerance": option(0.002, "of method best: largest cost over mean, less 1", minimum=0, maximum=1),
+    "--tolerance": option(
+        0.002, "of method best: largest cost over mean, less 1", minimum=0, maximum=1
+    ),
     "--time-limit": option(30.0, "of method ilp, seconds", above=0),
 }
 
@@ -33,14 +35,20 @@ OPTIONS: Options = ONE_STEP | {
 def run(args: Namespace) -> Measurement:
     """Draw the samples of one step, balance its items with and without regard to nodes, and compare what travels."""
     if args.ranks_per_node >= args.ranks:
-        raise UserError(f"--ranks-per-node {args.ranks_per_node}: give fewer than --ranks, so that there are two nodes")
+        raise UserError(
+            f"--ranks-per-node {args.ranks_per_node}: give fewer than --ranks, so that there are two nodes"
+        )
     sample, source, drawn = draw_step(args)
     present = drawn > 0
     length = drawn[present]
     start = source[present]
 
     baseline = balance_packed(length, args.ranks)
-    to, solved = _plan(args, length, start) if args.method == "best" else _solve(args, length, start, baseline)
+    to, solved = (
+        _plan(args, length, start)
+        if args.method == "best"
+        else _solve(args, length, start, baseline)
+    )
     without = inter_node(length, start, baseline, args.ranks, args.ranks_per_node)
     traffic = inter_node(length, start, to, args.ranks, args.ranks_per_node)
     cost = np.bincount(to, length, args.ranks)
@@ -69,7 +77,9 @@ def run(args: Namespace) -> Measurement:
     )
 
 
-def _plan(args: Namespace, length: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+def _plan(
+    args: Namespace, length: np.ndarray, start: np.ndarray
+) -> tuple[np.ndarray, dict[str, Any]]:
     def plan() -> np.ndarray:
         return balance_nodewise(length, start, args.ranks, args.ranks_per_node, args.tolerance)
 

@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 
 from mmjax.benchmarks.harness import Measurement, Options, option
-from mmjax.benchmarks.papers_cornstarch import backward_rows, end_to_end_rows, frozen_rows, modality_rows
+from mmjax.benchmarks.papers_cornstarch import (
+    backward_rows,
+    end_to_end_rows,
+    frozen_rows,
+    modality_rows,
+)
 from mmjax.benchmarks.papers_omnibal import (
     ENCODER_RATE,
     MAIN_MODEL,
@@ -33,7 +38,8 @@ from mmjax.planning.schedules import ScheduleName, StageGraph, make_schedule
 from mmjax.planning.simulate import StageTimes, simulate
 
 REORDER_SIGMA = 0.6  # of the logarithm of an encoder's times
-# Other values of SAME_LAYERS and ENCODER_RATE, to see what the share of right directions owes to these.
+# Other values of SAME_LAYERS and ENCODER_RATE, to see what the share of right directions owes to
+# these.
 SENSITIVITY = (
     (SAME_LAYERS, ENCODER_RATE),
     *((factor, ENCODER_RATE) for factor in (1.8, 2.0, np.inf)),
@@ -52,7 +58,8 @@ def reordering_rows(draws: int = 12) -> list[Row]:
         forward[0] = 1e6 * drawn / drawn.mean()
         order = reorder("1f1b", graph, forward, 2 * forward)
         planned, reordered = (
-            simulate(schedule, StageTimes(times, 2 * times)).makespan for times in (forward, forward[:, order])
+            simulate(schedule, StageTimes(times, 2 * times)).makespan
+            for times in (forward, forward[:, order])
         )
         gains.append(planned / reordered)
     return [
@@ -66,14 +73,16 @@ def reordering_rows(draws: int = 12) -> list[Row]:
     ]
 
 
-# -------------------------------------------------------------------------------------------------- whole trainings
+# --------------------------------------------------------------------------------------------------
+# whole trainings
 
 
 @dataclass(frozen=True)
 class TextFigure:
     """A figure of a whole training, which `mmjax.plan` predicts for a shipped config like the paper's.
 
-    over: kind of balance that the figure is a ratio to, of MFUs or of GPU days; empty: the MFU itself.
+    over: kind of balance that the figure is a ratio to, of MFUs or of GPU days; empty: the MFU
+    itself.
     """
 
     source: str
@@ -85,10 +94,25 @@ class TextFigure:
 
 TEXT_FIGURES = (
     TextFigure("OrchMLLM figure 8: MFU of 84B", (0.416, 0.416), "omni_84b", "h100x320x8"),
-    TextFigure("OrchMLLM figure 8: MFU over that without balance", (1.5, 2.0), "omni_84b", "h100x320x8", over="none"),
-    TextFigure("MMScale figure 15: MFU of 72B, there on 1,172 GPUs", (0.518, 0.547), "mllm_72b", "a800x120x8"),
     TextFigure(
-        "OmniBal table 2: GPU days without balance", (38.9 / 25.3,) * 2, "internvl_26b", "a100x8x8", over="none"
+        "OrchMLLM figure 8: MFU over that without balance",
+        (1.5, 2.0),
+        "omni_84b",
+        "h100x320x8",
+        over="none",
+    ),
+    TextFigure(
+        "MMScale figure 15: MFU of 72B, there on 1,172 GPUs",
+        (0.518, 0.547),
+        "mllm_72b",
+        "a800x120x8",
+    ),
+    TextFigure(
+        "OmniBal table 2: GPU days without balance",
+        (38.9 / 25.3,) * 2,
+        "internvl_26b",
+        "a100x8x8",
+        over="none",
     ),
 )
 
@@ -119,7 +143,8 @@ def planned_figures() -> list[dict[str, Any]]:
     return figures
 
 
-# -------------------------------------------------------------------------------------------------------------- all
+# --------------------------------------------------------------------------------------------------
+# all
 
 ROW_MAKERS: tuple[Callable[[], list[Row]], ...] = (
     frozen_rows,
@@ -147,7 +172,9 @@ def anchors() -> dict[str, tuple[float, float]]:
 
     def step(name: ScheduleName, graph: StageGraph, microbatches: int, chunks: int = 1) -> float:
         forward = np.full((len(graph.workers), microbatches), 2 / chunks)
-        return simulate(make_schedule(name, graph, microbatches), StageTimes(forward, 2 * forward)).makespan
+        return simulate(
+            make_schedule(name, graph, microbatches), StageTimes(forward, 2 * forward)
+        ).makespan
 
     def chain(stages: int, workers: int) -> StageGraph:
         edges = tuple((stage, stage + 1) for stage in range(stages - 1))
@@ -201,18 +228,25 @@ def run(args: Namespace) -> Measurement:
         "all_rows": len(rows),
         "direction_share": sum(directions) / len(directions),
         "direction_rows": len(directions),
-        "direction_share_of_contradictory": sum(row.direction for row in contradictory) / len(contradictory),
+        "direction_share_of_contradictory": sum(row.direction for row in contradictory)
+        / len(contradictory),
         "median_error": statistics.median(row.error for row in counted),
         "error_rows": len(counted),
         "anchors_exact": all(simulated == exact for simulated, exact in anchors().values()),
         "omnibal_22_23_24_24": omnibal_exact(),
-        "omnibal_by_flops": stage_sizes(by_flops, partition(by_flops.forward, 4, by_flops.cut_bytes)),
-        "ours_never_slower": all(speedup >= 1 - 1e-9 for row in rows for speedup in row.ours.values()),
+        "omnibal_by_flops": stage_sizes(
+            by_flops, partition(by_flops.forward, 4, by_flops.cut_bytes)
+        ),
+        "ours_never_slower": all(
+            speedup >= 1 - 1e-9 for row in rows for speedup in row.ours.values()
+        ),
         "sensitivity": sensitivity(rows),
         "text_figures": len(TEXT_FIGURES),
         "planned": planned_figures() if args.plans else [],
         "rows": [_to_dict(row) for row in rows],
-        "not_modelled": [{"source": source, "reason": reason} for source, reason in NOT_MODELLED.items()],
+        "not_modelled": [
+            {"source": source, "reason": reason} for source, reason in NOT_MODELLED.items()
+        ],
     }
     arrays = {
         "reported": np.array([row.reported for row in counted]),

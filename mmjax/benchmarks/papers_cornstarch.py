@@ -31,34 +31,110 @@ class FrozenRow(NamedTuple):
 LLM_LAYERS = {"S": 16, "M": 32, "L": 64}
 ENCODER_LAYERS = {"VLM-S": 40, "VLM-M": 32, "VLM-L": 48, "ALM-S": 32, "ALM-M": 40, "ALM-L": 48}
 CORNSTARCH_MICROBATCHES = 24
-# LLM: Llama S, M, L; model: with a vision (VLM) or audio (ALM) encoder S, M, L. First the frozen-aware partition.
+# LLM: Llama S, M, L; model: with a vision (VLM) or audio (ALM) encoder S, M, L. First the
+# frozen-aware partition.
 CORNSTARCH_FROZEN: dict[tuple[str, str], tuple[FrozenRow, FrozenRow]] = {
     key: (FrozenRow._make(aware), FrozenRow._make(unaware))
     for key, aware, unaware in (
-        (("M", "VLM-S"), (6, 1, 49.06, 27.46, 0.12, 43.03, 6.47), (3, 1, 26.49, 28.13, 0.16, 51.32, 5.30)),
-        (("M", "VLM-M"), (5, 2, 75.04, 28.15, 0.27, 51.30, 5.15), (4, 3, 45.90, 45.26, 0.16, 84.89, 3.73)),
-        (("M", "VLM-L"), (5, 4, 101.02, 34.67, 0.20, 63.77, 3.17), (3, 5, 70.42, 67.03, 0.15, 127.34, 2.06)),
-        (("M", "ALM-S"), (6, 1, 57.25, 81.73, 0.38, 157.12, 1.94), (5, 1, 57.79, 81.94, 0.38, 157.14, 1.94)),
-        (("M", "ALM-M"), (6, 1, 176.80, 82.19, 0.64, 157.51, 1.96), (4, 4, 93.39, 98.25, 0.34, 189.11, 1.70)),
-        (("M", "ALM-L"), (4, 2, 308.16, 100.20, 0.73, 188.50, 1.98), (5, 5, 145.97, 121.21, 0.33, 235.23, 1.69)),
-        (("L", "VLM-S"), (5, 1, 52.54, 88.58, 0.10, 171.72, 2.39), (3, 5, 85.83, 106.26, 0.10, 171.38, 2.10)),
-        (("L", "VLM-M"), (5, 1, 249.38, 88.95, 0.49, 171.68, 2.29), (5, 1, 132.16, 113.64, 0.26, 213.58, 1.85)),
-        (("L", "VLM-L"), (4, 1, 481.44, 106.53, 0.74, 215.06, 1.76), (4, 2, 246.22, 146.62, 0.38, 287.14, 1.81)),
-        (("L", "ALM-S"), (5, 1, 76.84, 286.16, 0.24, 596.40, 0.72), (5, 1, 78.80, 285.07, 0.24, 594.31, 0.73)),
-        (("L", "ALM-M"), (5, 1, 197.21, 287.37, 0.45, 597.47, 0.72), (3, 1, 101.97, 359.27, 0.24, 743.91, 0.62)),
-        (("L", "ALM-L"), (5, 1, 319.31, 286.31, 0.50, 596.50, 0.71), (4, 2, 177.29, 356.06, 0.27, 742.80, 0.61)),
-        (("S", "VLM-S"), (4, 2, 25.57, 15.51, 0.05, 15.09, 12.64), (4, 4, 32.80, 18.80, 0.06, 20.09, 13.79)),
-        (("S", "VLM-M"), (2, 4, 75.67, 17.31, 0.15, 20.08, 7.85), (1, 4, 45.25, 17.61, 0.09, 20.33, 7.63)),
-        (("S", "VLM-L"), (1, 4, 98.27, 26.22, 0.11, 30.50, 4.81), (1, 5, 122.50, 47.39, 0.13, 60.31, 6.05)),
-        (("S", "ALM-S"), (5, 1, 57.52, 42.73, 0.20, 70.21, 7.13), (3, 2, 30.14, 42.30, 0.10, 70.22, 5.34)),
-        (("S", "ALM-M"), (4, 2, 92.19, 32.54, 0.17, 52.63, 4.85), (2, 3, 59.18, 72.90, 0.12, 105.22, 4.09)),
-        (("S", "ALM-L"), (4, 3, 97.77, 33.27, 0.12, 52.88, 4.29), (2, 4, 76.81, 62.01, 0.09, 105.22, 3.59)),
+        (
+            ("M", "VLM-S"),
+            (6, 1, 49.06, 27.46, 0.12, 43.03, 6.47),
+            (3, 1, 26.49, 28.13, 0.16, 51.32, 5.30),
+        ),
+        (
+            ("M", "VLM-M"),
+            (5, 2, 75.04, 28.15, 0.27, 51.30, 5.15),
+            (4, 3, 45.90, 45.26, 0.16, 84.89, 3.73),
+        ),
+        (
+            ("M", "VLM-L"),
+            (5, 4, 101.02, 34.67, 0.20, 63.77, 3.17),
+            (3, 5, 70.42, 67.03, 0.15, 127.34, 2.06),
+        ),
+        (
+            ("M", "ALM-S"),
+            (6, 1, 57.25, 81.73, 0.38, 157.12, 1.94),
+            (5, 1, 57.79, 81.94, 0.38, 157.14, 1.94),
+        ),
+        (
+            ("M", "ALM-M"),
+            (6, 1, 176.80, 82.19, 0.64, 157.51, 1.96),
+            (4, 4, 93.39, 98.25, 0.34, 189.11, 1.70),
+        ),
+        (
+            ("M", "ALM-L"),
+            (4, 2, 308.16, 100.20, 0.73, 188.50, 1.98),
+            (5, 5, 145.97, 121.21, 0.33, 235.23, 1.69),
+        ),
+        (
+            ("L", "VLM-S"),
+            (5, 1, 52.54, 88.58, 0.10, 171.72, 2.39),
+            (3, 5, 85.83, 106.26, 0.10, 171.38, 2.10),
+        ),
+        (
+            ("L", "VLM-M"),
+            (5, 1, 249.38, 88.95, 0.49, 171.68, 2.29),
+            (5, 1, 132.16, 113.64, 0.26, 213.58, 1.85),
+        ),
+        (
+            ("L", "VLM-L"),
+            (4, 1, 481.44, 106.53, 0.74, 215.06, 1.76),
+            (4, 2, 246.22, 146.62, 0.38, 287.14, 1.81),
+        ),
+        (
+            ("L", "ALM-S"),
+            (5, 1, 76.84, 286.16, 0.24, 596.40, 0.72),
+            (5, 1, 78.80, 285.07, 0.24, 594.31, 0.73),
+        ),
+        (
+            ("L", "ALM-M"),
+            (5, 1, 197.21, 287.37, 0.45, 597.47, 0.72),
+            (3, 1, 101.97, 359.27, 0.24, 743.91, 0.62),
+        ),
+        (
+            ("L", "ALM-L"),
+            (5, 1, 319.31, 286.31, 0.50, 596.50, 0.71),
+            (4, 2, 177.29, 356.06, 0.27, 742.80, 0.61),
+        ),
+        (
+            ("S", "VLM-S"),
+            (4, 2, 25.57, 15.51, 0.05, 15.09, 12.64),
+            (4, 4, 32.80, 18.80, 0.06, 20.09, 13.79),
+        ),
+        (
+            ("S", "VLM-M"),
+            (2, 4, 75.67, 17.31, 0.15, 20.08, 7.85),
+            (1, 4, 45.25, 17.61, 0.09, 20.33, 7.63),
+        ),
+        (
+            ("S", "VLM-L"),
+            (1, 4, 98.27, 26.22, 0.11, 30.50, 4.81),
+            (1, 5, 122.50, 47.39, 0.13, 60.31, 6.05),
+        ),
+        (
+            ("S", "ALM-S"),
+            (5, 1, 57.52, 42.73, 0.20, 70.21, 7.13),
+            (3, 2, 30.14, 42.30, 0.10, 70.22, 5.34),
+        ),
+        (
+            ("S", "ALM-M"),
+            (4, 2, 92.19, 32.54, 0.17, 52.63, 4.85),
+            (2, 3, 59.18, 72.90, 0.12, 105.22, 4.09),
+        ),
+        (
+            ("S", "ALM-L"),
+            (4, 3, 97.77, 33.27, 0.12, 52.88, 4.29),
+            (2, 4, 76.81, 62.01, 0.09, 105.22, 3.59),
+        ),
     )
 }
 
-# Cornstarch tables 2, 7, 8: vision and audio encoder; stages of the LLM and of both encoders colocated, throughput of a
-# GPU; stages of the LLM, vision and audio side by side, throughput of a GPU.
-CORNSTARCH_MODALITIES: dict[str, tuple[tuple[str, tuple[int, int], float, tuple[int, int, int], float], ...]] = {
+# Cornstarch tables 2, 7, 8: vision and audio encoder; stages of the LLM and of both encoders
+# colocated, throughput of a GPU; stages of the LLM, vision and audio side by side, throughput of a
+# GPU.
+CORNSTARCH_MODALITIES: dict[
+    str, tuple[tuple[str, tuple[int, int], float, tuple[int, int, int], float], ...]
+] = {
     "M": (
         ("SS", (6, 1), 3.09, (6, 1, 1), 2.68),
         ("SM", (6, 2), 2.64, (6, 1, 1), 2.73),
@@ -94,7 +170,8 @@ CORNSTARCH_MODALITIES: dict[str, tuple[tuple[str, tuple[int, int], float, tuple[
     ),
 }
 
-# Cornstarch figure 3b, CLIP and Mistral-7B on one A40 with checkpointing: forward and backward milliseconds.
+# Cornstarch figure 3b, CLIP and Mistral-7B on one A40 with checkpointing: forward and backward
+# milliseconds.
 CORNSTARCH_BACKWARD = {
     "encoder, frozen": (67.89, 0.01),
     "LLM, frozen behind a trained projector": (397.11, 530.67),
@@ -102,7 +179,14 @@ CORNSTARCH_BACKWARD = {
     "LLM, trained": (400.87, 1184.65),
 }
 MISTRAL_7B = DecoderConfig(
-    layers=32, width=4096, heads=32, kv_heads=8, head_width=128, mlp_width=14_336, vocab=32_000, remat="full"
+    layers=32,
+    width=4096,
+    heads=32,
+    kv_heads=8,
+    head_width=128,
+    mlp_width=14_336,
+    vocab=32_000,
+    remat="full",
 )
 CLIP_L = VisionConfig(layers=24, width=1024, heads=16, mlp_width=4096, patch=14, remat="full")
 
@@ -129,7 +213,9 @@ def _step(chain: Chain, *, side_by_side: bool = False) -> float:
 
 
 def _encoder(row: FrozenRow, parts: int) -> np.ndarray:
-    return _even(row.encoder_forward * row.encoder_stages, row.encoder_backward * row.encoder_stages, parts)
+    return _even(
+        row.encoder_forward * row.encoder_stages, row.encoder_backward * row.encoder_stages, parts
+    )
 
 
 def _llm(row: FrozenRow, parts: int) -> np.ndarray:
@@ -143,8 +229,8 @@ def _stages(row: FrozenRow) -> Chain:
 def _contradiction(aware: Chain, unaware: Chain, reported: float) -> str:
     """Say why a reported speed-up cannot follow from the longest stages, if it cannot.
 
-    Under 1F1B a step takes at least what its longest stage takes for all microbatches, and at most that for all but
-    one, and one microbatch through all stages.
+    Under 1F1B a step takes at least what its longest stage takes for all microbatches, and at most
+    that for all but one, and one microbatch through all stages.
     """
     seconds = [chain.forward + chain.backward for chain in (aware, unaware)]
     m = aware.microbatches
@@ -177,12 +263,16 @@ def frozen_rows() -> list[Row]:
             encoder_layers = ENCODER_LAYERS[model]
             llm_layers = LLM_LAYERS[llm]
             layers = _chain(_encoder(row, encoder_layers), _llm(row, llm_layers))
-            llm_cuts = (encoder_layers + cut for cut in (0, *cut_evenly(llm_layers, row.llm_stages)))
+            llm_cuts = (
+                encoder_layers + cut for cut in (0, *cut_evenly(llm_layers, row.llm_stages))
+            )
             cuts = (*cut_evenly(encoder_layers, row.encoder_stages), *llm_cuts)
             seconds = iteration_seconds(layers, fastest_partition(layers, len(cuts) + 1))
             ours[name] = iteration_seconds(layers, cuts) / seconds
             algorithm_1 = BASELINES["cornstarch"](layers, len(cuts) + 1)
-            ours[f"algorithm 1 {name}"] = iteration_seconds(layers, algorithm_1, side_by_side=True) / seconds
+            ours[f"algorithm 1 {name}"] = (
+                iteration_seconds(layers, algorithm_1, side_by_side=True) / seconds
+            )
         aware, unaware = pair
         contradiction, same_layers = _frozen_contradiction(llm, model)
         rows.append(
@@ -202,8 +292,9 @@ def frozen_rows() -> list[Row]:
 def modality_rows() -> list[Row]:
     """Predict throughput per GPU of encoders side by side, over that of encoders colocated in the same stages.
 
-    The paper gives no times for two encoders: each module takes what it takes in the frozen-aware rows of tables 3, 10
-    and 11, and the LLM what it takes behind the audio encoder, whose tokens are more than an image's.
+    The paper gives no times for two encoders: each module takes what it takes in the frozen-aware
+    rows of tables 3, 10 and 11, and the LLM what it takes behind the audio encoder, whose tokens
+    are more than an image's.
     """
     rows = []
     for llm, cases in CORNSTARCH_MODALITIES.items():
@@ -214,7 +305,11 @@ def modality_rows() -> list[Row]:
             both = _encoder(vision, encoder_stages) + _encoder(audio, encoder_stages)
             colocated_seconds = _step(_chain(both, _llm(audio, llm_stages))) * sum(colocated)
             llm_stages, vision_stages, audio_stages = parallel
-            modules = _encoder(vision, vision_stages), _encoder(audio, audio_stages), _llm(audio, llm_stages)
+            modules = (
+                _encoder(vision, vision_stages),
+                _encoder(audio, audio_stages),
+                _llm(audio, llm_stages),
+            )
             apart = _step(_chain(*modules), side_by_side=True) * sum(parallel)
             conflicts = {model: _frozen_contradiction(llm, model) for model in models}
             tainted = [model for model, (contradiction, _) in conflicts.items() if contradiction]
@@ -233,10 +328,15 @@ def modality_rows() -> list[Row]:
 
 def end_to_end_rows() -> list[Row]:
     """Predict the two comparisons of section 6.2 whose stage times are in the text, in milliseconds."""
-    # VALM-MM: forward passes of 79 to 99, with backward passes 79 to 230; in other stages 124 to 174.
-    colocated, parallel = _chain(_even(4 * 79, 0, 4), _even(3 * 99, 3 * 131, 3)), _even(3 * 99, 3 * 131, 4)
+    # VALM-MM: forward passes of 79 to 99, with backward passes 79 to 230; in other stages 124 to
+    # 174.
+    colocated, parallel = (
+        _chain(_even(4 * 79, 0, 4), _even(3 * 99, 3 * 131, 3)),
+        _even(3 * 99, 3 * 131, 4),
+    )
     parallel = _chain(_even(124, 0, 1), _even(174, 0, 1), parallel)
-    # VLM-S: 50 to 131 with backward passes, and 51 to 88; of an LLM's stage 3/8 are the forward pass (table 3).
+    # VLM-S: 50 to 131 with backward passes, and 51 to 88; of an LLM's stage 3/8 are the forward
+    # pass (table 3).
     unaware = _chain(_even(50, 0, 1), _even(3 * 131 * 3 / 8, 3 * 131 * 5 / 8, 3))
     aware = _chain(_even(51, 0, 1), _even(5 * 88 * 3 / 8, 5 * 88 * 5 / 8, 5))
     return [
@@ -267,8 +367,11 @@ def backward_rows() -> list[Row]:
             llm=replace(MISTRAL_7B, frozen=frozen),
             encoders={"vision": replace(CLIP_L, frozen=frozen)},
         )
-        flops = executed(model, {"llm": (2, 1024), "vision": (2, 576)}, frozen_modules(model))[tower]
-        # Section 4.2: 0, 1 or 2 forward passes, and one more to recompute where there is any gradient.
+        flops = executed(model, {"llm": (2, 1024), "vision": (2, 576)}, frozen_modules(model))[
+            tower
+        ]
+        # Section 4.2: 0, 1 or 2 forward passes, and one more to recompute where there is any
+        # gradient.
         rule = (0 if tower == "vision" else 2) if frozen else 3
         rows.append(
             Row(

@@ -18,7 +18,8 @@ from mmjax.planning.partition import Chain, fastest_partition, iteration_seconds
 from mmjax.planning.work import Work, merged_positions
 
 # Where the paper gives no figure.
-ENCODER_RATE = 0.68  # of the LLM's FLOP/s: a layer of InternViT-6B then takes 1.03 times one of InternLM2-20B
+# of the LLM's FLOP/s: a layer of InternViT-6B then takes 1.03 times one of InternLM2-20B
+ENCODER_RATE = 0.68
 NETWORK = 12.5e9  # bytes per second of one GPU: 4 x 200 Gbit/s for 8 (OmniBal appendix A.9)
 OMNIBAL_MICROBATCHES = 56  # InternVL-Chat-1.5's batch of 1,024 over DP 4, with 4.6 samples in each
 TABLE_6 = "OmniBal table 6"
@@ -27,7 +28,9 @@ MIB = 2**20
 
 def _vit(layers: int, width: int, heads: int, mlp_width: int) -> VisionConfig:
     connector = ConnectorConfig(merge=2, mlp_width=0)
-    return VisionConfig(layers=layers, width=width, heads=heads, mlp_width=mlp_width, patch=14, connector=connector)
+    return VisionConfig(
+        layers=layers, width=width, heads=heads, mlp_width=mlp_width, patch=14, connector=connector
+    )
 
 
 def _llm(layers: int, width: int, heads: int, kv_heads: int, mlp_width: int) -> DecoderConfig:
@@ -51,16 +54,22 @@ class OmniBalRow(NamedTuple):
 
 
 OMNIBAL_MODELS = {
-    "InternViT-6B, Llama3-8B": OmniBalRow(INTERNVIT_6B, _llm(32, 4096, 32, 8, 14_336), 1, (16, 17, 20, 24)),
+    "InternViT-6B, Llama3-8B": OmniBalRow(
+        INTERNVIT_6B, _llm(32, 4096, 32, 8, 14_336), 1, (16, 17, 20, 24)
+    ),
     "InternViT-6B, InternLM2-20B": OmniBalRow(INTERNVIT_6B, INTERNLM2_20B, 2, (22, 23, 24, 24)),
-    "InternViT-6B, Yi-34B": OmniBalRow(INTERNVIT_6B, _llm(60, 7168, 56, 8, 20_480), 4, (28, 29, 24, 24)),
+    "InternViT-6B, Yi-34B": OmniBalRow(
+        INTERNVIT_6B, _llm(60, 7168, 56, 8, 20_480), 4, (28, 29, 24, 24)
+    ),
     "InternViT-6B, Llama3-70B": OmniBalRow(
         INTERNVIT_6B, _llm(80, 8192, 64, 8, 28_672), 4, (22, 23, 13, 14, 14, 14, 13, 12)
     ),
     "InternViT-6B, Qwen1.5-110B": OmniBalRow(
         INTERNVIT_6B, _llm(80, 8192, 64, 8, 49_152), 8, (21, 22, 13, 13, 14, 14, 14, 14)
     ),
-    "EVA-CLIP-1B, InternLM2-20B": OmniBalRow(_vit(40, 1408, 16, 6144), INTERNLM2_20B, 2, (43, 16, 15, 14)),
+    "EVA-CLIP-1B, InternLM2-20B": OmniBalRow(
+        _vit(40, 1408, 16, 6144), INTERNLM2_20B, 2, (43, 16, 15, 14)
+    ),
     "EVA-CLIP-4B, InternLM2-20B": OmniBalRow(
         _vit(54, 1792, 16, 15_360),
         INTERNLM2_20B,
@@ -68,14 +77,25 @@ OMNIBAL_MODELS = {
         (39, 22, 21, 20),
         contradiction="102 layers in all leave 54 for the encoder, and EVA-02-CLIP-E has 64",
     ),
-    "EVA-CLIP-8B, InternLM2-20B": OmniBalRow(_vit(32, 4096, 32, 20_480), INTERNLM2_20B, 2, (17, 18, 23, 22)),
-    "EVA-CLIP-18B, InternLM2-20B": OmniBalRow(_vit(48, 5120, 40, 25_600), INTERNLM2_20B, 4, (18, 19, 25, 34)),
+    "EVA-CLIP-8B, InternLM2-20B": OmniBalRow(
+        _vit(32, 4096, 32, 20_480), INTERNLM2_20B, 2, (17, 18, 23, 22)
+    ),
+    "EVA-CLIP-18B, InternLM2-20B": OmniBalRow(
+        _vit(48, 5120, 40, 25_600), INTERNLM2_20B, 4, (18, 19, 25, 34)
+    ),
 }
 MAIN_MODEL = OMNIBAL_MODELS["InternViT-6B, InternLM2-20B"]
-OMNIBAL_TILES, OMNIBAL_TILE, OMNIBAL_TOKENS = 9, 1025, 4096  # of a microbatch (section 5.1: 9K patches, 4K tokens)
+# of a microbatch (section 5.1: 9K patches, 4K tokens)
+OMNIBAL_TILES, OMNIBAL_TILE, OMNIBAL_TOKENS = 9, 1025, 4096
 
-# OmniBal table 6: partitions of 6+20B, SUM(comm) in MB beside the first row's, GPU days; its own is the last.
-OMNIBAL_PARTITIONS = {"parameters": (0.0, 42.2), "layers": (8.2, 30.6), "profile": (16.6, 30.9), "BMP": (-21.0, 29.0)}
+# OmniBal table 6: partitions of 6+20B, SUM(comm) in MB beside the first row's, GPU days; its own is
+# the last.
+OMNIBAL_PARTITIONS = {
+    "parameters": (0.0, 42.2),
+    "layers": (8.2, 30.6),
+    "profile": (16.6, 30.9),
+    "BMP": (-21.0, 29.0),
+}
 
 
 def omnibal_chain(row: OmniBalRow, encoder_rate: float = ENCODER_RATE) -> Chain:
@@ -94,13 +114,18 @@ def omnibal_chain(row: OmniBalRow, encoder_rate: float = ENCODER_RATE) -> Chain:
     rate = row.tensor * parse_cluster("a100").device.rates("bfloat16").flops
     counts = vision.layers, llm.layers
     forward = np.repeat(
-        [flops["vision"].forward / vision.layers / (encoder_rate * rate), flops["llm"].forward / llm.layers / rate],
+        [
+            flops["vision"].forward / vision.layers / (encoder_rate * rate),
+            flops["llm"].forward / llm.layers / rate,
+        ],
         counts,
     )
     sizes = np.repeat([2 * patches * vision.width, 2 * OMNIBAL_TOKENS * llm.width], counts)
     sizes[vision.layers] = 2 * tokens * llm.width  # behind the connector, which merges four patches
     return Chain(
-        parameters=np.repeat([modules["vision"].layers / vision.layers, modules["llm"].layers / llm.layers], counts),
+        parameters=np.repeat(
+            [modules["vision"].layers / vision.layers, modules["llm"].layers / llm.layers], counts
+        ),
         forward=forward,
         backward=2 * forward,
         cut_bytes=np.append(sizes, 0),
@@ -128,13 +153,18 @@ def omnibal_model_rows() -> list[Row]:
         chain = omnibal_chain(row)
         cuts = fastest_partition(chain, len(row.layers))
         baselines = {"paper": tuple(accumulate(row.layers))[:-1]}
-        baselines |= {label: baseline(chain, len(row.layers)) for label, baseline in BASELINES.items()}
+        baselines |= {
+            label: baseline(chain, len(row.layers)) for label, baseline in BASELINES.items()
+        }
         seconds = iteration_seconds(chain, cuts)
         rows.append(
             Row(
                 source="OmniBal appendix table 1",
                 case=f"{name}: partition",
-                ours={label: iteration_seconds(chain, by_label) / seconds for label, by_label in baselines.items()},
+                ours={
+                    label: iteration_seconds(chain, by_label) / seconds
+                    for label, by_label in baselines.items()
+                },
                 contradiction=row.contradiction,
                 note=f"paper {list(row.layers)}, ours {stage_sizes(chain, cuts)}",
             )
@@ -158,10 +188,13 @@ def omnibal_partition_rows(encoder_rate: float = ENCODER_RATE) -> list[Row]:
             reported = days / OMNIBAL_PARTITIONS["BMP"][1]
             predicted = seconds[kind] / seconds["BMP"]
             ours = {kind: seconds[kind] / fastest}
-            rows.append(Row(TABLE_6, f"{layers}: GPU days over BMP's", reported, predicted, ours=ours))
+            rows.append(
+                Row(TABLE_6, f"{layers}: GPU days over BMP's", reported, predicted, ours=ours)
+            )
         if kind != "parameters":
             change = sent[kind] - sent["parameters"]
-            # -21.0 MB is the connector's cut for one of the LLM's, without the encoder's in [22, 23, 24, 24].
+            # -21.0 MB is the connector's cut for one of the LLM's, without the encoder's in [22,
+            # 23, 24, 24].
             contradiction = f"cuts the encoder once: {change:.1f}" if kind == "BMP" else ""
             case = f"{layers}: MB sent, over parameters'"
             rows.append(Row(TABLE_6, case, comm, change, neutral=0.0, contradiction=contradiction))

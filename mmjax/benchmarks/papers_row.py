@@ -18,7 +18,8 @@ class Row:
     reported: float | None = None
     predicted: float | None = None
     neutral: float | None = 1.0  # where neither of two sides is better; None where there are no two
-    ours: Mapping[str, float] = field(default_factory=dict)  # speed-up of our partition over others, by name
+    # speed-up of our partition over others, by name
+    ours: Mapping[str, float] = field(default_factory=dict)
     contradiction: str = ""  # why the figure cannot follow from what the paper says elsewhere
     same_layers: float = 1.0  # by which factor two totals of the same layers differ in the paper
     note: str = ""
@@ -31,7 +32,11 @@ class Row:
     @property
     def direction(self) -> bool | None:
         """True where the better side is predicted; None where the paper reports none."""
-        if self.reported is None or self.neutral is None or abs(self.reported - self.neutral) <= NEAR:
+        if (
+            self.reported is None
+            or self.neutral is None
+            or abs(self.reported - self.neutral) <= NEAR
+        ):
             return None
         return (self.predicted > self.neutral) == (self.reported > self.neutral)
 

@@ -99,14 +99,22 @@ OPTIONS: Options = {
     "--sizes": option(None, "7.8 or 20.9 million parameters", choices=("small", "mid"), nargs="+"),
     "--tune": option(choices=("full", "lora"), nargs="+"),
     "--dtypes": option(choices=("float32", "bfloat16"), nargs="+"),
-    "--against": option(None, "how the Trainer draws samples", choices=tuple(STRATEGIES), nargs="+"),
+    "--against": option(
+        None, "how the Trainer draws samples", choices=tuple(STRATEGIES), nargs="+"
+    ),
     "--segments": option(5, "times that each side has its turn", minimum=1),
     "--steps": option(6, "of a turn", minimum=1),
     "--records": option(240, "samples of a set, each step has 8", minimum=BATCH),
-    "--start": option(False, "also time how long both sides take to their first step, cold and warm"),
-    "--core": option(None, "that both sides are pinned to, or several; default: the first", type=int, nargs="+"),
+    "--start": option(
+        False, "also time how long both sides take to their first step, cold and warm"
+    ),
+    "--core": option(
+        None, "that both sides are pinned to, or several; default: the first", type=int, nargs="+"
+    ),
     "--huge-pages": option(False, "give the Trainer the huge pages that mmjax takes"),
-    "--picture": option(None, "draw tokens a second, and the first losses", metavar="F.png|svg", type=Path),
+    "--picture": option(
+        None, "draw tokens a second, and the first losses", metavar="F.png|svg", type=Path
+    ),
     "--seed": option(0, minimum=0),
     "--tiny": option(False, "one small race, to see that it runs"),
 }
@@ -130,7 +138,9 @@ def _check(args: Namespace) -> None:
     if missing := [library for library in LIBRARIES if importlib.util.find_spec(library) is None]:
         raise UserError(f"bench peer needs {' and '.join(missing)}; install with: {INSTALL}")
     if not hasattr(os, "sched_setaffinity"):
-        raise UserError("bench peer pins processes to a core and reads their clocks as Linux has them; run it there")
+        raise UserError(
+            "bench peer pins processes to a core and reads their clocks as Linux has them; run it there"
+        )
     if args.picture is not None:
         check_output("--picture", args.picture, (".png", ".svg"))
     usable = os.sched_getaffinity(0)
@@ -143,7 +153,9 @@ def _cases(args: Namespace) -> Sequence[Case]:
     if args.tiny:
         tunes, dtypes = args.tune or ["full"], args.dtypes or ["float32"]
         against = tuple(args.against or TINY.against)
-        return [Case(TINY.data, TINY.size, tune, dtype, against) for tune in tunes for dtype in dtypes]
+        return [
+            Case(TINY.data, TINY.size, tune, dtype, against) for tune in tunes for dtype in dtypes
+        ]
     if not any(named) and not args.against:
         return STANDARD
     usual = Case()
@@ -163,13 +175,18 @@ def _prepare(folder: Path, cases: Sequence[Case], args: Namespace) -> None:
     command = [sys.executable, "-m", "mmjax.benchmarks.peer_trainer", "prepare", task]
     ended = subprocess.run(command, env=environment_of_side(1), capture_output=True, text=True)
     if ended.returncode:
-        end_with_error(ended.returncode, ended.stderr.splitlines(), "the Trainer's samples could not be prepared")
+        end_with_error(
+            ended.returncode,
+            ended.stderr.splitlines(),
+            "the Trainer's samples could not be prepared",
+        )
 
 
 def _race(folder: Path, number: int, case: Case, cores: set[int], args: Namespace) -> Race:
     """Start all sides of a case, compare their first losses, and let them train in turns."""
     place = folder / f"race{number}"
-    # With --start nothing is compiled at a case's first start, else Numba's programs are those of other commands.
+    # With --start nothing is compiled at a case's first start, else Numba's programs are those of
+    # other commands.
     variables = {"NUMBA_CACHE_DIR": str(place / "numba")} if args.start else {}
     if args.huge_pages:
         variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
@@ -217,7 +234,10 @@ def _race(folder: Path, number: int, case: Case, cores: set[int], args: Namespac
         for name in names:
             with start(name, "again") as side:
                 starts["warm start s"][name] = side.start_seconds + side.request(steps=1)["wall"]
-    rows = [_row(case, name, turns, {"GB": memory} | starts) | {"loss error": errors[name]} for name in case.against]
+    rows = [
+        _row(case, name, turns, {"GB": memory} | starts) | {"loss error": errors[name]}
+        for name in case.against
+    ]
     return Race(case, rows, {name: _losses([*untimed[name], *turns[name]]) for name in names})
 
 
@@ -240,13 +260,17 @@ def _draw(path: Path, races: Sequence[Race]) -> None:
             rates[f"{name}{by_length}"] = tuple(row["tokens/CPU s"].values())
     first = races[0]
     names = {"mmjax": "mmjax", "padded": "Trainer", "grouped": "Trainer, grouped by length"}
-    plot_race(path, rates, {names[name]: losses for name, losses in first.losses.items()}, str(first.case))
+    plot_race(
+        path, rates, {names[name]: losses for name, losses in first.losses.items()}, str(first.case)
+    )
 
 
 def _compare(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     """Return the relative difference of the losses of the same samples. Raises UserError where it is too large."""
     if ours["tokens"] != theirs["tokens"]:
-        raise UserError(f"{case}: the same samples have {ours['tokens']} tokens in mmjax and {theirs['tokens']} there")
+        raise UserError(
+            f"{case}: the same samples have {ours['tokens']} tokens in mmjax and {theirs['tokens']} there"
+        )
     error = abs(ours["loss"] - theirs["loss"]) / abs(theirs["loss"])
     if not error <= (TOLERANCE if case.dtype == "float32" else TOLERANCE_BFLOAT16):
         raise UserError(
@@ -255,9 +279,13 @@ def _compare(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     return error
 
 
-def _row(case: Case, name: str, turns: dict[str, list[Turn]], figures: dict[str, dict[str, float]]) -> dict[str, Any]:
+def _row(
+    case: Case, name: str, turns: dict[str, list[Turn]], figures: dict[str, dict[str, float]]
+) -> dict[str, Any]:
     """Compare mmjax with a Trainer. figures: of both by side."""
-    ratios = [ours.rate / theirs.rate for ours, theirs in zip(turns["mmjax"], turns[name], strict=True)]
+    ratios = [
+        ours.rate / theirs.rate for ours, theirs in zip(turns["mmjax"], turns[name], strict=True)
+    ]
     ours, theirs = (reduce(Turn.__add__, turns[side]) for side in ("mmjax", name))
     both = {"mmjax": ours, "Trainer": theirs}
     return {
@@ -274,5 +302,8 @@ def _row(case: Case, name: str, turns: dict[str, list[Turn]], figures: dict[str,
         "samples/s": {side: turn.samples / turn.wall for side, turn in both.items()},
         "padding": {side: 1 - turn.tokens / turn.positions for side, turn in both.items()},
         "loading": {side: turn.workers / turn.cpu for side, turn in both.items()},
-        **{figure: {"mmjax": values["mmjax"], "Trainer": values[name]} for figure, values in figures.items()},
+        **{
+            figure: {"mmjax": values["mmjax"], "Trainer": values[name]}
+            for figure, values in figures.items()
+        },
     }

@@ -14,7 +14,8 @@ from PIL import Image
 RECORDS = "records.jsonl"
 IMAGES = "images"
 
-# ------------------------------------------------------------------------------------------------------------- sizes
+# --------------------------------------------------------------------------------------------------
+# sizes
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,22 @@ SIZES = {
         vision_heads=4,
     ),  # 20.9 million
     "tiny": Size(
-        layers=2, width=64, mlp=96, heads=2, kv_heads=1, vision_layers=2, vision_width=32, vision_mlp=48, vision_heads=2
+        layers=2,
+        width=64,
+        mlp=96,
+        heads=2,
+        kv_heads=1,
+        vision_layers=2,
+        vision_width=32,
+        vision_mlp=48,
+        vision_heads=2,
     ),
 }
 PATCH = 14  # pixels
 MERGED = 2 * PATCH  # pixels of a token's side
 
-# ----------------------------------------------------------------------------------------------------------- records
+# --------------------------------------------------------------------------------------------------
+# records
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,9 @@ def _uneven(rng: np.random.Generator) -> Record:
 
 def _near_equal(rng: np.random.Generator) -> Record:
     """Draw one image of 224 to 280 pixels a side, and 55 to 75 words."""
-    return _record(rng.integers(224, 280, (1, 2), endpoint=True), int(rng.integers(55, 75, endpoint=True)))
+    return _record(
+        rng.integers(224, 280, (1, 2), endpoint=True), int(rng.integers(55, 75, endpoint=True))
+    )
 
 
 def _text(rng: np.random.Generator) -> Record:
@@ -96,7 +108,9 @@ def _text(rng: np.random.Generator) -> Record:
 
 def _tiny(rng: np.random.Generator) -> Record:
     """Draw 0 to 2 images of 28 to 84 pixels a side, and a few words."""
-    return _record(rng.integers(28, 84, (rng.integers(3), 2), endpoint=True), int(rng.integers(6, 24)))
+    return _record(
+        rng.integers(28, 84, (rng.integers(3), 2), endpoint=True), int(rng.integers(6, 24))
+    )
 
 
 def _lognormal(rng: np.random.Generator, median: float, sigma: float, longest: int) -> int:
@@ -105,7 +119,9 @@ def _lognormal(rng: np.random.Generator, median: float, sigma: float, longest: i
 
 def _record(sides: np.ndarray, words: int) -> Record:
     question = words // 3
-    return Record(tuple((int(height), int(width)) for height, width in sides), question, words - question)
+    return Record(
+        tuple((int(height), int(width)) for height, width in sides), question, words - question
+    )
 
 
 DATA: dict[str, Draw] = {"uneven": _uneven, "near-equal": _near_equal, "text": _text, "tiny": _tiny}
@@ -123,7 +139,10 @@ def write_records(folder: Path, name: str, count: int, seed: int) -> None:
             images.append(f"{number:04}_{k}.jpg")
             _draw_image(rng, height, width).save(folder / IMAGES / images[-1], quality=90)
         markers = "<image>\n" * len(images)
-        turns = [("human", markers + _draw_words(rng, drawn.question)), ("gpt", _draw_words(rng, drawn.answer))]
+        turns = [
+            ("human", markers + _draw_words(rng, drawn.question)),
+            ("gpt", _draw_words(rng, drawn.answer)),
+        ]
         conversation = [{"from": role, "value": text} for role, text in turns]
         lines.append(json.dumps({"conversations": conversation, "images": images}))
     (folder / RECORDS).write_text("\n".join(lines) + "\n")
@@ -135,7 +154,8 @@ def _draw_image(rng: np.random.Generator, height: int, width: int) -> Image.Imag
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
-# --------------------------------------------------------------------------------------------------------- tokenizer
+# --------------------------------------------------------------------------------------------------
+# tokenizer
 
 SPECIAL = (
     "<|endoftext|>",
@@ -178,7 +198,12 @@ def tokenizer_json() -> dict[str, Any]:
         }
         for k, token in enumerate(SPECIAL)
     ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     return {
         "version": "1.0",
         "truncation": None,
@@ -206,4 +231,6 @@ def _draw_words(rng: np.random.Generator, count: int) -> str:
     """Draw words, a token each but the first, which has no space before it."""
     firsts = rng.integers(len(_SYLLABLES), size=count)
     endings = rng.integers(len(_ENDINGS), size=count)
-    return " ".join(_SYLLABLES[first] + _ENDINGS[ending] for first, ending in zip(firsts, endings, strict=True))
+    return " ".join(
+        _SYLLABLES[first] + _ENDINGS[ending] for first, ending in zip(firsts, endings, strict=True)
+    )

@@ -48,7 +48,10 @@ class GatedTrainer(Trainer):
                 loaded = next(batches, None)
                 if loaded is None:
                     return
-                tokens, positions = loaded.useful[:, 0, :rows].sum(), rows * loaded.lengths[:, 0].sum()
+                tokens, positions = (
+                    loaded.useful[:, 0, :rows].sum(),
+                    rows * loaded.lengths[:, 0].sum(),
+                )
                 self._gate.count(len(loaded.samples), tokens, positions)
                 yield loaded
 

@@ -40,14 +40,15 @@ class Task:
     steps: int = 1000  # that the training has in all; fewer are run
 
 
-# ------------------------------------------------------------------------------------------------ inside the process
+# ------------------------------------------------------------------------------------------------
+# inside the process
 
 
 class Gate:
     """Stands before every step of a training: takes requests from standard input, replies on standard output.
 
-    A request is a line of JSON. {"steps": n} lets n steps pass and is replied to when they are done; any other one is
-    given to `answer`. What the training prints goes to standard error.
+    A request is a line of JSON. {"steps": n} lets n steps pass and is replied to when they are
+    done; any other one is given to `answer`. What the training prints goes to standard error.
     """
 
     def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> None:
@@ -84,7 +85,8 @@ class Gate:
         print(json.dumps(reply), file=self._replies, flush=True)
 
 
-# ---------------------------------------------------------------------------------------------- around the processes
+# ----------------------------------------------------------------------------------------------
+# around the processes
 
 
 def environment_of_side(cores: int) -> dict[str, str]:
@@ -97,7 +99,9 @@ def environment_of_side(cores: int) -> dict[str, str]:
 class Side:
     """One training in a process group of its own, which is stopped whenever it has no request to work on."""
 
-    def __init__(self, module: str, task: Task, cores: set[int], variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: str, task: Task, cores: set[int], variables: Mapping[str, str]
+    ) -> None:
         """Start `python -m MODULE TASK` and wait until it is before its first step. variables: besides the usual."""
         folder = Path(task.folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,11 +119,14 @@ class Side:
                 text=True,
                 start_new_session=True,
             )
-        # A stopped process would outlive this one for ever where this one is killed: the shell reads to the end of its
-        # input, which comes then too, and kills the group.
+        # A stopped process would outlive this one for ever where this one is killed: the shell
+        # reads to the end of its input, which comes then too, and kills the group.
         kill = f"cat > /dev/null; kill -s KILL -- -{self.process.pid}"
         self._killer = subprocess.Popen(
-            ["sh", "-c", kill], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+            ["sh", "-c", kill],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         try:
             self._read()
@@ -131,13 +138,19 @@ class Side:
     def __enter__(self) -> Side:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ):
         self.end()
 
     def request(self, **request: Any) -> dict[str, Any]:
         """Wake the side, have it do something, and stop it; return its reply with `wall`, `cpu` and `workers` seconds.
 
-        cpu: CPU seconds of all its processes. workers: of these, those of processes that it has started.
+        cpu: CPU seconds of all its processes. workers: of these, those of processes that it has
+        started.
         """
         os.killpg(self.process.pid, signal.SIGCONT)
         cpu_before = self._cpu_seconds()
@@ -145,14 +158,18 @@ class Side:
         self._write(json.dumps(request) + "\n")
         reply = self._read()
         wall = time.perf_counter() - began
-        spent = {pid: seconds - cpu_before.get(pid, 0.0) for pid, seconds in self._cpu_seconds().items()}
+        spent = {
+            pid: seconds - cpu_before.get(pid, 0.0) for pid, seconds in self._cpu_seconds().items()
+        }
         cpu = sum(spent.values())
         return reply | {"wall": wall, "cpu": cpu, "workers": cpu - spent[self.process.pid]}
 
     def peak_memory(self) -> int:
         """Return the peak resident bytes of the training process; data workers are others."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+        return next(
+            1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")
+        )
 
     def end(self) -> None:
         """End the training: between two steps it ends by itself when its input does."""

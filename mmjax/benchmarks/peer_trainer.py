@@ -1,7 +1,7 @@
 """Run transformers' side of `peer`: ``python -m mmjax.benchmarks.peer_trainer TASK.json``, started by the command.
 
-With `prepare JSON` it writes the checkpoints that both sides load, and the Trainer's samples: tokenised and with their
-pixels prepared, so that its loading costs nothing.
+With `prepare JSON` it writes the checkpoints that both sides load, and the Trainer's samples:
+tokenised and with their pixels prepared, so that its loading costs nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ IGNORED = -100  # label of a token that is not learned
 PREPARED = "prepared"
 ADAPTED = r".*language_model\..*\.(q|k|v|o|gate|up|down)_proj"
 
-# ------------------------------------------------------------------------------------------------- what both sides read
+# -------------------------------------------------------------------------------------------------
+# what both sides read
 
 
 def save_checkpoint(folder: Path, size: Size, seed: int) -> None:
@@ -55,7 +56,11 @@ def save_checkpoint(folder: Path, size: Size, seed: int) -> None:
     )
     tokenizer.save_pretrained(folder)
     processor = Qwen2VLImageProcessorPil(
-        patch_size=PATCH, merge_size=MERGED // PATCH, temporal_patch_size=2, min_pixels=MERGED**2, max_pixels=10**7
+        patch_size=PATCH,
+        merge_size=MERGED // PATCH,
+        temporal_patch_size=2,
+        min_pixels=MERGED**2,
+        max_pixels=10**7,
     )
     processor.save_pretrained(folder)
     head = size.width // size.heads // 2  # frequencies: of time, rows and columns
@@ -119,12 +124,16 @@ def prepare_samples(checkpoint: Path, data: Path) -> None:
             grids = made["image_grid_thw"]
             np.save(data / PREPARED / f"{number}.npy", made["pixel_values"].astype(np.float32))
         question, answer = (turn["value"] for turn in record["conversations"])
-        parts = [{"type": "image"}] * len(images) + [{"type": "text", "text": question.replace("<image>\n", "")}]
+        parts = [{"type": "image"}] * len(images) + [
+            {"type": "text", "text": question.replace("<image>\n", "")}
+        ]
         messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         first, *rest = text.split("<|image_pad|>")
         counts = grids.prod(1) // (MERGED // PATCH) ** 2
-        text = first + "".join("<|image_pad|>" * int(n) + after for n, after in zip(counts, rest, strict=True))
+        text = first + "".join(
+            "<|image_pad|>" * int(n) + after for n, after in zip(counts, rest, strict=True)
+        )
         ids = np.array(tokenizer(text)["input_ids"])
         samples.append({"ids": ids, "labels": _labels(ids, begin, end), "grids": grids})
     np.save(data / PREPARED / "samples.npy", np.array(samples, object), allow_pickle=True)
@@ -139,7 +148,8 @@ def _labels(ids: np.ndarray, begin: list[int], end: int) -> np.ndarray:
     return labels
 
 
-# ----------------------------------------------------------------------------------------------------- the training
+# --------------------------------------------------------------------------------------------------
+# the training
 
 
 class Samples(torch.utils.data.Dataset):
@@ -178,7 +188,9 @@ def collate(samples: list[dict[str, Any]], pad: int, image: int) -> dict[str, to
     }
     if pixels := [np.load(sample["pixels"]) for sample in samples if "pixels" in sample]:
         batch["pixel_values"] = torch.from_numpy(np.concatenate(pixels))
-        batch["image_grid_thw"] = torch.from_numpy(np.concatenate([s["grids"] for s in samples if "grids" in s]))
+        batch["image_grid_thw"] = torch.from_numpy(
+            np.concatenate([s["grids"] for s in samples if "grids" in s])
+        )
     return batch
 
 
@@ -188,7 +200,9 @@ class GatedTrainer(transformers.Trainer):
     gate: Gate
     last_loss: torch.Tensor | None = None
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """Train a step, and count its samples, tokens and positions."""
         mask = inputs["attention_mask"]
         self.gate.count(len(mask), int(mask.sum()), mask.numel())
@@ -200,7 +214,9 @@ class GatedTrainer(transformers.Trainer):
         inputs = self.data_collator([self.train_dataset[number] for number in request["loss_of"]])
         count = (inputs["labels"] != IGNORED).sum()
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=count)
+            loss = self.compute_loss(
+                self.model, self._prepare_inputs(inputs), num_items_in_batch=count
+            )
         return {"loss": float(loss), "tokens": int(inputs["attention_mask"].sum())}
 
 
@@ -218,13 +234,17 @@ class BeforeSteps(transformers.TrainerCallback):
 
 def load_model(task: Task) -> torch.nn.Module:
     """Load the checkpoint, with adapters where they are tuned."""
-    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(task.checkpoint, dtype=torch.float32)
+    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        task.checkpoint, dtype=torch.float32
+    )
     model.config.use_cache = False
     if task.tune == "full":
         return model
     import peft  # takes a second, and only LoRA needs it
 
-    adapters = peft.LoraConfig(r=task.rank, lora_alpha=task.alpha, lora_dropout=0.0, target_modules=ADAPTED)
+    adapters = peft.LoraConfig(
+        r=task.rank, lora_alpha=task.alpha, lora_dropout=0.0, target_modules=ADAPTED
+    )
     return peft.get_peft_model(model, adapters)
 
 

@@ -40,9 +40,10 @@ OPTIONS: Options = steps_options(60) | {
 def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure a row for each way of placing samples; `bound` is the larger of a phase's mean and its longest part.
 
-    `mean_*`, `worst_*`: dist ratios of positions. `wait`: the share of a step that ranks wait for the one with most
-    attention in each phase, in rows as long as the fullest rank needs, by the prices of omni_10b. `ms`: of a core.
-    `sorts`: how many times as long that is as sorting the same lengths by index.
+    `mean_*`, `worst_*`: dist ratios of positions. `wait`: the share of a step that ranks wait for
+    the one with most attention in each phase, in rows as long as the fullest rank needs, by the
+    prices of omni_10b. `ms`: of a core. `sorts`: how many times as long that is as sorting the same
+    lengths by index.
     """
     peers = args.ranks_per_node or args.ranks
     steps = list(draw_steps(args))
@@ -61,7 +62,9 @@ def run(args: Namespace) -> list[dict[str, Any]]:
             ratios.append(dist_ratio(positions))
             rows_seconds = (prices.position * positions.max(1))[:, None]
             waits.append(wait_share(rows_seconds + cost_per_rank(attended, placed, args.ranks).T))
-            sent.append(wire(placed.width, args.ranks, over).sum() / max(costs.item_tokens.sum(), 1))
+            sent.append(
+                wire(placed.width, args.ranks, over).sum() / max(costs.item_tokens.sum(), 1)
+            )
         took = np.median(seconds)
         cost = {
             "wait": np.mean(waits),
@@ -75,7 +78,9 @@ def run(args: Namespace) -> list[dict[str, Any]]:
         wait_bound(prices.position @ costs.sample.sum(0) / args.ranks, attended.sample, args.ranks)
         for costs, attended in zip(steps, attention, strict=True)
     ]
-    rows.append(_row("bound", bounds) | {"wait": np.mean(waits), "wire_share": 0.0, "ms": 0.0, "sorts": 0.0})
+    rows.append(
+        _row("bound", bounds) | {"wait": np.mean(waits), "wire_share": 0.0, "ms": 0.0, "sorts": 0.0}
+    )
     return rows
 
 
@@ -84,7 +89,9 @@ def _attention(costs: Costs, prices: Prices) -> Costs:
     llm = causal_pairs(costs.sample[:, LLM], 0) * prices.pair[LLM]
     stride = np.where(costs.item_phase == PHASES.index("audio"), AUDIO_STRIDE, 1)
     items = (costs.item_cost // stride) ** 2 * prices.pair[costs.item_phase]
-    return costs_of(llm, costs.item_sample, costs.item_phase, items, costs.item_tokens, costs.phases)
+    return costs_of(
+        llm, costs.item_sample, costs.item_phase, items, costs.item_tokens, costs.phases
+    )
 
 
 def balances(ranks: int, peers: int) -> dict[str, Callable[[Costs], PhasePlan]]:
@@ -109,7 +116,11 @@ def _sort_lengths(costs: Costs) -> list[np.ndarray]:
 def _row(name: str, ratios: np.ndarray) -> dict[str, Any]:
     names = [phase.removesuffix("_tokens") for phase in PHASES]
     means = {f"mean_{n}": x for n, x in zip(names, ratios.mean(0), strict=True)}
-    return {"balance": name} | means | {f"worst_{n}": x for n, x in zip(names, ratios.max(0), strict=True)}
+    return (
+        {"balance": name}
+        | means
+        | {f"worst_{n}": x for n, x in zip(names, ratios.max(0), strict=True)}
+    )
 
 
 def _bound(costs: Costs, ranks: int) -> np.ndarray:
@@ -126,4 +137,7 @@ def wait_bound(of_rows: float, seconds: np.ndarray, ranks: int) -> float:
     seconds: float64 `[n, M]`, of each sample's attention.
     """
     mean = of_rows + float(seconds.sum()) / ranks
-    return max(0.0, 1 - mean / max(of_rows + float(least_fullest(seconds, ranks).sum()), np.finfo(float).tiny))
+    return max(
+        0.0,
+        1 - mean / max(of_rows + float(least_fullest(seconds, ranks).sum()), np.finfo(float).tiny),
+    )

@@ -49,8 +49,14 @@ from mmjax.runtime.units import unit_ranks
 from mmjax.training.run_data import open_data
 
 DEVICES = 6
-UNITS = ("units.vision.data=2", "units.audio.data=1", "units.llm.pipeline=3", "batch.microbatches=8")
-# Of one device each: two encoders side by side before an LLM in two stages; small batches, so that programs are short.
+UNITS = (
+    "units.vision.data=2",
+    "units.audio.data=1",
+    "units.llm.pipeline=3",
+    "batch.microbatches=8",
+)
+# Of one device each: two encoders side by side before an LLM in two stages; small batches, so that
+# programs are short.
 STAGES = (
     "units.vision.data=1",
     "units.audio.data=1",
@@ -78,15 +84,21 @@ OPTIONS: Options = {
 def run(args: Namespace) -> Measurement:
     """Drive, simulate and run, and reorder."""
     if wrong := [count for count in args.processes if count not in (1, 2, 4)]:
-        raise UserError(f"--processes {wrong[0]}: four stages of one device run in 1, 2 or 4 processes")
+        raise UserError(
+            f"--processes {wrong[0]}: four stages of one device run in 1, 2 or 4 processes"
+        )
     figures: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
     if args.steps:
         figures |= _drive(args.steps)
     for processes in args.processes:
         measured = _run_stages(args, processes)
-        figures |= {f"{name}_{processes}_processes": value for name, value in measured.figures.items()}
-        arrays |= {f"{name}_{processes}_processes": value for name, value in measured.arrays.items()}
+        figures |= {
+            f"{name}_{processes}_processes": value for name, value in measured.figures.items()
+        }
+        arrays |= {
+            f"{name}_{processes}_processes": value for name, value in measured.arrays.items()
+        }
     return Measurement(figures | _reorder(), arrays)
 
 
@@ -118,13 +130,17 @@ class Pipeline(NamedTuple):
 
     def gradients(self) -> Gradients:
         """Walk the passes of a step."""
-        return self.executor.gradients(self.state, self.executor.zeros(), self.batches, self.weight, None)
+        return self.executor.gradients(
+            self.state, self.executor.zeros(), self.batches, self.weight, None
+        )
 
 
 def make_pipeline(words: Sequence[str], devices: Sequence[jax.Device], folder: Path) -> Pipeline:
     """Make the stages of tiny_omni with these changes, and load its first step."""
     config = load(find_config("tiny_omni"), words)
-    data = open_data(config, RunFolder(folder), 0, NO_CHANGES, make_mesh(MeshConfig(data=1, fsdp=-1), devices))
+    data = open_data(
+        config, RunFolder(folder), 0, NO_CHANGES, make_mesh(MeshConfig(data=1, fsdp=-1), devices)
+    )
     model = Model.build(config.model, jnp.dtype(config.training.precision), stage_cuts(config))
     executor = Executor(
         model,
@@ -140,13 +156,16 @@ def make_pipeline(words: Sequence[str], devices: Sequence[jax.Device], folder: P
     return Pipeline(executor, state, batches, weight)
 
 
-# --------------------------------------------------------------------------------------------------------- host time
+# --------------------------------------------------------------------------------------------------
+# host time
 
 
 def _drive(steps: int) -> dict[str, float]:
     """Time starting a pass and sending what it makes, in CPU seconds of the thread that drives the devices."""
     if len(jax.devices()) < DEVICES:
-        raise UserError(f"bench pipeline needs {DEVICES} devices; on a CPU set JAX_NUM_CPU_DEVICES={DEVICES}")
+        raise UserError(
+            f"bench pipeline needs {DEVICES} devices; on a CPU set JAX_NUM_CPU_DEVICES={DEVICES}"
+        )
     with tempfile.TemporaryDirectory() as path:
         pipeline = make_pipeline(UNITS, jax.devices()[:DEVICES], Path(path))
     # The first walk compiles every program, slices and joins of transfers included.
@@ -163,7 +182,10 @@ def _drive(steps: int) -> dict[str, float]:
     return {
         "actions_per_step": len(passes.order(len(pipeline.batches))),
         "compile_seconds": compiling,
-        **{f"{kind}_milliseconds": 1e3 * statistics.median(times) for kind, times in seconds.items()},
+        **{
+            f"{kind}_milliseconds": 1e3 * statistics.median(times)
+            for kind, times in seconds.items()
+        },
     }
 
 
@@ -184,13 +206,16 @@ def _timed(run_pass: Callable[..., None], seconds: dict[str, list[float]]) -> Ca
     return timed
 
 
-# ------------------------------------------------------------------------------------------------ against the simulator
+# ------------------------------------------------------------------------------------------------
+# against the simulator
 
 
 def _run_stages(args: Namespace, processes: int) -> Measurement:
     """Run four stages in so many processes, and compare the seconds of a step with those simulated."""
     forward = tuple(args.milliseconds / 1e3 * relative for relative in RELATIVE)
-    variants = tuple(Variant(name, delay) for name in SCHEDULES for delay in (0.0, args.transfer / 1e3))
+    variants = tuple(
+        Variant(name, delay) for name in SCHEDULES for delay in (0.0, args.transfer / 1e3)
+    )
     task = Task(
         forward=forward,
         backward=tuple(2 * seconds for seconds in forward),
@@ -200,12 +225,20 @@ def _run_stages(args: Namespace, processes: int) -> Measurement:
     )
     with tempfile.TemporaryDirectory() as path:
         measured = run_workers(
-            "mmjax.benchmarks.pipeline", task, Path(path), [()] * processes, len(forward) // processes
+            "mmjax.benchmarks.pipeline",
+            task,
+            Path(path),
+            [()] * processes,
+            len(forward) // processes,
         )
     seconds = step_seconds(measured, len(variants))
     graph = unit_graph(load(find_config("tiny_omni"), STAGES))
-    simulated = np.array([simulated_seconds(graph, processes, task, variant) for variant in variants])
-    names = [f"{variant.schedule}{' with transfers' if variant.delay else ''}" for variant in variants]
+    simulated = np.array(
+        [simulated_seconds(graph, processes, task, variant) for variant in variants]
+    )
+    names = [
+        f"{variant.schedule}{' with transfers' if variant.delay else ''}" for variant in variants
+    ]
     late = np.concatenate([process["late"] for process in measured])
     figures: dict[str, Any] = {
         "wall_over_simulated": _rounded(names, seconds / simulated),
@@ -215,7 +248,9 @@ def _run_stages(args: Namespace, processes: int) -> Measurement:
         for name, times in (("hidden", seconds), ("simulated_hidden", simulated)):
             figures[name] = _rounded(SCHEDULES, hidden_share(times, task))
     # Passes whose program took longer than it was to take, by how much of the time of all.
-    figures["late_share"] = float(late.sum() / (args.repeats * len(variants) * sum(forward) * 3 * args.microbatches))
+    figures["late_share"] = float(
+        late.sum() / (args.repeats * len(variants) * sum(forward) * 3 * args.microbatches)
+    )
     return Measurement(figures, {"seconds": seconds, "simulated": simulated})
 
 
@@ -237,17 +272,25 @@ def simulated_seconds(graph: StageGraph, processes: int, task: Task, variant: Va
     """Simulate a step in processes of a CPU, each of which waits for every pass of its stages, in the order of all."""
     order = [*total_order(make_schedule(variant.schedule, graph, task.microbatches))]
     # The last stage's backward pass is one program with its forward pass.
-    order = [action for action in order if action.kind == "forward" or action.stage not in graph.sinks]
+    order = [
+        action for action in order if action.kind == "forward" or action.stage not in graph.sinks
+    ]
     order = [
         part
         for action in order
-        for part in ([action, action._replace(kind="backward")] if action.stage in graph.sinks else [action])
+        for part in (
+            [action, action._replace(kind="backward")] if action.stage in graph.sinks else [action]
+        )
     ]
     workers = tuple(stage * processes // len(graph.workers) for stage in range(len(graph.workers)))
-    orders = tuple(tuple(a for a in order if workers[a.stage] == process) for process in range(processes))
+    orders = tuple(
+        tuple(a for a in order if workers[a.stage] == process) for process in range(processes)
+    )
     schedule = Schedule(replace(graph, workers=workers), task.microbatches, orders)
     columns = (1, task.microbatches)
-    times = [np.tile(np.array(seconds)[:, None], columns) for seconds in (task.forward, task.backward)]
+    times = [
+        np.tile(np.array(seconds)[:, None], columns) for seconds in (task.forward, task.backward)
+    ]
     return simulate(schedule, StageTimes(*times, transfer=variant.delay)).makespan
 
 
@@ -257,7 +300,8 @@ def hidden_share(seconds: np.ndarray, task: Task) -> np.ndarray:
     return 1 - np.diff(seconds.reshape(-1, 2))[:, 0] / transfers
 
 
-# ---------------------------------------------------------------------------------------------------------- reordering
+# --------------------------------------------------------------------------------------------------
+# reordering
 
 
 def _reorder() -> dict[str, Any]:
@@ -268,7 +312,9 @@ def _reorder() -> dict[str, Any]:
         gains = {}
         for spread in SPREADS:
             rng = np.random.default_rng(0)
-            ratios = [_gain(chain, *_encoder_times(rng, 4, microbatches, spread)) for _ in range(STEPS)]
+            ratios = [
+                _gain(chain, *_encoder_times(rng, 4, microbatches, spread)) for _ in range(STEPS)
+            ]
             gains[str(spread)] = round(float(np.mean(ratios)), 4)
         figures[f"reorder_gain_{microbatches}_microbatches"] = gains
     rng = np.random.default_rng(0)
@@ -299,12 +345,14 @@ def _gain(graph: StageGraph, forward: np.ndarray, backward: np.ndarray) -> float
     order = reorder("1f1b", graph, forward, backward)
     schedule = make_schedule("1f1b", graph, len(order))
     planned, reordered = (
-        simulate(schedule, StageTimes(forward[:, o], backward[:, o])).makespan for o in (np.arange(len(order)), order)
+        simulate(schedule, StageTimes(forward[:, o], backward[:, o])).makespan
+        for o in (np.arange(len(order)), order)
     )
     return planned / reordered
 
 
-# ------------------------------------------------------------------------------------------------- one of the processes
+# -------------------------------------------------------------------------------------------------
+# one of the processes
 
 
 def measure(task: Task, folder: Path) -> dict[str, Any]:
@@ -321,11 +369,15 @@ def measure(task: Task, folder: Path) -> dict[str, Any]:
         if local:
             program.forward = lengthened(program.forward, forward, late)
             program.backward = lengthened(program.backward, backward, late)
-            program.forward_backward = lengthened(program.forward_backward, forward + backward, late)
+            program.forward_backward = lengthened(
+                program.forward_backward, forward + backward, late
+            )
     send = links().send
     measured: dict[str, Any] = {"began": [], "ended": []}
     for variant in task.variants * task.repeats:
-        passes.order = lru_cache(lambda n, name=variant.schedule: total_order(make_schedule(name, passes.graph, n)))
+        passes.order = lru_cache(
+            lambda n, name=variant.schedule: total_order(make_schedule(name, passes.graph, n))
+        )
         passes.order(task.microbatches)
         links().send = delayed(send, variant.delay)
         coordination.wait_for_all(f"bench/{len(measured['began'])}")
@@ -350,7 +402,9 @@ def lengthened(run: Callable[..., Any], seconds: float, late: list[float]) -> Ca
     return lengthened_run
 
 
-def delayed(send: Callable[[jax.Array, int], None], seconds: float) -> Callable[[jax.Array, int], None]:
+def delayed(
+    send: Callable[[jax.Array, int], None], seconds: float
+) -> Callable[[jax.Array, int], None]:
     """Wrap the sending of a piece so that it is offered later, and the sender goes on meanwhile."""
     if not seconds:
         return send

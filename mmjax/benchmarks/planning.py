@@ -17,11 +17,26 @@ from mmjax.benchmarks.corpora import LENGTHS, TILES, index_of_samples
 from mmjax.benchmarks.fill import rank_dist_ratios, wire_share
 from mmjax.benchmarks.grouping import overdispersion
 from mmjax.benchmarks.harness import Measurement, Options, option, ranks_of_node
-from mmjax.config import Config, LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
+from mmjax.config import (
+    Config,
+    LlmBalance,
+    NoBalance,
+    NoGrouping,
+    PackGrouping,
+    PostBalance,
+    Samples,
+)
 from mmjax.config.loading import default_config, find_config, load
 from mmjax.data.plan.grouping import Group
 from mmjax.data.plan.length_index import omni_corpus, read_lengths
-from mmjax.data.plan.placement import Balance, MicrobatchPlan, Placer, Topology, room_and_use, waits_of
+from mmjax.data.plan.placement import (
+    Balance,
+    MicrobatchPlan,
+    Placer,
+    Topology,
+    room_and_use,
+    waits_of,
+)
 from mmjax.data.plan.step_plan import StepPlan, StepPlanner, make_planner
 from mmjax.errors import UserError
 
@@ -34,7 +49,8 @@ BALANCES: dict[str, Balance] = {
 }
 PRICED = "mllm_9b", "omni_10b"  # configs without and with audio
 RANKS_PER_NODE = 8
-_COMPILED = {"ranks": 2 * RANKS_PER_NODE, "per_rank": 16, "ranks_per_node": 0, "steps": 2}  # planned before timing
+# planned before timing
+_COMPILED = {"ranks": 2 * RANKS_PER_NODE, "per_rank": 16, "ranks_per_node": 0, "steps": 2}
 
 T = TypeVar("T")
 
@@ -47,17 +63,21 @@ OPTIONS: Options = LENGTHS | {
     "--balance": option("post", "off: post with locality=off", choices=tuple(BALANCES)),
     "--steps": option(16, "with pack raised to whole chunks (default: 16)", minimum=1),
     "--microbatches": option(1, "of a step, which has so many times --per-rank", minimum=1),
-    "--config": option("", "whose model's positions and pairs are priced (default: mllm_9b, omni_10b with audio)"),
+    "--config": option(
+        "", "whose model's positions and pairs are priced (default: mllm_9b, omni_10b with audio)"
+    ),
 }
 
 
 def run(args: Namespace) -> Measurement:
     """Plan steps of these samples, used as often as needed. Seconds are CPU time, Numba's compilation excluded.
 
-    grouping: drawing samples and choosing those of each step; placing: ranks, rows and offsets of their parts.
-    first_step: from lengths in memory to the plan of the first step, row lengths and shapes included. By module: fill,
-    useful positions / those that all ranks compute, of all steps and of the worst; dist_ratio, OmniBal eq. 2 over
-    ranks, mean of steps. wait, wait_bound, padding: as in `Waits`, with attention, mean of steps; worst_wait: of one.
+    grouping: drawing samples and choosing those of each step; placing: ranks, rows and offsets of
+    their parts.
+    first_step: from lengths in memory to the plan of the first step, row lengths and shapes
+    included. By module: fill, useful positions / those that all ranks compute, of all steps and of
+    the worst; dist_ratio, OmniBal eq. 2 over ranks, mean of steps. wait, wait_bound, padding: as in
+    `Waits`, with attention, mean of steps; worst_wait: of one.
     longest_wait: steps. wire_share: tokens sent, padding included / tokens that encoders make.
     overdispersion: of the sources that the file names, about 1 for a shuffle.
     """
@@ -68,7 +88,9 @@ def run(args: Namespace) -> Measurement:
         read = omni_corpus(args.samples, args.seed)
     encoders = {name: key for key, name in keys.items() if key in read}
     if not encoders:
-        raise UserError(f"--lengths {args.lengths[0]}: no lengths of an encoder; give vision, audio or {TILES}")
+        raise UserError(
+            f"--lengths {args.lengths[0]}: no lengths of an encoder; give vision, audio or {TILES}"
+        )
     small = Namespace(**vars(args) | _COMPILED)
     _plan(small, read, encoders)
     return _measurement(_plan(args, read, encoders), read.get("source"))
@@ -91,7 +113,8 @@ class _Planned:
 def _plan(args: Namespace, read: Mapping[str, np.ndarray], encoders: Mapping[str, str]) -> _Planned:
     available = len(read["llm_tokens"])
     step = args.ranks * args.per_rank * getattr(args, "microbatches", 1)
-    samples = -(-2 * args.steps * step // available) * available  # whole chunks may be more than these steps
+    # whole chunks may be more than these steps
+    samples = -(-2 * args.steps * step // available) * available
     config = _config(args, tuple(encoders))
     index = index_of_samples(read, tuple(encoders.values()), samples, 1, config.model)
     per_node = ranks_of_node(args.ranks_per_node, args.ranks, math.gcd(RANKS_PER_NODE, args.ranks))
@@ -108,7 +131,8 @@ def _plan(args: Namespace, read: Mapping[str, np.ndarray], encoders: Mapping[str
     while number < args.steps or number not in grouper.first_steps:  # chunks are grouped as a whole
         groups, seconds = _cpu_seconds(grouper.step, number)
         planned.grouping_seconds += seconds
-        if args.grouping == "pack" or number < args.steps:  # without grouping the end of a chunk is as its beginning
+        # without grouping the end of a chunk is as its beginning
+        if args.grouping == "pack" or number < args.steps:
             microbatches, seconds = _cpu_seconds(_place, planner.placer, groups)
             planned.placing_seconds += seconds
             planned.plans.append(StepPlan(number, tuple(microbatches)))
@@ -127,7 +151,9 @@ def _config(args: Namespace, encoders: Sequence[str]) -> Config:
     config = load(default_config(), ())
     priced = load(find_config(getattr(args, "config", "") or PRICED["audio" in encoders]), ()).model
     if missing := [name for name in encoders if name not in priced.encoders]:
-        raise UserError(f"--config {args.config}: the lengths are of {missing[0]}, which its model has not")
+        raise UserError(
+            f"--config {args.config}: the lengths are of {missing[0]}, which its model has not"
+        )
     towers = {name: priced.encoders[name] for name in encoders}
     model = replace(config.model, llm=priced.llm, encoders=towers, generators={})
     microbatches = getattr(args, "microbatches", 1)
@@ -174,10 +200,15 @@ def _measurement(planned: _Planned, source: np.ndarray | None) -> Measurement:
         "wait_bound": mean.bound,
         "padding": mean.padding,
         "wire_share": wire_share([m for plan in planned.plans for m in plan.microbatches], index),
-        "overdispersion": None if source is None else overdispersion(source[sample % len(source)], step),
+        "overdispersion": None
+        if source is None
+        else overdispersion(source[sample % len(source)], step),
         "steps": steps,
     }
-    return Measurement(figures, {"sample": sample, "step": step, "used": used, "room": room, "dist_ratio": dist_ratio})
+    return Measurement(
+        figures,
+        {"sample": sample, "step": step, "used": used, "room": room, "dist_ratio": dist_ratio},
+    )
 
 
 def _by_module(modules: Sequence[str], values: np.ndarray) -> dict[str, float]:

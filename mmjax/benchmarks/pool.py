@@ -23,7 +23,8 @@ from mmjax.data.sample import SampleLengths
 from mmjax.errors import UserError
 
 SAMPLES = 24  # of a step
-# Computing takes so much of the delay of each image: 2 workers bring one in a half of it, 8 CPUs in an eighth.
+# Computing takes so much of the delay of each image: 2 workers bring one in a half of it, 8 CPUs in
+# an eighth.
 COMPUTED = 0.18
 
 
@@ -63,8 +64,8 @@ OPTIONS: Options = {
 def run(args: Namespace) -> list[dict[str, Any]]:
     """Train `tiny_vlm` without a delay, then late from workers, and from the pool.
 
-    A step without a delay says how many images each sample has: as many as it computes in `COMPUTED` of their delay
-    each, so that 8 CPUs keep up and 2 workers do not.
+    A step without a delay says how many images each sample has: as many as it computes in
+    `COMPUTED` of their delay each, so that 8 CPUs keep up and 2 workers do not.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -75,10 +76,14 @@ def run(args: Namespace) -> list[dict[str, Any]]:
         rows["2 workers"] = train(folder / "workers", images, args.seconds)
         with _cluster(8) as address:
             rows["pool of 8"] = train(folder / "pool", images, args.seconds, f"data.pool={address}")
-    return [{"loader": loader, "images/step": images * SAMPLES} | row for loader, row in rows.items()]
+    return [
+        {"loader": loader, "images/step": images * SAMPLES} | row for loader, row in rows.items()
+    ]
 
 
-def _train(args: Namespace, folder: Path, images: int, seconds: float, *changes: str) -> dict[str, float]:
+def _train(
+    args: Namespace, folder: Path, images: int, seconds: float, *changes: str
+) -> dict[str, float]:
     """Train in a process of its own; return the mean seconds of a step and the share of waiting."""
     source = "data.sources.embedded"
     words = (
@@ -110,8 +115,13 @@ def _cluster(cpus: int) -> Iterator[str]:
         "print(made.address, flush=True); sys.stdin.read(); made.shutdown()"
     )
     pipe = subprocess.PIPE
-    variables = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, text=True, env=variables) as process:
+    variables = os.environ | {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=pipe, stdout=pipe, text=True, env=variables
+    ) as process:
         if not (address := process.stdout.readline().strip()):
             raise UserError("no Ray cluster could be started here; its own message is above")
         yield address  # closing its input ends it

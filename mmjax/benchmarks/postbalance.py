@@ -32,7 +32,10 @@ OPTIONS: Options = ONE_STEP | {
     "--method": option("best", choices=("paper", "best")),
     "--equal-counts": option(False, "as many items on every rank, give or take one"),
     "--tolerance": option(
-        None, "tokens, of the paper's method for quadratic (default: the items' mean length)", type=float, minimum=0
+        None,
+        "tokens, of the paper's method for quadratic (default: the items' mean length)",
+        type=float,
+        minimum=0,
     ),
 }
 
@@ -40,7 +43,9 @@ OPTIONS: Options = ONE_STEP | {
 def run(args: Namespace) -> Measurement:
     """Draw the samples of one step, balance the phase's items, and compare with the samples as they were drawn."""
     if args.equal_counts and args.method == "paper":
-        raise UserError("--equal-counts: the paper's algorithms have no such variant; use --method best")
+        raise UserError(
+            "--equal-counts: the paper's algorithms have no such variant; use --method best"
+        )
     sample, source, drawn = draw_step(args)
     present = drawn > 0
     length = drawn[present]

@@ -25,7 +25,9 @@ SHORT = ("schedule.warmup=0", "training.evaluate_every=0", "training.checkpoint_
 def environment(cores: int = 1, devices: int = 1) -> dict[str, str]:
     """Return variables that give a process so many threads for NumPy and torch, and so many CPU devices."""
     path = [str(Path(mmjax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(cores))
+    threads = dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(cores)
+    )
     return (
         os.environ
         | threads
@@ -81,8 +83,8 @@ def run_workers(
 ) -> list[dict[str, Any]]:
     """Run `python -m MODULE FOLDER` as the processes of one group, each on its cores, and wait for them.
 
-    The module calls `run_worker`. Each process has so many devices and one thread. Where one fails, prints its last
-    lines and ends the command with an error.
+    The module calls `run_worker`. Each process has so many devices and one thread. Where one fails,
+    prints its last lines and ends the command with an error.
     """
     (folder / "task.pickle").write_bytes(pickle.dumps(task))
     one_core = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -97,7 +99,9 @@ def run_workers(
             with (folder / f"{p}.txt").open("w") as log, pinned(of_process):
                 command = [sys.executable, "-m", module, str(folder)]
                 numbered = variables | {"MMJAX_PROCESS": str(p)}
-                started.append(subprocess.Popen(command, env=numbered, stdout=log, stderr=subprocess.STDOUT))
+                started.append(
+                    subprocess.Popen(command, env=numbered, stdout=log, stderr=subprocess.STDOUT)
+                )
         _wait(started, folder)
     finally:
         for process in started:
@@ -109,7 +113,8 @@ def run_workers(
 def run_worker(measure: Callable[[Any, Path], dict[str, Any]]) -> None:
     """Be one process: measure the task that FOLDER's `task.pickle` holds, write it to FOLDER's `<process>.json`."""
 
-    from mmjax.distributed import coordination  # imports JAX, which the Trainer's side of `peer` must not load
+    # imports JAX, which the Trainer's side of `peer` must not load
+    from mmjax.distributed import coordination
 
     def main() -> None:
         folder = Path(sys.argv[1])
@@ -129,8 +134,12 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
     if not any(codes):
         return
     first = next(p for p, code in enumerate(codes) if code)
-    logs = [(folder / f"{p}.txt").read_text(errors="replace").splitlines() for p in range(len(started))]
+    logs = [
+        (folder / f"{p}.txt").read_text(errors="replace").splitlines() for p in range(len(started))
+    ]
     # A mistake that all processes find is reported by one of them.
     mistakes = [line for lines in logs for line in lines if line.startswith("error: ")]
     ended = f"process {first} of {len(started)} ended with code {codes[first]}"
-    end_with_error(codes[first], [*logs[first], *mistakes] if codes[first] == 2 else logs[first], ended)
+    end_with_error(
+        codes[first], [*logs[first], *mistakes] if codes[first] == 2 else logs[first], ended
+    )

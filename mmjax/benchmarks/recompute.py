@@ -20,7 +20,15 @@ from mmjax.autotune.layer_profile import (
 from mmjax.batch import Microbatch
 from mmjax.benchmarks.harness import Options, option
 from mmjax.benchmarks.synthetic_run import make_executor, plan_rows
-from mmjax.config import Config, ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig, Remat, VisionConfig
+from mmjax.config import (
+    Config,
+    ConnectorConfig,
+    DecoderConfig,
+    MeshConfig,
+    ModelConfig,
+    Remat,
+    VisionConfig,
+)
 from mmjax.config.loading import load
 from mmjax.cost.trace import tower_batch
 from mmjax.errors import UserError
@@ -55,10 +63,10 @@ OPTIONS: Options = {
 def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each mix of remat policies, and `auto` with the memory for activations cut to `--room`.
 
-    `activations`: GB that it keeps. `step`: seconds of a step's forward and backward pass. `measured`: how much longer
-    than that of the fastest mix; `predicted`: the same from layers that were timed alone. All are medians of rounds in
-    which they took turns. `off`: by which part they differ. `gained`: the time saved against `full`, by what `none`
-    saves.
+    `activations`: GB that it keeps. `step`: seconds of a step's forward and backward pass.
+    `measured`: how much longer than that of the fastest mix; `predicted`: the same from layers that
+    were timed alone. All are medians of rounds in which they took turns. `off`: by which part they
+    differ. `gained`: the time saved against `full`, by what `none` saves.
     """
     if args.width % 256 or min(args.width, args.layers, args.length) < 1 or args.length % 8:
         raise UserError("--width must be a multiple of 256, --length of 8, and --layers at least 1")
@@ -81,11 +89,17 @@ def run(args: Namespace) -> list[dict[str, Any]]:
         for name, fitted in fits.items()
     }
     for tower, shape in batch.shape.items():
-        programs |= {(tower, name): run for name, run in layer_programs(config, tower, shape, device).items()}
+        programs |= {
+            (tower, name): run for name, run in layer_programs(config, tower, shape, device).items()
+        }
     typical = typical_seconds(programs, args.seconds)
     steps = {name: typical[STEP, name] for name in fits}
     layers = {
-        name: sum(typical[tower, policy] / STACK for tower, policies in fitted.policies.items() for policy in policies)
+        name: sum(
+            typical[tower, policy] / STACK
+            for tower, policies in fitted.policies.items()
+            for policy in policies
+        )
         for name, fitted in fits.items()
     }
     first = min(steps, key=lambda name: steps[name])
@@ -94,19 +108,33 @@ def run(args: Namespace) -> list[dict[str, Any]]:
         measured = seconds - steps[first]
         predicted = layers[name] - layers[first]
         off = predicted / measured - 1 if measured else 0.0
-        row = {"remat": name, "activations": fits[name].fullest.memory["activations"] / GB, "step": seconds}
+        row = {
+            "remat": name,
+            "activations": fits[name].fullest.memory["activations"] / GB,
+            "step": seconds,
+        }
         gained = (steps["full"] - seconds) / (steps["full"] - steps["none"])
-        rows.append(row | {"measured": measured, "predicted": predicted, "off": off, "gained": gained})
+        rows.append(
+            row | {"measured": measured, "predicted": predicted, "off": off, "gained": gained}
+        )
     return rows
 
 
 def _config(args: Namespace) -> Config:
     width = args.width
     llm = DecoderConfig(
-        args.layers, width, heads=width // 64, kv_heads=width // 256, head_width=64, mlp_width=4 * width, vocab=512
+        args.layers,
+        width,
+        heads=width // 64,
+        kv_heads=width // 256,
+        head_width=64,
+        mlp_width=4 * width,
+        vocab=512,
     )
     half = width // 2
-    vision = VisionConfig(args.layers, half, half // 64, 4 * half, 14, connector=ConnectorConfig(mlp_width=half))
+    vision = VisionConfig(
+        args.layers, half, half // 64, 4 * half, 14, connector=ConnectorConfig(mlp_width=half)
+    )
     base = load("tiny_omni")
     batch, training = replace(base.batch, microbatches=1), replace(base.training, loss_chunks=1)
     model = ModelConfig(llm, {"vision": vision})
@@ -116,7 +144,9 @@ def _config(args: Namespace) -> Config:
 def _mixed(config: Config, mix: tuple[Remat, Remat]) -> Config:
     model = config.model
     encoders = {name: replace(encoder, remat=mix[1]) for name, encoder in model.encoders.items()}
-    return replace(config, model=replace(model, llm=replace(model.llm, remat=mix[0]), encoders=encoders))
+    return replace(
+        config, model=replace(model, llm=replace(model.llm, remat=mix[0]), encoders=encoders)
+    )
 
 
 def _speed(config: Config, batch: DeviceBatch, device: jax.Device) -> Speed:
@@ -127,7 +157,9 @@ def _speed(config: Config, batch: DeviceBatch, device: jax.Device) -> Speed:
     return Speed(device_description(device).rates(config.training.precision), times)
 
 
-def _gradients(config: Config, batch: DeviceBatch, states: dict[str, tuple[Any, Any]]) -> Callable[[], jax.Array]:
+def _gradients(
+    config: Config, batch: DeviceBatch, states: dict[str, tuple[Any, Any]]
+) -> Callable[[], jax.Array]:
     """Build the program of a microbatch's gradients. Models of the same runs of layers share the `states`."""
     executor = make_executor(config, make_mesh(config.mesh, jax.devices()[:1]))
     towers = executor.model.runs.items()
@@ -147,9 +179,13 @@ def _gradients(config: Config, batch: DeviceBatch, states: dict[str, tuple[Any, 
 def _microbatch(config: Config, batch: DeviceBatch) -> Microbatch:
     """Make full rows of one sample each; the encoder's tokens stand at the beginning of the text."""
     zeros = partial(jax.tree.map, lambda x: np.zeros(x.shape, x.dtype))
-    text, item = (zeros(tower_batch(config.model, name, batch.shape[name])) for name in ("llm", "vision"))
+    text, item = (
+        zeros(tower_batch(config.model, name, batch.shape[name])) for name in ("llm", "vision")
+    )
     along = np.broadcast_to(np.arange(batch.shape["llm"][1], dtype=np.int32), text.token.shape)
     slots = np.where(along < TOKENS, along, -1)
     sent = np.arange(batch.widths["vision"], dtype=np.int32)[None, None]
     text = text._replace(pos=along, position=along, weight=np.ones_like(text.weight))
-    return Microbatch(text._replace(slots={"vision": slots}, send={"vision": sent}), {"vision": item})
+    return Microbatch(
+        text._replace(slots={"vision": slots}, send={"vision": sent}), {"vision": item}
+    )

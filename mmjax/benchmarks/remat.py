@@ -44,20 +44,25 @@ OPTIONS: Options = steps_options(16) | {
 def run(args: Namespace) -> list[dict[str, Any]]:
     """Plan one row for each way of placing samples.
 
-    A rank has one row of each module, as long as the fullest rank of all steps needs it. `policies`: how many layers of
-    each tower have which. `recompute_share`: FLOPs computed again / all others; `all` if every layer were computed
-    again. `seconds`: what that takes a step, and `bound`, which no mix goes below (layers divisible). `memory`: GB of
-    the fullest device; where nothing fits, what would be needed at least. `pflops`: of the fullest rank in a step, with
-    what it computes again.
+    A rank has one row of each module, as long as the fullest rank of all steps needs it.
+    `policies`: how many layers of each tower have which. `recompute_share`: FLOPs computed again /
+    all others; `all` if every layer were computed again. `seconds`: what that takes a step, and
+    `bound`, which no mix goes below (layers divisible). `memory`: GB of the fullest device; where
+    nothing fits, what would be needed at least. `pflops`: of the fullest rank in a step, with what
+    it computes again.
     """
     config = load(args.preset.replace("-", "_"))
     steps = list(draw_steps(args))
     places = balances(args.ranks, args.ranks_per_node or args.ranks)
     rows = []
     for balance in ("none", "llm", "post"):
-        filled = np.array([cost_per_rank(costs, places[balance](costs), args.ranks) for costs in steps])
+        filled = np.array(
+            [cost_per_rank(costs, places[balance](costs), args.ranks) for costs in steps]
+        )
         ratios = np.mean([dist_ratio(step.T) for step in filled], axis=0)
-        rows.append({"balance": balance, "dist_ratio": ratios[LLM]} | _row(config, filled.max((0, 1)), args))
+        rows.append(
+            {"balance": balance, "dist_ratio": ratios[LLM]} | _row(config, filled.max((0, 1)), args)
+        )
     return rows
 
 
@@ -78,10 +83,20 @@ def _row(config: Config, longest: np.ndarray, args: Namespace) -> dict[str, Any]
         return recompute_flops(model, name, work[name], policy)
 
     full = sum(config.layers * again_flops(name, "full") for name, config in towers.items())
-    share = sum(again_flops(name, policy) for name, mix in plan.policies.items() for policy in mix) / everything
+    share = (
+        sum(again_flops(name, policy) for name, mix in plan.policies.items() for policy in mix)
+        / everything
+    )
     row = {f"length_{name}": length for name, (_, length) in shape.items()}
-    row |= {"policies": {name: dict(Counter(mix)) for name, mix in plan.policies.items()}, "recompute_share": share}
-    row |= {"seconds": plan.seconds, "bound": plan.lower_bound, "pflops": everything * (1 + share) / 1e15}
+    row |= {
+        "policies": {name: dict(Counter(mix)) for name, mix in plan.policies.items()},
+        "recompute_share": share,
+    }
+    row |= {
+        "seconds": plan.seconds,
+        "bound": plan.lower_bound,
+        "pflops": everything * (1 + share) / 1e15,
+    }
     if not plan.fits:
         row |= dict.fromkeys(("policies", "recompute_share", "seconds", "bound", "pflops"))
     return row | {"all": full / everything, "memory": plan.device / GB}

@@ -43,7 +43,8 @@ from mmjax.planning.speed import FORWARD, LayerTimes, Speed
 from mmjax.runtime.devices import device_description
 from mmjax.runtime.state import hyperparameters
 
-VOCAB, TEXT, SIDE = 2048, 192, 64  # of every sample: text tokens, and pixels of the side of its image
+# of every sample: text tokens, and pixels of the side of its image
+VOCAB, TEXT, SIDE = 2048, 192, 64
 LAYERS = 4  # of each tower
 POLICY = "none"  # of all layers
 
@@ -89,12 +90,16 @@ OPTIONS: Options = TIMING | {
 def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each number of microbatches, with data parallelism over all devices.
 
-    `measured`: seconds of a step; `predicted`: by the planner, from the times of single layers and the device's rates.
-    `layers` and `update`: the parts of `predicted`. Medians of rounds in which steps and layers took turns.
+    `measured`: seconds of a step; `predicted`: by the planner, from the times of single layers and
+    the device's rates. `layers` and `update`: the parts of `predicted`. Medians of rounds in which
+    steps and layers took turns.
     """
     check_width(args)
     devices = jax.devices()
-    steps = {count: make_step(spmd_config(args.width, len(devices), count), devices) for count in args.microbatches}
+    steps = {
+        count: make_step(spmd_config(args.width, len(devices), count), devices)
+        for count in args.microbatches
+    }
     programs: dict[Hashable, Callable[[], Any]] = {count: step.run for count, step in steps.items()}
     first = next(iter(steps.values()))
     for tower, shape in first.batch.shape.items():
@@ -105,9 +110,16 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     for count, step in steps.items():
         predicted = predict_step(step, layers, turns.device)
         measured = turns.seconds[count]
-        row = {"devices": len(devices), "microbatches": count, "measured": measured, "predicted": predicted.total}
+        row = {
+            "devices": len(devices),
+            "microbatches": count,
+            "measured": measured,
+            "predicted": predicted.total,
+        }
         row["ratio"] = predicted.total / measured
-        rows.append(row | {"layers": LAYERS * count * sum(layers.values()), "update": predicted.update})
+        rows.append(
+            row | {"layers": LAYERS * count * sum(layers.values()), "update": predicted.update}
+        )
     return rows
 
 
@@ -121,13 +133,17 @@ class Turns(NamedTuple):
         """Return the seconds of a tower's layer from its program: as in a profile, devices of a CPU share its cores."""
         devices = jax.devices()
         sharing = len(devices) if devices[0].platform == "cpu" else 1
-        return {tower: sharing * self.seconds[program] / STACK for tower, program in programs.items()}
+        return {
+            tower: sharing * self.seconds[program] / STACK for tower, program in programs.items()
+        }
 
 
 def take_turns(programs: Mapping[Hashable, Callable[[], Any]], args: Namespace) -> Turns:
     """Time programs in turns."""
     clock = time.process_time if args.cpu_time else time.perf_counter
-    return Turns(typical_seconds(programs, args.seconds, clock), device_description(jax.devices()[0], clock))
+    return Turns(
+        typical_seconds(programs, args.seconds, clock), device_description(jax.devices()[0], clock)
+    )
 
 
 def check_width(args: Namespace) -> None:
@@ -139,14 +155,25 @@ def check_width(args: Namespace) -> None:
 def spmd_config(width: int, devices: int, microbatches: int) -> Config:
     """Configure an LLM and an encoder of one width, with a row of each on every device."""
     heads = width // 64
-    common = {"layers": LAYERS, "width": width, "heads": heads, "mlp_width": 4 * width, "remat": POLICY}
+    common = {
+        "layers": LAYERS,
+        "width": width,
+        "heads": heads,
+        "mlp_width": 4 * width,
+        "remat": POLICY,
+    }
     llm = DecoderConfig(**common, kv_heads=heads, head_width=64, vocab=VOCAB)
-    vision = VisionConfig(**common, patch=4, channels=1, connector=ConnectorConfig(merge=2, mlp_width=width))
+    vision = VisionConfig(
+        **common, patch=4, channels=1, connector=ConnectorConfig(merge=2, mlp_width=width)
+    )
     return Config(
         name="spmd",
         data=DataConfig({"equal": FunctionSource("mmjax.benchmarks.spmd:EqualSamples")}, workers=0),
         batch=BatchConfig(
-            Samples(devices * microbatches), {"llm": devices, "vision": devices}, microbatches=microbatches, shapes=1
+            Samples(devices * microbatches),
+            {"llm": devices, "vision": devices},
+            microbatches=microbatches,
+            shapes=1,
         ),
         model=ModelConfig(llm, {"vision": vision}),
         mesh=MeshConfig(data=devices, fsdp=1),
@@ -170,22 +197,35 @@ def make_step(config: Config, devices: list[jax.Device]) -> Step:
 
     def run() -> Any:
         nonlocal state, accumulated
-        state, accumulated, report = executor.step(state, accumulated, batches, hyper, noise=np.zeros(2, np.uint32))
+        state, accumulated, report = executor.step(
+            state, accumulated, batches, hyper, noise=np.zeros(2, np.uint32)
+        )
         return state, report
 
     batch = device_microbatch(config, layout, layout.shapes[0])
     microbatches = data.loader.planner.plan(0).microbatches
-    return Step(config=config, mesh=mesh, layout=layout, plan=plan, microbatches=microbatches, batch=batch, run=run)
+    return Step(
+        config=config,
+        mesh=mesh,
+        layout=layout,
+        plan=plan,
+        microbatches=microbatches,
+        batch=batch,
+        run=run,
+    )
 
 
 def predict_step(step: Step, layers: Mapping[str, float], device: Device) -> StepTime:
     """Predict the seconds of a step from those of a layer of each tower, with all devices at work."""
-    # A microbatch's passes are one program, so that all of a layer's time may stand in its forward pass.
+    # A microbatch's passes are one program, so that all of a layer's time may stand in its forward
+    # pass.
     times = {
         tower: LayerTimes(rows, {length: {POLICY: layers[tower], FORWARD: layers[tower]}})
         for tower, (rows, length) in step.batch.shape.items()
     }
-    config = on_one_mesh(replace(step.config, model=step.plan.applied(step.config.model)), step.mesh.shape)
+    config = on_one_mesh(
+        replace(step.config, model=step.plan.applied(step.config.model)), step.mesh.shape
+    )
     speed = Speed(device.rates(config.training.precision), times)
     cluster = Cluster(device, 1, step.mesh.size)
     return time_run(config, step.layout, step.plan, cluster, speed, [step.microbatches]).step

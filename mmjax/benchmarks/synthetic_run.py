@@ -45,10 +45,14 @@ class RandomSamples(ABC):
     def sample(self, index: int) -> Sample:
         """Put items first, then text; every text token but a sample's very first is learned."""
         facts = self.facts(index)
-        tokens = np.random.default_rng(index).integers(self.vocab, size=facts.text_tokens, dtype=np.int32)
+        tokens = np.random.default_rng(index).integers(
+            self.vocab, size=facts.text_tokens, dtype=np.int32
+        )
         weights = np.ones(len(tokens), np.float32)
         weights[0] = len(facts.items) > 0
-        return Sample((*(Item(name, k) for k, (name, _) in enumerate(facts.items)), Text(tokens, weights)))
+        return Sample(
+            (*(Item(name, k) for k, (name, _) in enumerate(facts.items)), Text(tokens, weights))
+        )
 
     def item(self, index: int, number: int) -> np.ndarray:
         """Draw noise of an image's or a clip's size."""
@@ -84,7 +88,8 @@ def plan_rows(
 ) -> RunPlan:
     """Plan a run without data: rows of these numbers and lengths on each device of a mesh, in one microbatch.
 
-    mesh: sizes of the axes that are not 1. widths: tokens that a device sends to each other one, by module.
+    mesh: sizes of the axes that are not 1. widths: tokens that a device sends to each other one, by
+    module.
     """
     axes = dict.fromkeys(AXES, 1) | mesh
     config = replace(config, batch=replace(config.batch, microbatches=1))

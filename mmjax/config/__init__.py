@@ -1,7 +1,8 @@
 """Configs as frozen dataclasses, which compute nothing.
 
-A config is a Python file with ``def config() -> Config``. A choice between several settings is a union of dataclasses,
-discriminated by ``kind``. ``mmjax.config.loading`` loads, edits and stores configs.
+A config is a Python file with ``def config() -> Config``. A choice between several settings is a
+union of dataclasses, discriminated by ``kind``. ``mmjax.config.loading`` loads, edits and stores
+configs.
 """
 
 # ruff: noqa: F401
@@ -113,7 +114,14 @@ from mmjax.config.training import (
     WatchConfig,
     context_form,
 )
-from mmjax.config.videos import Glm4Video, NoVideo, Qwen2Video, Qwen3Video, UniformVideo, VideoPreparation
+from mmjax.config.videos import (
+    Glm4Video,
+    NoVideo,
+    Qwen2Video,
+    Qwen3Video,
+    UniformVideo,
+    VideoPreparation,
+)
 
 
 @dataclass(frozen=True)
@@ -128,11 +136,15 @@ class Config:
     optimizer: OptimizerConfig = AdamW()
     schedule: Schedule = Schedule()
     mesh: MeshConfig = MeshConfig()
-    units: dict[str, Unit] = field(default_factory=dict)  # devices by module instead of one mesh for all; empty: mesh
+    # devices by module instead of one mesh for all; empty: mesh
+    units: dict[str, Unit] = field(default_factory=dict)
     pipeline: PipelineConfig = PipelineConfig()
     seed: int = 0  # of initial weights, the order of samples, dropout and embedded data
-    device: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # kind of devices; auto: the fastest available
-    compiler: dict[str, bool | int | float | str] = field(default_factory=dict)  # XLA's options beside mmjax's, by name
+    # kind of devices; auto: the fastest available
+    device: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    # XLA's options beside mmjax's, by name
+    compiler: dict[str, bool | int | float | str] = field(default_factory=dict)
     run: str = ""  # the run's folder; empty: runs/<name>
     init_from: str = ""  # a run whose parameters (and nothing else) this one starts from
-    loss: LossConfig = CrossEntropy()  # of text: cross-entropy, or one of several answers to a prompt
+    # of text: cross-entropy, or one of several answers to a prompt
+    loss: LossConfig = CrossEntropy()

@@ -36,13 +36,22 @@ def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:
     where = ""  # the key of `tree`
     path = key.split(".")  # the rest of the key, below `tree`
     while True:
-        member = next((m for m in union_members(hint) if dataclasses.is_dataclass(m) or get_origin(m) is dict), None)
+        member = next(
+            (
+                m
+                for m in union_members(hint)
+                if dataclasses.is_dataclass(m) or get_origin(m) is dict
+            ),
+            None,
+        )
         if member is None:
             raise UserError(f"unknown key {key!r}: {where} is {expected(hint)}, it has no fields")
         if get_origin(member) is dict:
             hint = get_args(member)[1]
             name, path = _split_entry(hint, tree, path)
-            plain = [m for m in union_members(hint) if dataclasses.is_dataclass(m) and not kinds(hint)]
+            plain = [
+                m for m in union_members(hint) if dataclasses.is_dataclass(m) and not kinds(hint)
+            ]
             if plain and not path and "." in name and name not in tree:
                 # Named is no field, and no entry: an entry of this name has fields of its own.
                 raise UserError(_unknown(line, join(where, name), hint, plain[0], root))
@@ -56,7 +65,8 @@ def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:
         if not path:
             tree[name] = _parse_assigned(hint, tree.get(name), text, where)
             return
-        # The key goes on below an entry that does not exist yet, or an optional section that is none.
+        # The key goes on below an entry that does not exist yet, or an optional section that is
+        # none.
         if tree.get(name) is None:
             tree[name] = _new_entry(hint, key, where)
         tree = tree[name]
@@ -77,12 +87,17 @@ def value_at(tree: Tree, key: str) -> Tree:
 def _split_entry(hint: Hint, tree: dict[str, Tree], path: list[str]) -> tuple[str, list[str]]:
     """Split a key below a dict into an entry's name, which may have dots, and the rest.
 
-    The name is that of the longest entry that exists and has a field or nothing behind it, or else ends before the
-    first part that is a field's name: `llm.lora.learning_rate` is the field `learning_rate` of the entry `llm.lora`.
+    The name is that of the longest entry that exists and has a field or nothing behind it, or else
+    ends before the first part that is a field's name: `llm.lora.learning_rate` is the field
+    `learning_rate` of the entry `llm.lora`.
     """
-    fields = {name for m in union_members(hint) if dataclasses.is_dataclass(m) for name in field_hints(m)}
+    fields = {
+        name for m in union_members(hint) if dataclasses.is_dataclass(m) for name in field_hints(m)
+    }
     for n in range(len(path), 0, -1):
-        if ".".join(path[:n]) in tree and (n == len(path) or path[n] in fields or not fields & set(path)):
+        if ".".join(path[:n]) in tree and (
+            n == len(path) or path[n] in fields or not fields & set(path)
+        ):
             return ".".join(path[:n]), path[n:]
     for n in range(1, len(path)):
         if path[n] in fields:
@@ -92,7 +107,9 @@ def _split_entry(hint: Hint, tree: dict[str, Tree], path: list[str]) -> tuple[st
 
 def _new_entry(hint: Hint, key: str, where: str) -> Tree:
     if by_kind := kinds(hint):
-        raise UserError(f"unknown key {key!r}: there is no {where!r}; say {where}=<kind> first ({', '.join(by_kind)})")
+        raise UserError(
+            f"unknown key {key!r}: there is no {where!r}; say {where}=<kind> first ({', '.join(by_kind)})"
+        )
     member = next(m for m in union_members(hint) if m is not type(None))
     return defaults(member, where) if dataclasses.is_dataclass(member) else {}
 
@@ -102,9 +119,14 @@ def _parse_assigned(hint: Hint, old: Tree, text: str, where: str) -> Tree:
         if text not in by_kind:
             # Of no kind yet, a value may be one of the first: of samples, a number is how many.
             current = old.get("kind") if isinstance(old, dict) else None
-            suggestion = _field_for(by_kind[current] if current else next(iter(by_kind.values())), text, where)
+            suggestion = _field_for(
+                by_kind[current] if current else next(iter(by_kind.values())), text, where
+            )
             mismatch = str(_mismatch(hint, repr(text), text, where))
-            raise UserError(mismatch + (f": {suggestion}" if suggestion and "did you mean" not in mismatch else ""))
+            raise UserError(
+                mismatch
+                + (f": {suggestion}" if suggestion and "did you mean" not in mismatch else "")
+            )
         # Naming the kind that is set already must not reset its fields.
         if isinstance(old, dict) and old.get("kind") == text:
             return old
@@ -121,7 +143,9 @@ def _parse_assigned(hint: Hint, old: Tree, text: str, where: str) -> Tree:
         names = [join(where, name) for name in old or {}] or [join(where, "NAME")]
         values = get_args(entries)[1]
         if not any(map(dataclasses.is_dataclass, union_members(values))) and _parses(values, text):
-            raise UserError(f"{where}: got {text!r}, but it has entries by name; write {names[0]}={text}")
+            raise UserError(
+                f"{where}: got {text!r}, but it has entries by name; write {names[0]}={text}"
+            )
     return parse(hint, text, where)
 
 

@@ -48,13 +48,18 @@ def ordered(where: str, section: Any, low: str, high: str) -> None:
 def modules_of_model(where: str, names: Iterable[str], modules: Sequence[str]) -> None:
     """Check that these are names of modules."""
     for name in names:
-        check(name in modules, f"{where}.{name}: there is no module {name!r}{did_you_mean(name, modules)}")
+        check(
+            name in modules,
+            f"{where}.{name}: there is no module {name!r}{did_you_mean(name, modules)}",
+        )
 
 
 def divides(where: str, number: int, number_name: str, divisor: int, divisor_name: str) -> None:
     """Check that one value is a multiple of another."""
     if number % divisor:
-        divisors = ", ".join(str(d) for d in range(1, min(number, MAX_DIVISOR) + 1) if number % d == 0)
+        divisors = ", ".join(
+            str(d) for d in range(1, min(number, MAX_DIVISOR) + 1) if number % d == 0
+        )
         raise UserError(
             f"{where}: {number_name}={number} does not divide by {divisor_name}={divisor}; choose {divisor_name} from "
             f"{divisors}"
@@ -76,7 +81,9 @@ def check_size(where: str, section: Any, name: str, optional: bool = False) -> N
     """Check that the value of a section is a height and a width, or nothing where that is allowed."""
     value = getattr(section, name)
     wanted = "height and width, or nothing" if optional else "height and width"
-    check(is_size(value) or (optional and not value), f"{where}.{name}={listed(value)}: give {wanted}")
+    check(
+        is_size(value) or (optional and not value), f"{where}.{name}={listed(value)}: give {wanted}"
+    )
 
 
 def listed(values: Sequence[int]) -> str:

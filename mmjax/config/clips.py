@@ -19,7 +19,8 @@ class ClipKind:
 
     reads_silence = False  # behind a clip convolutions read silence, of which they make a token
     mirrored = False  # clips are continued by their mirror image
-    fixed_frames = 0  # of every clip, with its silence, where the layers attend them; 0: a clip's own
+    # of every clip, with its silence, where the layers attend them; 0: a clip's own
+    fixed_frames = 0
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,15 @@ class WhisperMel(ClipKind):
     window: int = 400  # samples
     hop: int = 160  # samples
     seconds: int = 30  # length of the window
-    longer: Literal["refuse", "split"] = "refuse"  # a clip longer than the window is bad, or becomes several items
-    # frames that the encoder's layers attend to and output tokens for: the clip's, as in Qwen2-Audio, or the window's
-    # with its silence, as in Whisper; models from checkpoints have their family's
+    # a clip longer than the window is bad, or becomes several items
+    longer: Literal["refuse", "split"] = "refuse"
+    # frames that the encoder's layers attend to and output tokens for: the clip's, as in
+    # Qwen2-Audio, or the window's with its silence, as in Whisper; models from checkpoints have
+    # their family's
     attended: Literal["clip", "window"] = "clip"
     kind: Literal["whisper_mel"] = "whisper_mel"
-    # behind a clip: silence up to the window's end; or its mirror image, and what is no whole hop makes no frame
+    # behind a clip: silence up to the window's end; or its mirror image, and what is no whole hop
+    # makes no frame
     end: Literal["silence", "mirror"] = "silence"
 
     @property

@@ -34,7 +34,9 @@ def field_hints(cls: type) -> dict[str, Hint]:
 
 def kinds(hint: Hint) -> dict[str, type]:
     """Map the kinds of a union of dataclasses to the dataclasses; empty for any other type."""
-    return {m.kind: m for m in union_members(hint) if dataclasses.is_dataclass(m) and hasattr(m, "kind")}
+    return {
+        m.kind: m for m in union_members(hint) if dataclasses.is_dataclass(m) and hasattr(m, "kind")
+    }
 
 
 def expected(hint: Hint) -> str:
@@ -48,7 +50,9 @@ def expected(hint: Hint) -> str:
             parts.append(("one of " if len(args) > 1 else "") + ", ".join(map(str, args)))
         elif origin is tuple:
             item = expected(args[0])
-            parts.append("several, with commas between them" + ("" if item in parts else f", of: {item}"))
+            parts.append(
+                "several, with commas between them" + ("" if item in parts else f", of: {item}")
+            )
         elif origin is dict:
             parts.append(f"entries by name, each {expected(args[1])}")
         else:
@@ -65,7 +69,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(known[:20]) or 'none'}" + (", ..." if len(known) > 20 else "")
 
 
-# ------------------------------------------------------------------------------------------- dataclasses and trees
+# -------------------------------------------------------------------------------------------
+# dataclasses and trees
 
 
 def encode(hint: Hint, value: Any, where: str) -> Tree:
@@ -76,7 +81,9 @@ def encode(hint: Hint, value: Any, where: str) -> Tree:
             tree = {"kind": member.kind} if hasattr(member, "kind") else {}
             # `kind` has a default but is a field, so a config can set another one.
             if "kind" in tree and value.kind != member.kind:
-                raise UserError(f"{where}.kind: got {value.kind!r}, but a {member.__name__} is a {member.kind!r}")
+                raise UserError(
+                    f"{where}.kind: got {value.kind!r}, but a {member.__name__} is a {member.kind!r}"
+                )
             return tree | {
                 name: encode(hint, getattr(value, name), join(where, name))
                 for name, hint in field_hints(member).items()
@@ -117,20 +124,36 @@ def _decode_dataclass(cls: type, tree: dict[str, Tree], where: str) -> Any:
     for name, value in tree.items():
         if name == "kind" and hasattr(cls, "kind"):
             if value != cls.kind:
-                raise UserError(f"{where}: unknown kind {value!r}{did_you_mean(str(value), [cls.kind])}")
+                raise UserError(
+                    f"{where}: unknown kind {value!r}{did_you_mean(str(value), [cls.kind])}"
+                )
         elif name not in hints:
             known = [join(where, n) for n in hints]
-            raise UserError(f"unknown key {join(where, name)!r}{did_you_mean(join(where, name), known)}")
+            raise UserError(
+                f"unknown key {join(where, name)!r}{did_you_mean(join(where, name), known)}"
+            )
     for name in required(cls):
         if name not in tree:
-            raise UserError(f"missing key {join(where, name)!r}, {expected(hints[name])}: it has no default; give it")
-    return cls(**{name: decode(hints[name], tree[name], join(where, name)) for name in hints if name in tree})
+            raise UserError(
+                f"missing key {join(where, name)!r}, {expected(hints[name])}: it has no default; give it"
+            )
+    return cls(
+        **{
+            name: decode(hints[name], tree[name], join(where, name))
+            for name in hints
+            if name in tree
+        }
+    )
 
 
 def required(cls: type) -> list[str]:
     """List the fields of a dataclass that have no default."""
     missing = dataclasses.MISSING
-    return [f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing]
+    return [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is missing and f.default_factory is missing
+    ]
 
 
 def defaults(cls: type, where: str) -> dict[str, Tree]:
@@ -158,7 +181,9 @@ def _key(key: Any, where: str) -> str:
 
 def _scalar(hint: Hint, value: Any, where: str) -> Tree:
     if type(value) is int and abs(value) > MAX_INT:
-        raise UserError(f"{where}: a whole number beyond {MAX_INT}, which no float holds exactly; give a smaller one")
+        raise UserError(
+            f"{where}: a whole number beyond {MAX_INT}, which no float holds exactly; give a smaller one"
+        )
     for member in union_members(hint):
         if get_origin(member) is Literal:
             # By type too: True == 1 and 1.0 == 1.
@@ -175,14 +200,18 @@ def _scalar(hint: Hint, value: Any, where: str) -> Tree:
 
 def _mismatch(hint: Hint, got: str, text: str, where: str) -> UserError:
     """Make the error for a value of another type. got: describes the value; text: is compared with the choices."""
-    choices = [v for m in union_members(hint) if get_origin(m) is Literal for v in get_args(m)] + list(kinds(hint))
+    choices = [
+        v for m in union_members(hint) if get_origin(m) is Literal for v in get_args(m)
+    ] + list(kinds(hint))
     close = difflib.get_close_matches(text, choices, 1)
     return UserError(
-        f"{where}: got {got}; expected {expected(hint)}" + (f": did you mean {close[0]!r}?" if close else "")
+        f"{where}: got {got}; expected {expected(hint)}"
+        + (f": did you mean {close[0]!r}?" if close else "")
     )
 
 
-# ------------------------------------------------------------------------------------------------- text of one value
+# -------------------------------------------------------------------------------------------------
+# text of one value
 
 
 def parse(hint: Hint, text: str, where: str) -> Tree:
@@ -203,7 +232,11 @@ def parse(hint: Hint, text: str, where: str) -> Tree:
     if tuple in options and (Literal not in options or "," in text or text == "()"):
         parts = [part.strip() for part in text.removeprefix("(").removesuffix(")").split(",")]
         inner = get_args(options[tuple])[0]
-        return [parse(inner, part, f"{where}[{i}]") for i, part in enumerate(parts) if part or i < len(parts) - 1]
+        return [
+            parse(inner, part, f"{where}[{i}]")
+            for i, part in enumerate(parts)
+            if part or i < len(parts) - 1
+        ]
     if str in options:
         return _unquoted(text)
     raise _mismatch(hint, repr(text), text, where)
@@ -251,7 +284,8 @@ def _unquoted(text: str) -> str:
     return text
 
 
-# ----------------------------------------------------------------------------------------------- editing by lines
+# -----------------------------------------------------------------------------------------------
+# editing by lines
 
 
 class Leaf(NamedTuple):
@@ -259,14 +293,20 @@ class Leaf(NamedTuple):
 
     key: str
     text: str
-    owner: type | None  # the dataclass that has the field; for an entry of a dict, the one with the dict
+    # the dataclass that has the field; for an entry of a dict, the one with the dict
+    owner: type | None
     field: str
     kind: type | None  # the dataclass of a union whose kind the text names
 
 
-def walk(hint: Hint, tree: Tree, where: str = "", owner: type | None = None, field: str = "") -> Iterator[Leaf]:
+def walk(
+    hint: Hint, tree: Tree, where: str = "", owner: type | None = None, field: str = ""
+) -> Iterator[Leaf]:
     """Yield every value of a tree, a union's kind before its fields, an empty dict as `{}`."""
-    member = next((m for m in union_members(hint) if dataclasses.is_dataclass(m) or get_origin(m) is dict), None)
+    member = next(
+        (m for m in union_members(hint) if dataclasses.is_dataclass(m) or get_origin(m) is dict),
+        None,
+    )
     if member is None or not isinstance(tree, dict):
         yield Leaf(where, text_of(hint, tree), owner, field, None)
     elif get_origin(member) is dict:

@@ -17,7 +17,8 @@ class Features(NamedTuple):
 
     model: ModelConfig
     loss: LossConfig = CrossEntropy()
-    layouts: Mapping[str, tuple[Layout, Collection[str]]] = {}  # by key of a mesh or unit: it, and the towers on it
+    # by key of a mesh or unit: it, and the towers on it
+    layouts: Mapping[str, tuple[Layout, Collection[str]]] = {}
 
 
 class Conflict(NamedTuple):
@@ -26,7 +27,8 @@ class Conflict(NamedTuple):
     feature: str
     other: str
     remedy: str
-    find: Callable[[Features], str]  # the error of a config that has both, naming key and remedy; "" where it has not
+    # the error of a config that has both, naming key and remedy; "" where it has not
+    find: Callable[[Features], str]
 
 
 def check_conflicts(features: Features) -> None:
@@ -49,12 +51,17 @@ def _of_answers(setting: Callable[[ModelConfig], str]) -> Callable[[Features], s
 
 
 def _dropout(model: ModelConfig) -> str:
-    towers = {"model.llm": model.llm, **{f"model.encoders.{name}": e for name, e in model.encoders.items()}}
+    towers = {
+        "model.llm": model.llm,
+        **{f"model.encoders.{name}": e for name, e in model.encoders.items()},
+    }
     return next((f"{name}.dropout" for name, tower in towers.items() if tower.dropout), "")
 
 
 def _llm_layouts(features: Features) -> Iterator[tuple[str, Layout]]:
-    return ((where, layout) for where, (layout, towers) in features.layouts.items() if "llm" in towers)
+    return (
+        (where, layout) for where, (layout, towers) in features.layouts.items() if "llm" in towers
+    )
 
 
 def _delta_net_beside_spans(features: Features) -> str:
@@ -62,7 +69,8 @@ def _delta_net_beside_spans(features: Features) -> str:
     if llm.delta_net is None or llm.items == "causal":
         return ""
     return (
-        f"model.llm.items={llm.items}: a gated delta net reads a sample's tokens in order; use model.llm.items=causal"
+        f"model.llm.items={llm.items}: a gated delta net reads a sample's tokens in order; use "
+        "model.llm.items=causal"
     )
 
 
@@ -91,8 +99,15 @@ def _float8_over_tensor(features: Features) -> str:
 
 def _unet_over_tensor(features: Features) -> str:
     for where, (layout, towers) in features.layouts.items():
-        unets = [name for name in towers if isinstance(features.model.generators.get(name), UnetConfig)]
-        if layout.encoders == "tensor" and layout.tensor > 1 and unets and len(unets) == len(towers):
+        unets = [
+            name for name in towers if isinstance(features.model.generators.get(name), UnetConfig)
+        ]
+        if (
+            layout.encoders == "tensor"
+            and layout.tensor > 1
+            and unets
+            and len(unets) == len(towers)
+        ):
             return (
                 f"{where}.tensor={layout.tensor}: the blocks of a UNet, model.generators.{unets[0]}, are not cut; use "
                 f"{where}.tensor=1 and a larger fsdp"
@@ -145,10 +160,24 @@ CONFLICTS = (
         _CROSS_ENTROPY,
         _of_answers(lambda model: "model.llm.items=prefix" if model.llm.items == "prefix" else ""),
     ),
-    Conflict(_DELTA_NET, "items that attend both ways (`model.llm.items`)", "`items=causal`", _delta_net_beside_spans),
+    Conflict(
+        _DELTA_NET,
+        "items that attend both ways (`model.llm.items`)",
+        "`items=causal`",
+        _delta_net_beside_spans,
+    ),
     Conflict(_DELTA_NET, "`context` above 1", "`fsdp`, `tensor`", _delta_net_over_context),
-    Conflict("products in FP8 (`model.llm.fp8`)", "`tensor` above 1", "a larger `fsdp`", _float8_over_tensor),
-    Conflict("quantised frozen weights of the LLM", "experts", "`quantize=none`", _quantized_experts),
-    Conflict("a UNet, alone on its devices", "`tensor` above 1", "a larger `fsdp`", _unet_over_tensor),
+    Conflict(
+        "products in FP8 (`model.llm.fp8`)",
+        "`tensor` above 1",
+        "a larger `fsdp`",
+        _float8_over_tensor,
+    ),
+    Conflict(
+        "quantised frozen weights of the LLM", "experts", "`quantize=none`", _quantized_experts
+    ),
+    Conflict(
+        "a UNet, alone on its devices", "`tensor` above 1", "a larger `fsdp`", _unet_over_tensor
+    ),
     Conflict("a UNet", "adapters (`model.lora`)", "training its weights", _adapters_of_unet),
 )

@@ -29,7 +29,8 @@ class PackGrouping:
     """Pack samples so that the rows of every module are full; no sample waits longer than its chunk."""
 
     kind: Literal["pack"] = "pack"
-    chunk_steps: int = 128  # steps that are planned together and drained; resuming replays one chunk
+    # steps that are planned together and drained; resuming replays one chunk
+    chunk_steps: int = 128
     pool_steps: int = 4  # the packer chooses among this many steps' worth of waiting samples
 
 
@@ -68,7 +69,8 @@ class LlmBalance:
 class PostBalance:
     """Balance every phase: place samples by all their costs at once, and move items only where they must."""
 
-    locality: Literal["on", "off"] = "on"  # off: each phase on its own, and most encoder outputs travel (OrchMLLM)
+    # off: each phase on its own, and most encoder outputs travel (OrchMLLM)
+    locality: Literal["on", "off"] = "on"
     kind: Literal["post"] = "post"
 
 
@@ -77,7 +79,8 @@ class BatchConfig:
     """The batch of one optimizer update, independent of the number of devices."""
 
     size: Samples | Tokens = Samples(24)
-    rows: dict[str, int] = field(default_factory=lambda: {"llm": 8})  # packed rows of each module per microbatch
+    # packed rows of each module per microbatch
+    rows: dict[str, int] = field(default_factory=lambda: {"llm": 8})
     microbatches: int = 1  # per update; their gradients are accumulated
     grouping: PackGrouping | IsfGrouping | NoGrouping = PackGrouping()
     # where samples run; which ones a step has is the same
@@ -95,7 +98,12 @@ class EmbeddedSource:
 
     kind: Literal["embedded"] = "embedded"
     # kinds of samples
-    modalities: tuple[Literal["image", "audio", "mixed", "text"], ...] = ("image", "audio", "mixed", "text")
+    modalities: tuple[Literal["image", "audio", "mixed", "text"], ...] = (
+        "image",
+        "audio",
+        "mixed",
+        "text",
+    )
     samples: int = 24_000  # of the train split
     questions: int = 4  # at most, about one sample's media, in training
     weight: float = 1.0  # share of the samples
@@ -106,22 +114,25 @@ class FunctionSource:
     """A source built by your own function, ``module:qualname``, in mmjax or in the config file itself."""
 
     function: str  # `config:name` of the config file's own, or mmjax's `module:name`
-    arguments: dict[str, int | float | str | bool] = field(default_factory=dict)  # passed to it beside `split`
+    # passed to it beside `split`
+    arguments: dict[str, int | float | str | bool] = field(default_factory=dict)
     kind: Literal["function"] = "function"
     weight: float = 1.0  # share of the samples
 
 
-# Sources of files: local paths, or URLs that fsspec opens. `path` is the training split, with `*` for several files;
-# `validation` and `test` are optional files of the same format. Paths in records are relative to `images`, `audio` and
-# `videos`: a folder, URL, .zip or .tar; if empty, the folder of the file itself. References that lead out of them
-# (absolute paths, URLs, `..`, links) are refused unless outside="allow".
+# Sources of files: local paths, or URLs that fsspec opens. `path` is the training split, with `*`
+# for several files; `validation` and `test` are optional files of the same format. Paths in records
+# are relative to `images`, `audio` and `videos`: a folder, URL, .zip or .tar; if empty, the folder
+# of the file itself. References that lead out of them (absolute paths, URLs, `..`, links) are
+# refused unless outside="allow".
 
 
 @dataclass(frozen=True)
 class ConversationFiles:
     """Fields that all sources of JSON or JSON lines share."""
 
-    # Fields that mean the same in other kinds of sources, which take them over where a config is given another kind.
+    # Fields that mean the same in other kinds of sources, which take them over where a config is
+    # given another kind.
     carried: ClassVar[tuple[str, ...]] = (
         "path",
         "images",
@@ -176,10 +187,18 @@ class QuestionsSource(ConversationFiles):
 class ManifestSource:
     """NeMo's audio manifests, JSON lines: {"audio_filepath": "a.wav", "text": "...", "offset": 0, "duration": 2.5}."""
 
-    carried: ClassVar[tuple[str, ...]] = ("path", "audio", "validation", "test", "outside", "weight")
+    carried: ClassVar[tuple[str, ...]] = (
+        "path",
+        "audio",
+        "validation",
+        "test",
+        "outside",
+        "weight",
+    )
     path: str  # of the training split; `*` for several files, or a URL
     audio: str = ""  # folder, URL, .zip or .tar of the clips; empty: the file's folder
-    prompt: str = "Transcribe the audio."  # follows the clip, unless the line has a prompt of its own
+    # follows the clip, unless the line has a prompt of its own
+    prompt: str = "Transcribe the audio."
     validation: str = ""  # files of that split
     test: str = ""  # files of that split
     outside: Outside = "refuse"  # references that lead out of its folders
@@ -205,7 +224,8 @@ class RolloutsSource(ConversationFiles):
 class ParquetSource:
     """Parquet as in Hugging Face's data sets: media are {"bytes", "path"} or bytes, or lists of them.
 
-    The text is in a column of messages, or in two columns of questions and answers, or in one of answers to `prompt`.
+    The text is in a column of messages, or in two columns of questions and answers, or in one of
+    answers to `prompt`.
     """
 
     carried: ClassVar[tuple[str, ...]] = ("path", "validation", "test", "outside", "weight")
@@ -221,12 +241,17 @@ class ParquetSource:
     outside: Outside = "refuse"  # references that lead out of its folder
     kind: Literal["parquet"] = "parquet"
     weight: float = 1.0  # share of the samples
-    window: int = 0  # so many neighbouring samples are shuffled, of files in random order; 0: all of them
-    # pair: columns prompt, chosen and rejected; rollouts: prompt, completion_ids, logprobs and advantages
+    # so many neighbouring samples are shuffled, of files in random order; 0: all of them
+    window: int = 0
+    # pair: columns prompt, chosen and rejected; rollouts: prompt, completion_ids, logprobs and
+    # advantages
     answers: Answers = "one"
-    prompt: str = ""  # the question of every row, where there is no column of questions; empty: none
+    # the question of every row, where there is no column of questions; empty: none
+    prompt: str = ""
     media: str = (
-        ""  # folder, URL, .zip or .tar that paths in columns of media are relative to; empty: the file's folder
+        # folder, URL, .zip or .tar that paths in columns of media are relative to; empty: the
+        # file's folder
+        ""
     )
 
 
@@ -255,11 +280,13 @@ class DatasetInfoSource:
 class WebDatasetSource:
     """WebDataset's shards, or a folder that Megatron Energon has prepared: members of one name are a sample.
 
-    Its text is its .json (messages, conversations, or a question and an answer) or its .txt, an answer to `prompt`.
+    Its text is its .json (messages, conversations, or a question and an answer) or its .txt, an
+    answer to `prompt`.
     """
 
     carried: ClassVar[tuple[str, ...]] = ("path", "validation", "test", "weight")
-    # shards of the training split: `*`, {000..127}, a URL or pipe:COMMAND; or a folder of Energon's, with all splits
+    # shards of the training split: `*`, {000..127}, a URL or pipe:COMMAND; or a folder of
+    # Energon's, with all splits
     path: str
     question: str = "question"  # key of the question in a .json
     answer: str = "answer"  # key of the answer
@@ -268,7 +295,8 @@ class WebDatasetSource:
     test: str = ""  # shards of that split
     kind: Literal["webdataset"] = "webdataset"
     weight: float = 1.0  # share of the samples
-    window: int = 0  # so many neighbouring samples are shuffled, of shards in random order; 0: all of them
+    # so many neighbouring samples are shuffled, of shards in random order; 0: all of them
+    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -303,7 +331,8 @@ FileSource = (
 class Placeholder:
     """The text of an image or clip: `written` is replaced by `before`, its items' tokens and `after`."""
 
-    written: str  # by the chat template, or into messages whose content a template takes as a string only
+    # by the chat template, or into messages whose content a template takes as a string only
+    written: str
     token: str = ""  # the tokenizer's token for each position of an item; empty: `written`
     before: str = ""  # text before the items' tokens
     after: str = ""  # text behind them
@@ -317,14 +346,19 @@ class ChatFormat:
 
     folder: str  # with a tokenizer.json and a chat template
     template: str = ""  # a Jinja file to use instead of the folder's template
-    variables: dict[str, int | float | str | bool] = field(default_factory=dict)  # of the template: enable_thinking
-    placeholders: dict[str, Placeholder] = field(default_factory=dict)  # of image, audio, video; empty: the folder's
-    train_on: Literal["assistant", "last_assistant"] = "assistant"  # every answer, or each conversation's last
-    loss_reduction: Literal["token", "sample", "square"] = "token"  # a sample of n tokens weighs n, 1 or sqrt(n)
-    # beside <image>, <audio> and <video>: part of the marker, so that templates write their own; or text as it stands,
-    # as for LLaMA-Factory and transformers
+    # of the template: enable_thinking
+    variables: dict[str, int | float | str | bool] = field(default_factory=dict)
+    # of image, audio, video; empty: the folder's
+    placeholders: dict[str, Placeholder] = field(default_factory=dict)
+    # every answer, or each conversation's last
+    train_on: Literal["assistant", "last_assistant"] = "assistant"
+    # a sample of n tokens weighs n, 1 or sqrt(n)
+    loss_reduction: Literal["token", "sample", "square"] = "token"
+    # beside <image>, <audio> and <video>: part of the marker, so that templates write their own; or
+    # text as it stands, as for LLaMA-Factory and transformers
     line_breaks: Literal["marker", "text"] = field(default="marker", repr=False)
-    date: str = "2025-01-01"  # today's date for templates that write it; fixed, so that samples never change
+    # today's date for templates that write it; fixed, so that samples never change
+    date: str = "2025-01-01"
 
 
 @dataclass(frozen=True)
@@ -344,22 +378,28 @@ class DataConfig:
 
     # training data, by a name of your own
     sources: dict[str, EmbeddedSource | FunctionSource | FileSource] = field(default_factory=dict)
-    cache: str = ""  # a folder for headers and lengths of the sources' files; empty: ~/.cache/mmjax/data
-    on_bad_sample: Literal["skip", "raise"] = "skip"  # an unreadable sample: listed, then skipped or fatal
+    # a folder for headers and lengths of the sources' files; empty: ~/.cache/mmjax/data
+    cache: str = ""
+    # an unreadable sample: listed, then skipped or fatal
+    on_bad_sample: Literal["skip", "raise"] = "skip"
     max_bad_share: float = 0.01  # of the samples; more unreadable ones are fatal even if skipped
     max_bad: int | None = None  # samples; the same as a count, instead of max_bad_share
-    max_tokens: int | None = None  # LLM tokens, media included: longer samples are left out of training, and listed
+    # LLM tokens, media included: longer samples are left out of training, and listed
+    max_tokens: int | None = None
     limits: MediaLimits = MediaLimits()  # of images, clips and videos in sources of files
     chat: ChatFormat | None = None  # of the conversations in sources of files
     alphabet: str = ""  # one token per character; token 0 is padding, 1 ends an answer
     workers: int = 2  # processes that load, decode and pack; 0 does it in the training process
     prefetch: int = 4  # steps that each worker loads ahead
-    on_oversize: Literal["skip", "raise"] = "skip"  # a sample too long for any row: listed, then skipped or fatal
-    # local: `workers` processes of this host; or a Ray cluster that loads: auto, host:port, ray://host:port
+    # a sample too long for any row: listed, then skipped or fatal
+    on_oversize: Literal["skip", "raise"] = "skip"
+    # local: `workers` processes of this host; or a Ray cluster that loads: auto, host:port,
+    # ray://host:port
     pool: str = "local"
     pool_steps: int = 64  # steps of a training process that the pool loads ahead at most
     pool_memory: float = 4.0  # GB of these
-    # A source's share of the samples is its weight times (its number of samples) ** (1 / temperature): with 1 weights
-    # are epochs, with more, small sources come more often; 0: the weight alone
+    # A source's share of the samples is its weight times (its number of samples) ** (1 /
+    # temperature): with 1 weights are epochs, with more, small sources come more often; 0: the
+    # weight alone
     temperature: float = 0.0
     window_space: float = 32.0  # GB in `cache` for copies of what sources with a `window` read

@@ -15,23 +15,46 @@ from mmjax.config.generators import (
 from mmjax.config.model import ModelConfig
 from mmjax.config.towers import ConnectorConfig
 
-# Of a connector that reads single hidden states: what says how neighbours are merged, or where they lie, is left alone.
-_CONNECTOR_KEYS = ("merge", "merging", "position_grid", "newline", "merger_width", "merger_bias", "projection")
+# Of a connector that reads single hidden states: what says how neighbours are merged, or where they
+# lie, is left alone.
+_CONNECTOR_KEYS = (
+    "merge",
+    "merging",
+    "position_grid",
+    "newline",
+    "merger_width",
+    "merger_bias",
+    "projection",
+)
 
 
 def check_generators(model: ModelConfig) -> None:
     """Raises UserError for generators that cannot be built, or not behind this LLM."""
     for name, generator in model.generators.items():
         where = f"model.generators.{name}"
-        check(name != "llm", f"{where}: 'llm' is the decoder's name; call this generator something else")
-        check(name not in model.encoders, f"{where}: an encoder has this name; call this generator something else")
-        check(name.isidentifier(), f"{where}: a generator's name must be a plain word: letters, digits and '_'")
+        check(
+            name != "llm",
+            f"{where}: 'llm' is the decoder's name; call this generator something else",
+        )
+        check(
+            name not in model.encoders,
+            f"{where}: an encoder has this name; call this generator something else",
+        )
+        check(
+            name.isidentifier(),
+            f"{where}: a generator's name must be a plain word: letters, digits and '_'",
+        )
         _check_generator(where, generator)
 
 
 def _check_generator(where: str, generator: Generator) -> None:
     at_least(1, where, generator, ("condition_width", "queries"))
-    at_least(1, f"{where}.latents", generator.latents, ("channels", "factor") if generator.latents.factor > 1 else ())
+    at_least(
+        1,
+        f"{where}.latents",
+        generator.latents,
+        ("channels", "factor") if generator.latents.factor > 1 else (),
+    )
     for key in ("mean", "std"):
         values = getattr(generator.latents, key, (0.5,))
         check(
@@ -39,7 +62,9 @@ def _check_generator(where: str, generator: Generator) -> None:
             f"{where}.latents.{key} has {len(values)} values for channels={generator.latents.channels}; give one, or "
             "one for each",
         )
-        check(key == "mean" or min(values) > 0, f"{where}.latents.std={values}: must be more than 0")
+        check(
+            key == "mean" or min(values) > 0, f"{where}.latents.std={values}: must be more than 0"
+        )
     if vae := step_vae(generator):
         _check_vae(f"{where}.latents", generator, vae)
     _check_flow(f"{where}.flow", generator.flow)
@@ -53,7 +78,12 @@ def _check_generator(where: str, generator: Generator) -> None:
             f"{getattr(usual, key)}",
         )
     if isinstance(generator, DiffusionTransformerConfig):
-        at_least(1, where, generator, ("layers", "width", "heads", "mlp_width", "patch", "min_patches", "grid"))
+        at_least(
+            1,
+            where,
+            generator,
+            ("layers", "width", "heads", "mlp_width", "patch", "min_patches", "grid"),
+        )
         above_zero(where, generator, ("norm_eps", "grid_scale"))
         divides(where, generator.width, "width", generator.heads, "heads")
         unit = 12 if generator.micro_conditions else 4
@@ -81,8 +111,14 @@ def _check_vae(where: str, generator: Generator, vae: VaeConfig) -> None:
     """Check a VAE that encodes in every step."""
     for key in ("channels", "factor", "scale", "shift"):
         configured, value = getattr(generator.latents, key), getattr(vae, key)
-        check(configured == value, f"{where}.{key}={configured}, but its vae says {value}; use {where}.{key}={value}")
-    check(vae.image_channels == 3, f"{where}.vae.image_channels={vae.image_channels}: images have 3 channels")
+        check(
+            configured == value,
+            f"{where}.{key}={configured}, but its vae says {value}; use {where}.{key}={value}",
+        )
+    check(
+        vae.image_channels == 3,
+        f"{where}.vae.image_channels={vae.image_channels}: images have 3 channels",
+    )
     size = image_size(generator)
     check(
         size is not None,
@@ -110,7 +146,10 @@ def _check_unet(where: str, unet: UnetConfig) -> None:
     at_least(1, where, unet, ("blocks", "groups"))
     for key in ("heads", "attending"):
         count = len(getattr(unet, key))
-        check(count == levels, f"{where}.{key} names {count} levels, widths {levels}; give one value for each")
+        check(
+            count == levels,
+            f"{where}.{key} names {count} levels, widths {levels}; give one value for each",
+        )
     check(
         unet.widths[0] % 2 == 0,
         f"{where}.widths: the time has as many features as the first level channels; use an even number",

@@ -25,7 +25,8 @@ class PixelLatents:
     """An image's own pixels in place of latents, for small images."""
 
     channels: int = 3  # of an image
-    mean: tuple[float, ...] = (0.5,)  # per channel, or one for all; pixels become (x / 255 - mean) / std
+    # per channel, or one for all; pixels become (x / 255 - mean) / std
+    mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)  # per channel, or one for all
     kind: Literal["pixels"] = "pixels"
 
@@ -41,7 +42,8 @@ class VaeConfig:
     folder.
     """
 
-    widths: tuple[int, ...] = (128, 256, 512, 512)  # channels of each level; the resolution halves between levels
+    # channels of each level; the resolution halves between levels
+    widths: tuple[int, ...] = (128, 256, 512, 512)
     blocks: int = 2  # residual blocks per level of the encoder; one more in the decoder
     groups: int = 32  # of GroupNorm
     image_channels: int = 3  # of an image
@@ -68,7 +70,8 @@ class VaeLatents:
     scale: float = 0.18215  # latents become (x - shift) * scale
     shift: float = 0.0  # of latents before they are scaled
     kind: Literal["vae"] = "vae"
-    # once: by mmjax.index --latents, before training; step: from pixels, in every step, images of one size
+    # once: by mmjax.index --latents, before training; step: from pixels, in every step, images of
+    # one size
     encode: Literal["once", "step"] = "once"
     vae: VaeConfig = VaeConfig()  # that encodes in every step, as its folder describes it
 
@@ -80,8 +83,8 @@ Latents = PixelLatents | VaeLatents
 class FlowMatching:
     """A generator's loss: the squared error of the velocity from an image's latents to noise (Esser et al. 2024).
 
-    Of an image with latents x and noise e the generator sees (1 - t) x + t e at a time t that is logit-normal, and
-    predicts e - x.
+    Of an image with latents x and noise e the generator sees (1 - t) x + t e at a time t that is
+    logit-normal, and predicts e - x.
     """
 
     weight: float = 1.0  # of this loss beside the LLM's
@@ -106,23 +109,31 @@ class DiffusionTransformerConfig:
     latents: PixelLatents | VaeLatents = PixelLatents()
     images: ImagePreparation = AsIs()  # preprocessing
     min_patches: int = 16  # of an image; smaller images are refused
-    queries: int = 16  # learned tokens in the LLM that stand for an image; their hidden states are its condition
-    grid: int = 16  # patches per side of an image whose positions are 0, 1, ..; other sizes are stretched to it
+    # learned tokens in the LLM that stand for an image; their hidden states are its condition
+    queries: int = 16
+    # patches per side of an image whose positions are 0, 1, ..; other sizes are stretched to it
+    grid: int = 16
     grid_scale: float = 1.0  # that positions are divided by
-    micro_conditions: bool = False  # the time's embedding knows an image's height, width and aspect ratio
-    learned_variance: bool = False  # the checkpoint's last layer predicts variances too, which are not trained
+    # the time's embedding knows an image's height, width and aspect ratio
+    micro_conditions: bool = False
+    # the checkpoint's last layer predicts variances too, which are not trained
+    learned_variance: bool = False
     norm_eps: float = 1e-6  # of LayerNorm
     activation: Activation = "gelu_tanh"  # of the MLP
     flow: FlowMatching = FlowMatching()
     connector: ConnectorConfig = _CONNECTOR
-    attention: Attention = "dense"  # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
+    # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
+    attention: Attention = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a diffusers folder whose weights it starts from; empty: random
     kind: Literal["diffusion_transformer"] = "diffusion_transformer"
-    condition_mlp: bool = True  # brings condition tokens to the width; else the layers' keys and values read them
-    biases: tuple[Biased, ...] = ("query", "key", "value", "output", "up", "down")  # of both attentions and the MLP
-    text_tokens: int = 0  # positions before an image whose hidden states are its condition too, as far as there are
+    # brings condition tokens to the width; else the layers' keys and values read them
+    condition_mlp: bool = True
+    # of both attentions and the MLP
+    biases: tuple[Biased, ...] = ("query", "key", "value", "output", "up", "down")
+    # positions before an image whose hidden states are its condition too, as far as there are
+    text_tokens: int = 0
 
     @property
     def condition_tokens(self) -> int:
@@ -149,7 +160,8 @@ class UnetConfig:
     """Stable Diffusion 2.1's UNet, for images of one size."""
 
     condition_width: int  # of the tokens that the connector makes of the LLM's hidden states
-    widths: tuple[int, ...] = (320, 640, 1280, 1280)  # channels of each level; the resolution halves between levels
+    # channels of each level; the resolution halves between levels
+    widths: tuple[int, ...] = (320, 640, 1280, 1280)
     heads: tuple[int, ...] = (5, 10, 20, 20)  # attention heads of each level
     attending: tuple[bool, ...] = (True, True, True, False)  # levels with attention
     blocks: int = 2  # residual blocks per level on the way down; one more on the way up
@@ -158,14 +170,16 @@ class UnetConfig:
     linear_projections: bool = True  # around attention; else convolutions (Stable Diffusion 1)
     latents: PixelLatents | VaeLatents = VaeLatents()
     images: ImagePreparation = AsIs()  # preprocessing
-    queries: int = 77  # learned tokens in the LLM that stand for an image; their hidden states are its condition
+    # learned tokens in the LLM that stand for an image; their hidden states are its condition
+    queries: int = 77
     flow: FlowMatching = FlowMatching()
     connector: ConnectorConfig = _CONNECTOR
     remat: Literal["none", "full"] = "none"  # of every block
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a diffusers folder whose weights it starts from; empty: random
     kind: Literal["unet"] = "unet"
-    # Among an image's latents: all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks.
+    # Among an image's latents: all scores at once, by blocks, a kernel for GPUs; auto: that,
+    # elsewhere blocks.
     attention: Attention = "dense"
 
     @property

@@ -1,6 +1,7 @@
 """Config of images: the fields of each kind, their check, and how they are read from transformers' processors.
 
-The items, texts and order of tokens that a kind makes are a file of `mmjax/data/media/preparations`.
+The items, texts and order of tokens that a kind makes are a file of
+`mmjax/data/media/preparations`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,15 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from mmjax.config.checks import above_zero, at_least, check, check_color, check_size, listed, ordered
+from mmjax.config.checks import (
+    above_zero,
+    at_least,
+    check,
+    check_color,
+    check_size,
+    listed,
+    ordered,
+)
 from mmjax.config.processor_fields import Filter, ProcessorFields, is_count
 from mmjax.errors import UserError
 
@@ -17,8 +26,8 @@ from mmjax.errors import UserError
 class ImageKind:
     """Base of the ways to prepare images, for a vision tower or to be made by a generator.
 
-    `from_hf` of a kind reads the fields of one of `hf_processors`. It raises UserError, naming file and field, for what
-    is unknown.
+    `from_hf` of a kind reads the fields of one of `hf_processors`. It raises UserError, naming file
+    and field, for what is unknown.
     """
 
     hf_processors = ()  # image processors of transformers that are read as this kind
@@ -39,8 +48,8 @@ class ImageKind:
     def fitted(self, where: str, patch: int, merge: int, positions: str) -> Self:
         """Return the preparation for a tower with such patches, of which merge x merge are a token, and positions.
 
-        positions: the kind of the tower's. Raises UserError, which `where` begins, where its images are not the
-        tower's.
+        positions: the kind of the tower's. Raises UserError, which `where` begins, where its images
+        are not the tower's.
         """
         return self
 
@@ -61,12 +70,19 @@ class FixedSize(ImageKind):
     """One item of a fixed size, as for CLIP, SigLIP and LLaVA-1.5: padded to a square, resized and cropped."""
 
     square: tuple[int, ...] = ()  # red, green and blue of the padding to a square; (): no padding
-    resize: tuple[int, ...] = (224,)  # to this shortest edge, or to (height, width); (): no resizing
-    crop: tuple[int, ...] = (224, 224)  # height and width of a centre crop, black beyond the image; (): no crop
+    # to this shortest edge, or to (height, width); (): no resizing
+    resize: tuple[int, ...] = (224,)
+    # height and width of a centre crop, black beyond the image; (): no crop
+    crop: tuple[int, ...] = (224, 224)
     filter: Filter = "bicubic"  # of resizing
     kind: Literal["fixed_size"] = "fixed_size"
 
-    hf_processors = ("CLIPImageProcessor", "SiglipImageProcessor", "BitImageProcessor", "LlavaImageProcessor")
+    hf_processors = (
+        "CLIPImageProcessor",
+        "SiglipImageProcessor",
+        "BitImageProcessor",
+        "LlavaImageProcessor",
+    )
 
     @property
     def picture_size(self) -> tuple[int, ...]:
@@ -77,7 +93,10 @@ class FixedSize(ImageKind):
     def check(self, where: str) -> None:
         check_color(f"{where}.square", self.square)
         setting = f"{where}.resize={listed(self.resize)}"
-        check(len(self.resize) <= 2, f"{setting}: give the shortest edge, or height and width, or nothing")
+        check(
+            len(self.resize) <= 2,
+            f"{setting}: give the shortest edge, or height and width, or nothing",
+        )
         check(min(self.resize, default=1) > 0, f"{setting}: must be more than 0")
         check_size(where, self, "crop", optional=True)
 
@@ -105,8 +124,8 @@ class SmartResize(ImageKind):
     max_pixels: int = 28 * 28 * 1280  # of the resized image
     filter: Filter = "bicubic"  # of resizing
     kind: Literal["smart_resize"] = "smart_resize"
-    # frames that an image counts as, against bounds of all their pixels, and its sides enlarged to a window first, as
-    # for GLM-4.1V; 0: neither
+    # frames that an image counts as, against bounds of all their pixels, and its sides enlarged to
+    # a window first, as for GLM-4.1V; 0: neither
     frames: int = 0
 
     hf_processors = ("Qwen2VLImageProcessor", "Glm4vImageProcessor", "Glm46VImageProcessor")
@@ -144,7 +163,8 @@ class PixtralResize(ImageKind):
     """One item of about the image's own shape, shrunk into a box, in whole tokens, as for Pixtral and Mistral 3."""
 
     unit: int = 16  # pixels per side of an LLM token
-    box: tuple[int, ...] = (1024, 1024)  # height and width; smaller images are not enlarged, but to whole tokens
+    # height and width; smaller images are not enlarged, but to whole tokens
+    box: tuple[int, ...] = (1024, 1024)
     row_end: str = ""  # text behind every row of an image's tokens but the last
     end: str = ""  # text behind the last row
     filter: Filter = "bicubic"  # of resizing
@@ -164,7 +184,9 @@ class PixtralResize(ImageKind):
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> PixtralResize:
         if not fields.flag("do_resize"):
-            raise fields.refused("do_resize", "images that are not whole tokens cannot be patched; set it to true")
+            raise fields.refused(
+                "do_resize", "images that are not whole tokens cannot be patched; set it to true"
+            )
         if fields.flag("do_center_crop"):
             raise fields.refused("do_center_crop", "images are not cropped; set it to false")
         if edge := fields.longest_edge("size"):
@@ -229,14 +251,16 @@ class DynamicTiles(ImageKind):
         min_tiles, max_tiles = fields.count("min_patches"), fields.count("max_patches")
         if tiled and max_tiles > 1:
             return cls(tile=size, min_tiles=min_tiles, max_tiles=max_tiles, filter=fields.filter())
-        return FixedSize(resize=size if fields.flag("do_resize") else (), crop=(), filter=fields.filter())
+        return FixedSize(
+            resize=size if fields.flag("do_resize") else (), crop=(), filter=fields.filter()
+        )
 
     @classmethod
     def from_internvl_chat(cls, fields: ProcessorFields, side: int) -> DynamicTiles | FixedSize:
         """Read the config of OpenGVLab's `internvl_chat`. side: pixels of its tower's images.
 
-        Their code never reads the `preprocessor_config.json` beside it. Their fine-tuning gives each of a sample's
-        several images its share of `max_dynamic_patch`; this is one image's.
+        Their code never reads the `preprocessor_config.json` beside it. Their fine-tuning gives
+        each of a sample's several images its share of `max_dynamic_patch`; this is one image's.
         """
         if fields.flag("pad2square"):
             raise fields.refused("pad2square", "only false is known")
@@ -255,18 +279,21 @@ class DynamicTiles(ImageKind):
 class AnyRes(ImageKind):
     """The whole image as one tile, then tiles of the best-fitting resolution, as for LLaVA-NeXT and -OneVision.
 
-    The LLM sees tokens tile by tile, or by rows of the image that the tiles make up: without those of padding only, and
-    with `connector.newline` behind each row.
+    The LLM sees tokens tile by tile, or by rows of the image that the tiles make up: without those
+    of padding only, and with `connector.newline` behind each row.
     """
 
     tile: int = 336  # pixels per side
-    pinpoints: tuple[str, ...] = ("336x672", "672x336", "672x672", "1008x336", "336x1008")  # height x width
+    # height x width
+    pinpoints: tuple[str, ...] = ("336x672", "672x336", "672x672", "1008x336", "336x1008")
     # images of a sample with several: tiled like single ones, or padded to a square
     several: Literal["tiles", "square"] = "tiles"
     background: tuple[int, ...] = (122, 116, 104)  # red, green and blue of that padding
     filter: Filter = "bicubic"  # of resizing
-    order: Literal["tiles", "rows"] = "tiles"  # of an image's tokens: tile by tile, or by rows of the image
-    most_tiles: int = 0  # images with over 1.21 times the tokens of so many tiles are interpolated to those; 0: never
+    # of an image's tokens: tile by tile, or by rows of the image
+    order: Literal["tiles", "rows"] = "tiles"
+    # images with over 1.21 times the tokens of so many tiles are interpolated to those; 0: never
+    most_tiles: int = 0
     kind: Literal["any_res"] = "any_res"
 
     hf_processors = ("LlavaNextImageProcessor", "LlavaOnevisionImageProcessor")
@@ -289,13 +316,24 @@ class AnyRes(ImageKind):
         at_least(1, where, self, ("tile",))
         at_least(0, where, self, ("most_tiles",))
         by_rows = self.order == "rows" or not self.most_tiles
-        check(by_rows, f"{where}.most_tiles={self.most_tiles}: it is rows that are interpolated; choose order=rows")
+        check(
+            by_rows,
+            f"{where}.most_tiles={self.most_tiles}: it is rows that are interpolated; choose order=rows",
+        )
         check_color(f"{where}.background", self.background)
-        check(bool(self.pinpoints), f"{where}.pinpoints is empty; name some, such as {2 * self.tile}x{self.tile}")
+        check(
+            bool(self.pinpoints),
+            f"{where}.pinpoints is empty; name some, such as {2 * self.tile}x{self.tile}",
+        )
         for pinpoint in self.pinpoints:
-            sides = map(int, pinpoint.split("x") if re.fullmatch("[0-9]+x[0-9]+", pinpoint) else ("0",))
+            sides = map(
+                int, pinpoint.split("x") if re.fullmatch("[0-9]+x[0-9]+", pinpoint) else ("0",)
+            )
             fits = all(side > 0 and side % self.tile == 0 for side in sides)
-            check(fits, f"{where}.pinpoints: {pinpoint!r} is no HEIGHTxWIDTH in multiples of tile={self.tile}")
+            check(
+                fits,
+                f"{where}.pinpoints: {pinpoint!r} is no HEIGHTxWIDTH in multiples of tile={self.tile}",
+            )
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> AnyRes:
@@ -304,13 +342,22 @@ class AnyRes(ImageKind):
         cropped = fields.value("crop_size") is not None
         if len({*size, *(fields.height_and_width("crop_size") if cropped else ())}) != 1:
             crop = f"; crop_size is {fields.value('crop_size')}" if cropped else ""
-            raise fields.refused("size", f"tiles must be square, and size and crop_size the same{crop}")
+            raise fields.refused(
+                "size", f"tiles must be square, and size and crop_size the same{crop}"
+            )
         pinpoints = fields.value("image_grid_pinpoints")
         fits = isinstance(pinpoints, list) and len(pinpoints) > 0
         for point in pinpoints if fits else ():
-            fits &= isinstance(point, list) and len(point) == 2 and all(is_count(s) and s % tile == 0 for s in point)
+            fits &= (
+                isinstance(point, list)
+                and len(point) == 2
+                and all(is_count(s) and s % tile == 0 for s in point)
+            )
         if not fits:
-            raise fields.refused("image_grid_pinpoints", f"give [height, width] of each, in multiples of size, {tile}")
+            raise fields.refused(
+                "image_grid_pinpoints",
+                f"give [height, width] of each, in multiples of size, {tile}",
+            )
         return cls(
             tile=tile,
             pinpoints=tuple(f"{height}x{width}" for height, width in pinpoints),
@@ -325,9 +372,11 @@ class SplitTiles(ImageKind):
     """Square tiles of an enlarged image, row by row, then the whole image as one more, as for Idefics3 and SmolVLM."""
 
     tile: int = 364  # pixels per side
-    resize: tuple[int, ...] = (1456,)  # to this longest edge, or to (height, width), before it is cut; (): as it is
+    # to this longest edge, or to (height, width), before it is cut; (): as it is
+    resize: tuple[int, ...] = (1456,)
     split: bool = True  # false: the whole image alone
-    marker: str = ""  # text before each tile, and behind the last; with it rows end with a line break
+    # text before each tile, and behind the last; with it rows end with a line break
+    marker: str = ""
     label: str = ""  # text behind the marker, with {row} and {column} of the tile from 1 on
     whole: str = ""  # the same of the whole image
     filter: Filter = "lanczos"  # of resizing
@@ -347,7 +396,10 @@ class SplitTiles(ImageKind):
     def check(self, where: str) -> None:
         at_least(1, where, self, ("tile",))
         fits = len(self.resize) <= 2 and min(self.resize, default=1) > 0
-        check(fits, f"{where}.resize={listed(self.resize)}: give the longest edge, or height and width, or nothing")
+        check(
+            fits,
+            f"{where}.resize={listed(self.resize)}: give the longest edge, or height and width, or nothing",
+        )
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> SplitTiles:
@@ -405,7 +457,9 @@ class PanAndScan(ImageKind):
         if not fields.flag("do_pan_and_scan"):
             return FixedSize.from_hf(fields)
         if not fields.flag("do_resize"):
-            raise fields.refused("do_resize", "an image and its crops must be of one size; set it to true")
+            raise fields.refused(
+                "do_resize", "an image and its crops must be of one size; set it to true"
+            )
         return cls(
             resize=fields.height_and_width("size"),
             min_crop=fields.count("pan_and_scan_min_crop_size"),
@@ -415,4 +469,6 @@ class PanAndScan(ImageKind):
         )
 
 
-ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes | PixtralResize | SplitTiles | PanAndScan
+ImagePreparation = (
+    AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes | PixtralResize | SplitTiles | PanAndScan
+)

@@ -7,8 +7,9 @@ A config is a Python file with `def config() -> Config`. A variant starts from a
     def config() -> Config:
         return dataclasses.replace(base.config(), name="mine")
 
-Overrides `a.b=value` edit it; the result is validated, printed, stored as JSON and rebuilt from that JSON alone. Your
-own functions are stored as `module:qualname`, and this module alone looks them up.
+Overrides `a.b=value` edit it; the result is validated, printed, stored as JSON and rebuilt from
+that JSON alone. Your own functions are stored as `module:qualname`, and this module alone looks
+them up.
 """
 
 from __future__ import annotations
@@ -61,32 +62,46 @@ __all__ = [
 ]
 
 CONFIG_COPY = "config.py"  # a run folder's copy of its config file
-VALUE_WIDTH = 16  # characters of a key's value before its meaning; longer values push it to the right
+# characters of a key's value before its meaning; longer values push it to the right
+VALUE_WIDTH = 16
 LENGTHS = ("training.steps", "training.epochs")  # of a run, which has one of them
 
-Loaded = dict[Path, types.ModuleType | None]  # config files that one load executes; None while a file is executing
+# config files that one load executes; None while a file is executing
+Loaded = dict[Path, types.ModuleType | None]
 
 _loading: ContextVar[Loaded | None] = ContextVar("loading", default=None)
 
 
-# -------------------------------------------------------------------------------------------------------- loading
+# --------------------------------------------------------------------------------------------------
+# loading
 
 
-def load(path_or_name: str | Path, overrides: Sequence[str] = (), planned: Sequence[str] = ()) -> Config:
+def load(
+    path_or_name: str | Path, overrides: Sequence[str] = (), planned: Sequence[str] = ()
+) -> Config:
     """Load a config from a file, or one of mmjax's by name (`tiny_vlm`), apply overrides `a.b=value` and validate it.
 
-    Overrides `name=text` that name a parameter of the file's config() are passed to it. planned: overrides of a plan,
-    which the others change. Raises UserError with file and line for a mistake in the file, and with the key for a bad
-    value.
+    Overrides `name=text` that name a parameter of the file's config() are passed to it. planned:
+    overrides of a plan, which the others change. Raises UserError with file and line for a mistake
+    in the file, and with the key for a bad value.
     """
     path = find_config(path_or_name)
     with _share_modules() as modules:
         module = _execute(path, modules)
         arguments = _config_arguments(module, [*planned, *overrides])
         tree = _config_tree(module, path, modules, arguments)
-        lines = [[line for line in words if key_of(line) not in arguments] for words in (planned, overrides)]
+        lines = [
+            [line for line in words if key_of(line) not in arguments]
+            for words in (planned, overrides)
+        ]
         for name in arguments.keys() & set(map(key_of, overrides)):
-            _check_effect(name, arguments, [*lines[0], *lines[1]], tree, partial(_config_tree, module, path, modules))
+            _check_effect(
+                name,
+                arguments,
+                [*lines[0], *lines[1]],
+                tree,
+                partial(_config_tree, module, path, modules),
+            )
     for words in lines:
         _assign_all(tree, words)
     config = decode(Config, tree, "")
@@ -108,7 +123,9 @@ def config_parameters(path: Path) -> list[str]:
         return list(_parameters(_execute(path, modules)))
 
 
-def apply_overrides(config: Config, overrides: Sequence[str], planned: Sequence[str] = ()) -> Config:
+def apply_overrides(
+    config: Config, overrides: Sequence[str], planned: Sequence[str] = ()
+) -> Config:
     """Apply overrides `a.b=value` to a config, after those of a plan, and validate the result."""
     tree = encode(Config, config, "")
     for lines in (planned, overrides):
@@ -127,7 +144,8 @@ def _check_effect(
 ) -> None:
     """Raise UserError where all that an argument of config() sets is set by overrides `lines` too, so it has no effect.
 
-    tree: of the config with these arguments. What an argument sets is seen by giving it another text.
+    tree: of the config with these arguments. What an argument sets is seen by giving it another
+    text.
     """
     built = dict(leaves(Config, tree))
     assigned = _assigned(tree, lines)
@@ -137,9 +155,15 @@ def _check_effect(
             changed = make_tree({**arguments, name: variant})
             lost = _assigned(changed, lines) == assigned
         except UserError:
-            continue  # the text has a meaning of its own: it names a checkpoint, or one of several models
+            # the text has a meaning of its own: it names a checkpoint, or one of several models
+            continue
         set_by_it = [key for key, value in leaves(Config, changed) if built.get(key) != value]
-        lines_of = [(key, line) for key in set_by_it for line in lines if f"{key}.".startswith(f"{key_of(line)}.")]
+        lines_of = [
+            (key, line)
+            for key in set_by_it
+            for line in lines
+            if f"{key}.".startswith(f"{key_of(line)}.")
+        ]
         if lost and lines_of:
             key, line = lines_of[0]
             raise UserError(f"{name}={text} and {line} set {key} twice; leave one of them out")
@@ -155,7 +179,9 @@ def _assigned(tree: dict[str, Any], lines: Sequence[str]) -> dict[str, Any]:
 
 def is_override(word: str) -> bool:
     """Tell whether a word of a command line is written as a change to a config."""
-    return "=" in word and key_of(word).partition(".")[0] in (field.name for field in dataclasses.fields(Config))
+    return "=" in word and key_of(word).partition(".")[0] in (
+        field.name for field in dataclasses.fields(Config)
+    )
 
 
 def _assign_all(tree: dict[str, Any], lines: Sequence[str]) -> None:
@@ -163,10 +189,14 @@ def _assign_all(tree: dict[str, Any], lines: Sequence[str]) -> None:
     keys = [key_of(line) for line in lines]
     for n, (key, line) in enumerate(zip(keys, lines, strict=True)):
         below = {
-            earlier: value_at(tree, key_of(earlier)) for earlier in lines[:n] if key_of(earlier).startswith(f"{key}.")
+            earlier: value_at(tree, key_of(earlier))
+            for earlier in lines[:n]
+            if key_of(earlier).startswith(f"{key}.")
         }
         assign(Config, tree, line)
-        if undone := [earlier for earlier, value in below.items() if value_at(tree, key_of(earlier)) != value]:
+        if undone := [
+            earlier for earlier, value in below.items() if value_at(tree, key_of(earlier)) != value
+        ]:
             raise UserError(
                 f"{undone[0]} is undone by {line} behind it; put {undone[0]} last, or leave one of them out"
             )
@@ -191,9 +221,15 @@ def find_config(path_or_name: str | Path) -> Path:
     if path.is_file() and path.suffix == ".py":
         return path.absolute()
     if path.exists() and (path.is_file() or path.parent != Path(".")):
-        raise UserError(f"{path} is not a config: a config is a Python file, name.py, with def config() -> Config")
+        raise UserError(
+            f"{path} is not a config: a config is a Python file, name.py, with def config() -> Config"
+        )
     shipped = _shipped_folder() / path.with_suffix(".py").name
-    if path.parent in (Path("."), Path("configs")) and path.suffix in ("", ".py") and shipped.is_file():
+    if (
+        path.parent in (Path("."), Path("configs"))
+        and path.suffix in ("", ".py")
+        and shipped.is_file()
+    ):
         return shipped
     known = [str(config) for config in sorted(path.parent.glob("*.py"))]
     if not known and path.parent not in (Path("."), Path("configs")):
@@ -208,7 +244,9 @@ def sibling(file: str, name: str) -> types.ModuleType:
     candidates = [folder / f"{name}.py", _shipped_folder() / f"{name}.py"]
     path = next((p for p in candidates if p.is_file()), None)
     if path is None or not name.isidentifier():
-        raise UserError(f"{file}: no config {name!r} beside it{did_you_mean(name, _config_names(folder))}")
+        raise UserError(
+            f"{file}: no config {name!r} beside it{did_you_mean(name, _config_names(folder))}"
+        )
     if path.name == CONFIG_COPY:
         raise UserError(
             f"{file}: derives from {path}, but a run keeps its own config as {CONFIG_COPY}; rename that file"
@@ -232,7 +270,9 @@ def config_texts(path_or_name: str | Path) -> dict[str, str]:
         with suppress(UserError):  # config() may need arguments, which are not known here
             _config_tree(module, path, modules)
         return {
-            p.name if p != path else CONFIG_COPY: p.read_text() for p in modules if p == path or p.parent != shipped
+            p.name if p != path else CONFIG_COPY: p.read_text()
+            for p in modules
+            if p == path or p.parent != shipped
         }
 
 
@@ -244,7 +284,11 @@ def _shipped_folder() -> Path:
 
 def _config_names(folder: Path) -> list[str]:
     """List the configs in a folder and those that come with mmjax, each once."""
-    return list(dict.fromkeys(path.stem for f in (folder, _shipped_folder()) for path in sorted(f.glob("*.py"))))
+    return list(
+        dict.fromkeys(
+            path.stem for f in (folder, _shipped_folder()) for path in sorted(f.glob("*.py"))
+        )
+    )
 
 
 @contextmanager
@@ -270,8 +314,10 @@ def _execute(path: Path, modules: Loaded) -> types.ModuleType:
     name = f"mmjax_config_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     module = types.ModuleType(name)
     module.__file__ = str(path)
-    sys.modules[name] = module  # as importlib does: dataclasses and pickle look a class's module up there
-    # Executed under a name of its own instead of imported: files of equal names in two folders stay apart.
+    # as importlib does: dataclasses and pickle look a class's module up there
+    sys.modules[name] = module
+    # Executed under a name of its own instead of imported: files of equal names in two folders stay
+    # apart.
     with _errors_with_line(path, modules):
         exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
     modules[path] = module
@@ -286,12 +332,17 @@ def _errors_with_line(path: Path, modules: Loaded) -> Iterator[None]:
     except UserError:
         raise
     except SyntaxError as error:
-        place = f"{error.filename}:{error.lineno}" if error.filename else path  # none for a null byte
+        # none for a null byte
+        place = f"{error.filename}:{error.lineno}" if error.filename else path
         raise UserError(f"{place}: {error.msg}") from None
     except (Exception, SystemExit) as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) in modules]
+        frames = [
+            f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) in modules
+        ]
         place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else f"{path}:1"
-        raise UserError(f"{place}: " + " ".join(f"{type(error).__name__}: {error}".split())) from None
+        raise UserError(
+            f"{place}: " + " ".join(f"{type(error).__name__}: {error}".split())
+        ) from None
 
 
 def _parameters(module: types.ModuleType) -> Mapping[str, inspect.Parameter]:
@@ -307,29 +358,45 @@ def _config_arguments(module: types.ModuleType, lines: Sequence[str]) -> dict[st
     """
     parameters = _parameters(module)
     texts = {name: text for name, _, text in (line.partition("=") for line in lines)}
-    for name in texts.keys() - parameters.keys() - {field.name for field in dataclasses.fields(Config)}:
+    for name in (
+        texts.keys() - parameters.keys() - {field.name for field in dataclasses.fields(Config)}
+    ):
         if "." not in name and difflib.get_close_matches(name, parameters, 1):
             raise UserError(f"unknown key {name!r}{did_you_mean(name, parameters)}")
     return {name: text for name, text in texts.items() if name in parameters}
 
 
 def _config_tree(
-    module: types.ModuleType, path: Path, modules: Loaded, arguments: Mapping[str, str] | None = None
+    module: types.ModuleType,
+    path: Path,
+    modules: Loaded,
+    arguments: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Call a module's config() and encode the result. Raises UserError with the file's line for any mistake."""
     arguments = arguments or {}
     make = getattr(module, "config", None)
     if not isinstance(make, types.FunctionType):
-        raise UserError(f"{path}:1: has no function config; a config file defines def config() -> Config")
+        raise UserError(
+            f"{path}:1: has no function config; a config file defines def config() -> Config"
+        )
     needed = [p.name for p in inspect.signature(make).parameters.values() if p.default is p.empty]
     if missing := [name for name in needed if name not in arguments]:
-        raise UserError(f"{path}: config() asks for {missing[0]}; say it after the config's name: {missing[0]}=...")
+        raise UserError(
+            f"{path}: config() asks for {missing[0]}; say it after the config's name: {missing[0]}=..."
+        )
     with _errors_with_line(path, modules):
         hints = get_type_hints(make)
-        config = make(**{name: parse_argument(hints.get(name, str), text, name) for name, text in arguments.items()})
+        config = make(
+            **{
+                name: parse_argument(hints.get(name, str), text, name)
+                for name, text in arguments.items()
+            }
+        )
     if type(config) is not Config:
         line = make.__code__.co_firstlineno
-        raise UserError(f"{path}:{line}: config() returns {type(config).__name__}, expected mmjax.config.Config")
+        raise UserError(
+            f"{path}:{line}: config() returns {type(config).__name__}, expected mmjax.config.Config"
+        )
     # Constructors of dataclasses check no types; encoding does.
     try:
         return encode(Config, config, "")
@@ -342,11 +409,14 @@ def _line_of(key: str, make: types.FunctionType, path: Path) -> int:
     """Find the line that sets this key: the only `name=` of its name, else the start of `config`."""
     name = re.sub(r"\[\d+\]$", "", key).rpartition(".")[2]
     nodes = ast.walk(ast.parse(path.read_text()))
-    lines = [node.value.lineno for node in nodes if isinstance(node, ast.keyword) and node.arg == name]
+    lines = [
+        node.value.lineno for node in nodes if isinstance(node, ast.keyword) and node.arg == name
+    ]
     return lines[0] if len(lines) == 1 else make.__code__.co_firstlineno
 
 
-# -------------------------------------------------------------------------------------------- storing and comparing
+# --------------------------------------------------------------------------------------------
+# storing and comparing
 
 
 def to_json(config: Config) -> str:
@@ -392,27 +462,33 @@ def differences(a: Config, b: Config) -> list[str]:
     lines = []
     for key in [*old, *(key for key in new if key not in old)]:
         # Of a section that one lacks only the section is listed, not each of its keys.
-        parent_absent = any(key.startswith(f"{k}.") and (k in old) != (k in new) for k in (*old, *new))
+        parent_absent = any(
+            key.startswith(f"{k}.") and (k in old) != (k in new) for k in (*old, *new)
+        )
         if old.get(key) != new.get(key) and not parent_absent:
             lines.append(f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}")
     return lines
 
 
-# -------------------------------------------------------------------------------------------------------- functions
+# --------------------------------------------------------------------------------------------------
+# functions
 
 
 def resolve(function: str, folder: Path | None) -> Callable[..., Any]:
     """Look up the function or class `module:qualname` in mmjax, or `config:qualname` in a run's copy of its config.
 
-    Raises UserError for anything else: a stored config must not be able to call arbitrary code. That the folder is to
-    be trusted is for `runtime.run_trust` to know, before its config gets here.
+    Raises UserError for anything else: a stored config must not be able to call arbitrary code.
+    That the folder is to be trusted is for `runtime.run_trust` to know, before its config gets
+    here.
     """
     if not function.startswith("config:"):
         return _look_up(function, "function", None, None)
     path = None if folder is None else Path(folder).absolute() / CONFIG_COPY
     if path is None or not path.is_file():
         place = f"there is no {path}" if path else "no run folder is known"
-        raise UserError(f"function {function!r} is in the run's config file, but {place}; give the run's folder")
+        raise UserError(
+            f"function {function!r} is in the run's config file, but {place}; give the run's folder"
+        )
     with _share_modules() as modules:
         return _look_up(function, "function", _execute(path, modules), path)
 
@@ -430,7 +506,9 @@ def callback_names(model: ModelConfig) -> Iterator[tuple[str, str]]:
                 yield f"model.encoders.{name}.callbacks.{field.name}", function
 
 
-def _look_up(function: str, where: str, module: types.ModuleType | None, path: Path | None) -> Callable[..., Any]:
+def _look_up(
+    function: str, where: str, module: types.ModuleType | None, path: Path | None
+) -> Callable[..., Any]:
     """Look up a public function of mmjax, or of a config file that is loaded as `module` from `path`.
 
     Raises UserError, naming the key `where`.

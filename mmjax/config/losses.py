@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-# What a record holds of answers: the last of a conversation, a chosen and a rejected one, one that is good or bad, or
-# some that a model has drawn. `data.sources.answers` reads each.
+# What a record holds of answers: the last of a conversation, a chosen and a rejected one, one that
+# is good or bad, or some that a model has drawn. `data.sources.answers` reads each.
 Answers = Literal["one", "pair", "judged", "rollouts"]
-# Where log-probabilities of the frozen reference come from: a second forward pass without adapters, the data, or none.
+# Where log-probabilities of the frozen reference come from: a second forward pass without adapters,
+# the data, or none.
 Reference = Literal["adapters_off", "stored", "none"]
 
 PAIR = {1: "a chosen answer", 2: "a rejected one"}  # branches
@@ -20,10 +21,13 @@ class _Loss:
 
     kind: str
     answers: ClassVar[Answers]
-    sources: ClassVar[tuple[str, ...]] = ()  # kinds of sources that hold such answers and no others; (): conversations
-    branches: ClassVar[Mapping[int, str]] = {}  # that each sample has, with what is in them; {}: any
+    # kinds of sources that hold such answers and no others; (): conversations
+    sources: ClassVar[tuple[str, ...]] = ()
+    # that each sample has, with what is in them; {}: any
+    branches: ClassVar[Mapping[int, str]] = {}
     above_zero: ClassVar[tuple[str, ...]] = ()  # settings that must be
-    token_inputs: ClassVar[tuple[str, ...]] = ()  # what it reads of every token of an answer beside its weight
+    # what it reads of every token of an answer beside its weight
+    token_inputs: ClassVar[tuple[str, ...]] = ()
 
     @property
     def has_reference(self) -> bool:
@@ -61,7 +65,8 @@ class Dpo(_Loss):
     beta: float = 0.1  # factor of the log-ratios to the reference: larger stays closer to it
     # sigmoid_norm: an answer's log-ratio is the mean over its tokens (Tulu 3), not their sum.
     loss_type: Literal["sigmoid", "sigmoid_norm"] = "sigmoid"
-    reference: Reference = "adapters_off"  # stored: ref_chosen_logps and ref_rejected_logps of every record
+    # stored: ref_chosen_logps and ref_rejected_logps of every record
+    reference: Reference = "adapters_off"
     kind: Literal["dpo"] = "dpo"
 
 
@@ -73,7 +78,8 @@ class Orpo(_Loss):
     sources: ClassVar[tuple[str, ...]] = ("preference",)
     branches: ClassVar[Mapping[int, str]] = PAIR
     above_zero: ClassVar[tuple[str, ...]] = ("beta",)
-    beta: float = 0.1  # factor of the odds ratio's loss beside the cross-entropy: lambda in the paper
+    # factor of the odds ratio's loss beside the cross-entropy: lambda in the paper
+    beta: float = 0.1
     kind: Literal["orpo"] = "orpo"
 
 
@@ -86,12 +92,13 @@ class Kto(_Loss):
     above_zero: ClassVar[tuple[str, ...]] = ("beta", "desirable_weight", "undesirable_weight")
     token_inputs: ClassVar[tuple[str, ...]] = ("labels",)
     beta: float = 0.1  # factor of the log-ratios to the reference: larger stays closer to it
-    # apo_zero_unpaired: not compared with the KL divergence to the reference, which other records' answers estimate
-    # (D'Oosterlinck et al. 2024).
+    # apo_zero_unpaired: not compared with the KL divergence to the reference, which other records'
+    # answers estimate (D'Oosterlinck et al. 2024).
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
     desirable_weight: float = 1.0  # of good answers
     undesirable_weight: float = 1.0  # of bad ones
-    reference: Reference = "adapters_off"  # stored: ref_logps, ref_KL_logps and kl_completion of every record
+    # stored: ref_logps, ref_KL_logps and kl_completion of every record
+    reference: Reference = "adapters_off"
     kind: Literal["kto"] = "kto"
 
     @property
@@ -107,10 +114,12 @@ class Grpo(_Loss):
     sources: ClassVar[tuple[str, ...]] = ("rollouts",)
     above_zero: ClassVar[tuple[str, ...]] = ("epsilon", "epsilon_high")
     token_inputs: ClassVar[tuple[str, ...]] = ("old_log_probs", "advantages")
-    epsilon: float = 0.2  # how far a token's probability may fall below that it was drawn with, and still count
+    # how far a token's probability may fall below that it was drawn with, and still count
+    epsilon: float = 0.2
     epsilon_high: float = 0.2  # the same above it; DAPO has 0.28
     beta: float = 0.0  # factor of the KL divergence to the reference; 0: none, and no reference
-    loss_type: Literal["dapo", "grpo"] = "dapo"  # the mean over all tokens of the step, or over answers' means
+    # the mean over all tokens of the step, or over answers' means
+    loss_type: Literal["dapo", "grpo"] = "dapo"
     reference: Reference = "adapters_off"  # stored: ref_logprobs of every rollout
     kind: Literal["grpo"] = "grpo"
 

@@ -1,6 +1,7 @@
 """Read the meaning of each config key from the comments and docstrings of the dataclasses in `mmjax.config`.
 
-The meaning of a field is the comment behind it or right above it; that of a kind is its docstring's first line.
+The meaning of a field is the comment behind it or right above it; that of a kind is its docstring's
+first line.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def _parse_comments(cls: type) -> dict[str, str]:
     previous_end = 0  # line where the statement before ends: comments after it belong to this one
     for node in definition.body:
         is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        if is_field and (lines := [text for n, text in by_line.items() if previous_end < n <= node.end_lineno]):
+        if is_field and (
+            lines := [text for n, text in by_line.items() if previous_end < n <= node.end_lineno]
+        ):
             comments[node.target.id] = " ".join(lines)
         previous_end = node.end_lineno
     return comments

@@ -1,7 +1,8 @@
 """Config of a model: the LLM, its encoders, generators, connectors and adapters (LoRA).
 
-A linear layer is named like `llm.layers.*.attention.query`, `vision.layers.*.mlp.up` or `vision.connector.mlp.down`: by
-its module and its path there, with `*` for the layer number, since all layers of a module have the same adapters.
+A linear layer is named like `llm.layers.*.attention.query`, `vision.layers.*.mlp.up` or
+`vision.connector.mlp.down`: by its module and its path there, with `*` for the layer number, since
+all layers of a module have the same adapters.
 """
 
 from __future__ import annotations
@@ -11,8 +12,22 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from mmjax.config.generators import DiffusionTransformerConfig, Generator, Tower, UnetConfig, VaeConfig, step_vae
-from mmjax.config.towers import AudioConfig, ConnectorConfig, DecoderConfig, Encoder, Quantization, VisionConfig
+from mmjax.config.generators import (
+    DiffusionTransformerConfig,
+    Generator,
+    Tower,
+    UnetConfig,
+    VaeConfig,
+    step_vae,
+)
+from mmjax.config.towers import (
+    AudioConfig,
+    ConnectorConfig,
+    DecoderConfig,
+    Encoder,
+    Quantization,
+    VisionConfig,
+)
 from mmjax.errors import UserError
 
 
@@ -20,10 +35,12 @@ from mmjax.errors import UserError
 class LoraConfig:
     """LoRA: matrices a and b beside linear layers, which add `scale * (x @ a) @ b`; b is initialised to 0."""
 
-    layers: tuple[str, ...]  # patterns of names, `*` for anything: llm.*, *.attention.query, vision.connector.mlp.up
+    # patterns of names, `*` for anything: llm.*, *.attention.query, vision.connector.mlp.up
+    layers: tuple[str, ...]
     rank: int = 16  # columns of a, rows of b
     alpha: float = 32.0  # numerator of the scale
-    scaling: Literal["rank", "sqrt_rank"] = "rank"  # scale = alpha / rank, or alpha / sqrt(rank) (rsLoRA)
+    # scale = alpha / rank, or alpha / sqrt(rank) (rsLoRA)
+    scaling: Literal["rank", "sqrt_rank"] = "rank"
     base: Literal["frozen", "trained"] = "frozen"  # the base weights of a module that has adapters
 
 
@@ -32,7 +49,8 @@ class ModelConfig:
     """An LLM, the encoders that feed it and the generators that make images of its hidden states, by name."""
 
     llm: DecoderConfig
-    encoders: dict[str, VisionConfig | AudioConfig] = field(default_factory=dict)  # by a name of your own
+    # by a name of your own
+    encoders: dict[str, VisionConfig | AudioConfig] = field(default_factory=dict)
     lora: dict[str, LoraConfig] = field(default_factory=dict)  # by a name of your own
     # by a name of your own
     generators: dict[str, DiffusionTransformerConfig | UnetConfig] = field(default_factory=dict)
@@ -50,7 +68,9 @@ def step_vaes(model: ModelConfig) -> dict[str, VaeConfig]:
 
 def towers_of(model: ModelConfig) -> dict[str, Tower]:
     """Return what has a stack of layers, by name: "llm", encoders, diffusion transformers."""
-    generators = {name: c for name, c in model.generators.items() if isinstance(c, DiffusionTransformerConfig)}
+    generators = {
+        name: c for name, c in model.generators.items() if isinstance(c, DiffusionTransformerConfig)
+    }
     return {"llm": model.llm, **model.encoders, **generators}
 
 
@@ -68,7 +88,8 @@ def with_changes(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) ->
     return replace(model, llm=changed["llm"], encoders=encoders, generators=generators)
 
 
-SETTINGS = ("projectors", "encoder", "llm", "generator")  # of frozen training, by what is trained (MMScale, 7.3.1)
+# of frozen training, by what is trained (MMScale, 7.3.1)
+SETTINGS = ("projectors", "encoder", "llm", "generator")
 
 
 def train_only(model: ModelConfig, trained: str) -> ModelConfig:
@@ -81,8 +102,12 @@ def train_only(model: ModelConfig, trained: str) -> ModelConfig:
     return replace(
         model,
         llm=replace(model.llm, frozen=trained != "llm"),
-        encoders={name: replace(c, frozen=trained != "encoder") for name, c in model.encoders.items()},
-        generators={name: replace(c, frozen=trained != "generator") for name, c in model.generators.items()},
+        encoders={
+            name: replace(c, frozen=trained != "encoder") for name, c in model.encoders.items()
+        },
+        generators={
+            name: replace(c, frozen=trained != "generator") for name, c in model.generators.items()
+        },
     )
 
 
@@ -92,8 +117,8 @@ Sizes = dict[str, tuple[int, int]]  # (inputs, outputs) by name
 def linear_layers(model: ModelConfig) -> Sizes:
     """List the linear layers that may have an adapter: those of the transformer layers and of the connectors.
 
-    Embeddings, output tables, an encoder's first convolutions, the mergers of a deepstack, the experts that a router
-    chooses, connectors of generators and UNets may not.
+    Embeddings, output tables, an encoder's first convolutions, the mergers of a deepstack, the
+    experts that a router chooses, connectors of generators and UNets may not.
     """
     llm = model.llm
     query_width = llm.heads * llm.head_width
@@ -106,19 +131,27 @@ def linear_layers(model: ModelConfig) -> Sizes:
     if all(llm.expert_layers):
         sizes = {name: size for name, size in sizes.items() if ".mlp." not in name}
     if llm.experts and (hidden := llm.experts.shared_width):
-        shared = {"gate": (llm.width, hidden), "up": (llm.width, hidden), "down": (hidden, llm.width)}
+        shared = {
+            "gate": (llm.width, hidden),
+            "up": (llm.width, hidden),
+            "down": (hidden, llm.width),
+        }
         sizes |= {f"llm.layers.*.experts.shared.{name}": size for name, size in shared.items()}
     if c := llm.delta_net:
         keys = c.key_heads * c.key_width
         values = c.value_heads * c.value_width
         outputs = {"query": keys, "key": keys, "value": values, "gate": values}
         outputs |= {"beta": c.value_heads, "decay": c.value_heads}
-        sizes |= {f"llm.layers.*.delta_net.{name}": (llm.width, count) for name, count in outputs.items()}
+        sizes |= {
+            f"llm.layers.*.delta_net.{name}": (llm.width, count) for name, count in outputs.items()
+        }
         sizes["llm.layers.*.delta_net.output"] = (values, llm.width)
     for name, encoder in model.encoders.items():
         width = encoder.width
         vision = isinstance(encoder, VisionConfig)
-        sizes |= _layer_sizes(name, width, width, width, encoder.mlp_width, gated=vision and encoder.gated)
+        sizes |= _layer_sizes(
+            name, width, width, width, encoder.mlp_width, gated=vision and encoder.gated
+        )
         connector = connector_sizes(encoder.connector, merged_width(encoder), llm.width)
         sizes |= {f"{name}.connector.{layer}": size for layer, size in connector.items()}
     for name, generator in model.generators.items():
@@ -127,7 +160,10 @@ def linear_layers(model: ModelConfig) -> Sizes:
             tokens = width if generator.condition_mlp else generator.condition_width
             inputs = {"query": width, "key": tokens, "value": tokens, "output": width}
             sizes |= _layer_sizes(name, width, width, width, generator.mlp_width, gated=False)
-            sizes |= {f"{name}.layers.*.cross_attention.{layer}": (n, width) for layer, n in inputs.items()}
+            sizes |= {
+                f"{name}.layers.*.cross_attention.{layer}": (n, width)
+                for layer, n in inputs.items()
+            }
     return sizes
 
 
@@ -156,10 +192,14 @@ def layer_positions(encoder: Encoder) -> int:
 def merged_width(encoder: Encoder) -> int:
     """Return the features of a token that a connector has merged, before its MLP."""
     # Neighbours are merged along both axes of an image, or along a clip's one.
-    return encoder.width * (merged_positions(encoder) if encoder.connector.merging == "concatenate" else 1)
+    return encoder.width * (
+        merged_positions(encoder) if encoder.connector.merging == "concatenate" else 1
+    )
 
 
-def _layer_sizes(module: str, width: int, query_width: int, key_width: int, mlp_width: int, gated: bool) -> Sizes:
+def _layer_sizes(
+    module: str, width: int, query_width: int, key_width: int, mlp_width: int, gated: bool
+) -> Sizes:
     attention = f"{module}.layers.*.attention"
     mlp = f"{module}.layers.*.mlp"
     gate = {f"{mlp}.gate": (width, mlp_width)} if gated else {}
@@ -181,7 +221,10 @@ def matching_layers(lora: LoraConfig, names: Sizes) -> list[str]:
 
 def module_names(model: ModelConfig) -> list[str]:
     """List the modules: "llm", and every encoder and generator with its connector."""
-    return ["llm", *(module for name in model.item_modules for module in (name, f"{name}.connector"))]
+    return [
+        "llm",
+        *(module for name in model.item_modules for module in (name, f"{name}.connector")),
+    ]
 
 
 def adapters_by_layer(model: ModelConfig) -> dict[str, LoraConfig]:
@@ -211,7 +254,11 @@ def rated_modules(model: ModelConfig) -> list[str]:
 
 def frozen_by_adapters(model: ModelConfig) -> set[str]:
     """List the modules whose base weights are frozen because they have adapters."""
-    return {module_of_layer(name) for name, lora in adapters_by_layer(model).items() if lora.base == "frozen"}
+    return {
+        module_of_layer(name)
+        for name, lora in adapters_by_layer(model).items()
+        if lora.base == "frozen"
+    }
 
 
 def frozen_modules(model: ModelConfig) -> frozenset[str]:
@@ -220,7 +267,9 @@ def frozen_modules(model: ModelConfig) -> frozenset[str]:
     for name, tower in (*model.encoders.items(), *model.generators.items()):
         parts |= {name: tower.frozen, f"{name}.connector": tower.connector.frozen}
     parts |= {f"{name}.vae": True for name in step_vaes(model)}
-    return frozenset(module for module, frozen in parts.items() if frozen) | frozen_by_adapters(model)
+    return frozenset(module for module, frozen in parts.items() if frozen) | frozen_by_adapters(
+        model
+    )
 
 
 NF4_BLOCK = 64  # inputs that share a scale
@@ -233,7 +282,11 @@ def quantized_layers(model: ModelConfig) -> dict[str, Quantization]:
     if not how:
         return {}
     split = {layer: layer.split(".")[:2] for layer in linear_layers(model)}
-    return {layer: how[tower] for layer, (tower, place) in split.items() if tower in how and place == "layers"}
+    return {
+        layer: how[tower]
+        for layer, (tower, place) in split.items()
+        if tower in how and place == "layers"
+    }
 
 
 def float8_linears(model: ModelConfig) -> tuple[str, ...]:
@@ -244,7 +297,9 @@ def float8_linears(model: ModelConfig) -> tuple[str, ...]:
     if not any(model.llm.float8_layers):
         return ()
     names = [name for name in linear_layers(model) if name.startswith("llm.layers.")]
-    return tuple(name for name in names if not name.endswith((".delta_net.beta", ".delta_net.decay")))
+    return tuple(
+        name for name in names if not name.endswith((".delta_net.beta", ".delta_net.decay"))
+    )
 
 
 def lora_scale(lora: LoraConfig) -> float:
@@ -262,4 +317,9 @@ def layer_count(model: ModelConfig, name: str) -> int:
     layers = model.llm.layers
     delta = sum(model.llm.delta_layers)
     sparse = sum(model.llm.expert_layers)
-    return {"delta_net": delta, "attention": layers - delta, "experts": sparse, "mlp": layers - sparse}[path[1]]
+    return {
+        "delta_net": delta,
+        "attention": layers - delta,
+        "experts": sparse,
+        "mlp": layers - sparse,
+    }[path[1]]

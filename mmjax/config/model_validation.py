@@ -32,7 +32,13 @@ from mmjax.config.checks import (
 from mmjax.config.codec import did_you_mean
 from mmjax.config.compatibility import Features, check_conflicts
 from mmjax.config.generator_validation import check_generators
-from mmjax.config.model import NF4_BLOCK, frozen_by_adapters, linear_layers, matching_layers, quantized_layers
+from mmjax.config.model import (
+    NF4_BLOCK,
+    frozen_by_adapters,
+    linear_layers,
+    matching_layers,
+    quantized_layers,
+)
 
 
 def check_limits(where: str, limits: MediaLimits) -> None:
@@ -51,18 +57,30 @@ def check_model(model: ModelConfig) -> None:
     _check_decoder(model.llm)
     for name, encoder in model.encoders.items():
         where = f"model.encoders.{name}"
-        check(name != "llm", f"{where}: 'llm' is the decoder's name; call this encoder something else")
-        check(name.isidentifier(), f"{where}: an encoder's name must be a plain word: letters, digits and '_'")
+        check(
+            name != "llm", f"{where}: 'llm' is the decoder's name; call this encoder something else"
+        )
+        check(
+            name.isidentifier(),
+            f"{where}: an encoder's name must be a plain word: letters, digits and '_'",
+        )
         _check_tower(where, encoder)
         divides(where, encoder.width, "width", encoder.heads, "heads")
         at_least(1, f"{where}.connector", encoder.connector, ("merge",))
         at_most(MAX_MERGE, f"{where}.connector", encoder.connector, ("merge",))
-        at_least(0, f"{where}.connector", encoder.connector, ("mlp_width", "position_grid", "merger_width"))
+        at_least(
+            0,
+            f"{where}.connector",
+            encoder.connector,
+            ("mlp_width", "position_grid", "merger_width"),
+        )
         _check_callbacks(where, encoder)
         if isinstance(encoder, VisionConfig):
             _check_vision(where, encoder)
             clips = [name for name, e in model.encoders.items() if isinstance(e, AudioConfig)]
-            encoder.videos.check_sound(f"{where}.videos", encoder.frames, clips, bool(model.llm.rope_sections))
+            encoder.videos.check_sound(
+                f"{where}.videos", encoder.frames, clips, bool(model.llm.rope_sections)
+            )
         else:
             _check_audio(where, encoder)
     check_generators(model)
@@ -84,7 +102,9 @@ def _check_callbacks(where: str, encoder: VisionConfig | AudioConfig) -> None:
         for name in ("before_encoder", "before_llm"):
             key = f"{where_calls}.{name}={getattr(callbacks, name)}"
             unset = not getattr(callbacks, name)
-            check(unset, f"{key}: it is called for images, and this encoder takes clips; leave it out")
+            check(
+                unset, f"{key}: it is called for images, and this encoder takes clips; leave it out"
+            )
         return
     images = f"{where}.images={encoder.images.kind}"
     check(
@@ -105,7 +125,10 @@ def _check_lora(model: ModelConfig) -> None:
         at_least(1, where, lora, ("rank",))
         above_zero(where, lora, ("alpha",))
         example = next(iter(names))
-        check(bool(lora.layers), f"{where}.layers is empty; give patterns of linear layers, such as {example}")
+        check(
+            bool(lora.layers),
+            f"{where}.layers is empty; give patterns of linear layers, such as {example}",
+        )
         for pattern in lora.layers:
             check(
                 bool(matching_layers(replace(lora, layers=(pattern,)), names)),
@@ -114,10 +137,13 @@ def _check_lora(model: ModelConfig) -> None:
             )
         for layer in matching_layers(lora, names):
             first = adapter_of.setdefault(layer, name)
-            check(first == name, f"{where}.layers: {layer} has model.lora.{first} already; keep one")
+            check(
+                first == name, f"{where}.layers: {layer} has model.lora.{first} already; keep one"
+            )
             limit = min(names[layer])
             check(
-                lora.rank <= limit, f"{where}.rank={lora.rank}: {layer} has only {limit} channels; choose at most that"
+                lora.rank <= limit,
+                f"{where}.rank={lora.rank}: {layer} has only {limit} channels; choose at most that",
             )
 
 
@@ -151,15 +177,26 @@ def _check_decoder(llm: DecoderConfig) -> None:
         _check_rope(where, llm)
     _check_delta_net(llm)
     _check_experts(llm)
-    at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window", "window_rope_theta"))
+    at_least(
+        0,
+        where,
+        llm,
+        ("attention_scale", "attention_cap", "logit_cap", "window", "window_rope_theta"),
+    )
     _check_windows(where, llm)
-    check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
+    check(
+        llm.vocab >= 3,
+        f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3",
+    )
 
 
 def _check_learned_positions(where: str, llm: DecoderConfig) -> None:
     at_least(0, where, llm, ("learned_positions", "first_position"))
     positions, first = llm.learned_positions, llm.first_position
-    check(first < positions, f"{where}.first_position={first}: learned_positions={positions} has no such entry")
+    check(
+        first < positions,
+        f"{where}.first_position={first}: learned_positions={positions} has no such entry",
+    )
     sections = llm.rope_sections
     check(
         not sections,
@@ -187,7 +224,10 @@ def _check_experts(llm: DecoderConfig) -> None:
     where = "model.llm.experts"
     outside = [i for i in experts.layers if not 0 <= i < llm.layers]
     check(not outside, f"{where}.layers names layer {outside[:1]}, there are 0 to {llm.layers - 1}")
-    check(bool(experts.layers), f"{where}.layers is empty; name the layers that have it, or use {where}=none")
+    check(
+        bool(experts.layers),
+        f"{where}.layers is empty; name the layers that have it, or use {where}=none",
+    )
     at_least(1, where, experts, ("count", "per_token", "width"))
     at_least(0, where, experts, ("shared_width", "balance_loss", "z_loss"))
     check(
@@ -203,7 +243,10 @@ def _check_experts(llm: DecoderConfig) -> None:
 
 def _check_rope(where: str, llm: DecoderConfig) -> None:
     above_zero(where, llm, ("rope_theta",))
-    check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
+    check(
+        llm.head_width % 2 == 0,
+        f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even",
+    )
     turned = llm.rotary_width
     check(
         turned % 2 == 0 and 0 <= turned <= llm.head_width,
@@ -230,7 +273,10 @@ def _check_rope(where: str, llm: DecoderConfig) -> None:
             message = f"{where}.rope_scaling.{name} has {factors} factors, a head has {pairs} channel pairs"
             check(factors == pairs, message)
     if isinstance(scaling, Llama3Rope):
-        check(scaling.low < scaling.high, f"{where}.rope_scaling: low={scaling.low} must be below high={scaling.high}")
+        check(
+            scaling.low < scaling.high,
+            f"{where}.rope_scaling: low={scaling.low} must be below high={scaling.high}",
+        )
 
 
 def _check_windows(where: str, section: DecoderConfig | VisionConfig) -> None:
@@ -241,7 +287,9 @@ def _check_windows(where: str, section: DecoderConfig | VisionConfig) -> None:
 
 def _check_layers(where: str, name: str, section: DecoderConfig | VisionConfig) -> None:
     layers = [i for i in getattr(section, name) if not 0 <= i < section.layers]
-    check(not layers, f"{where}.{name} names layer {layers[:1]}, there are 0 to {section.layers - 1}")
+    check(
+        not layers, f"{where}.{name} names layer {layers[:1]}, there are 0 to {section.layers - 1}"
+    )
 
 
 def _check_vision(where: str, encoder: VisionConfig) -> None:
@@ -265,7 +313,10 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
     )
     _check_layers(where, "deepstack", encoder)
     layers = encoder.deepstack
-    check(list(layers) == sorted(set(layers)), f"{where}.deepstack={listed(layers)}: name layers in order, each once")
+    check(
+        list(layers) == sorted(set(layers)),
+        f"{where}.deepstack={listed(layers)}: name layers in order, each once",
+    )
     for name in ("mean", "std"):
         length = len(getattr(encoder, name))
         check(
@@ -306,13 +357,23 @@ def _check_audio(where: str, encoder: AudioConfig) -> None:
             f"{where}.attended_chunks={encoder.attended_chunks}: set chunk, or leave it out",
         )
         check(
-            not encoder.stem_width, f"{where}.stem_width={encoder.stem_width}: positions are those of chunks; set chunk"
+            not encoder.stem_width,
+            f"{where}.stem_width={encoder.stem_width}: positions are those of chunks; set chunk",
         )
-        check(not how.mirrored, f"{where}.clips.end=mirror: convolutions over whole clips read silence; set chunk")
+        check(
+            not how.mirrored,
+            f"{where}.clips.end=mirror: convolutions over whole clips read silence; set chunk",
+        )
     if encoder.stem_width:
-        check(isinstance(positions, Sinusoids), f"{where}.positions: with stem_width they are sinusoids")
+        check(
+            isinstance(positions, Sinusoids),
+            f"{where}.positions: with stem_width they are sinusoids",
+        )
     how.check(f"{where}.clips")
-    check(encoder.width % 2 == 0, f"{where}.width={encoder.width}: sinusoidal positions come in pairs; make it even")
+    check(
+        encoder.width % 2 == 0,
+        f"{where}.width={encoder.width}: sinusoidal positions come in pairs; make it even",
+    )
     if isinstance(positions, StoredTable):
         at_least(1, f"{where}.positions", positions, ("positions",))
         longest = encoder.stride * positions.positions
@@ -329,7 +390,10 @@ def _check_tower(where: str, section: DecoderConfig | VisionConfig | AudioConfig
     at_most(MAX_LAYERS, where, section, ("layers",))
     above_zero(where, section, ("norm_eps",))
     rate = section.dropout
-    check(0 <= rate < 1, f"{where}.dropout={rate}: choose at least 0 (nothing is dropped) and less than 1")
+    check(
+        0 <= rate < 1,
+        f"{where}.dropout={rate}: choose at least 0 (nothing is dropped) and less than 1",
+    )
     if isinstance(section.remat, tuple):
         policies = len(section.remat)
         check(

@@ -1,6 +1,7 @@
 """Answer settings as other stacks spell them with mmjax's own.
 
-Names are those of Hugging Face's Trainer and TRL, LLaMA-Factory, ms-swift, torchtitan, MaxText, NeMo and Megatron.
+Names are those of Hugging Face's Trainer and TRL, LLaMA-Factory, ms-swift, torchtitan, MaxText,
+NeMo and Megatron.
 """
 
 from __future__ import annotations
@@ -15,16 +16,22 @@ from mmjax.errors import UserError
 
 STEP_SIZE = "batch.size.count=N is of a whole step, over all devices and microbatches"
 ADAPTERS = "of the config llava_lora, or any with model.lora"
-CHECKPOINT = "of the configs llava_style, llava_lora and llava_dpo: python -m mmjax.train llava_style"
+CHECKPOINT = (
+    "of the configs llava_style, llava_lora and llava_dpo: python -m mmjax.train llava_style"
+)
 SHARDS = "the devices over which parameters are sharded, with optimizer and gradients; -1: all"
 COSINE = "the schedule is a linear warm-up, then a cosine down to schedule.final of the peak; 1 keeps it constant"
 ROWS = "rows are as long as samples need"
 
-# How mmjax spells a setting, with {} for the value and empty where there is nothing to set; what to know of it; and its
-# names elsewhere, in lower case with `_`.
+# How mmjax spells a setting, with {} for the value and empty where there is nothing to set; what to
+# know of it; and its names elsewhere, in lower case with `_`.
 SETTINGS = (
     ("optimizer.learning_rate={}", "", "lr learning_rate max_lr peak_lr"),
-    ("batch.size.count={}", "samples of a whole step", "batch_size global_batch_size train_batch_size batchsize"),
+    (
+        "batch.size.count={}",
+        "samples of a whole step",
+        "batch_size global_batch_size train_batch_size batchsize",
+    ),
     (
         "batch.size.count=N",
         STEP_SIZE,
@@ -43,9 +50,17 @@ SETTINGS = (
         "model_max_length max_tokens",
     ),
     ("training.epochs={}", "", "num_train_epochs num_epochs n_epochs max_epochs epoch epochs"),
-    ("training.steps={}", "", "max_steps train_steps num_train_steps train_iters total_steps num_steps"),
+    (
+        "training.steps={}",
+        "",
+        "max_steps train_steps num_train_steps train_iters total_steps num_steps",
+    ),
     ("schedule.warmup={}", "", "warmup_steps lr_warmup_iters lr_warmup_steps num_warmup_steps"),
-    ("schedule.warmup=N", "steps, not a share of them", "warmup_ratio warmup_steps_fraction lr_warmup_fraction"),
+    (
+        "schedule.warmup=N",
+        "steps, not a share of them",
+        "warmup_ratio warmup_steps_fraction lr_warmup_fraction",
+    ),
     (
         "schedule.final=F",
         COSINE,
@@ -67,8 +82,16 @@ SETTINGS = (
         "or float32; there is no float16",
         "bf16 fp16 dtype torch_dtype mixed_precision mixed_precision_param params_dtype",
     ),
-    ("model.llm.quantize=nf4", "or int8; of frozen towers", "load_in_4bit quantization_bit load_in_8bit"),
-    ("model.llm.fp8=linears", "products of the LLM's linear layers", "fp8_training enable_fp8 fp8_recipe float8"),
+    (
+        "model.llm.quantize=nf4",
+        "or int8; of frozen towers",
+        "load_in_4bit quantization_bit load_in_8bit",
+    ),
+    (
+        "model.llm.fp8=linears",
+        "products of the LLM's linear layers",
+        "fp8_training enable_fp8 fp8_recipe float8",
+    ),
     ("seed={}", "", "random_seed data_seed init_weights_seed data_shuffle_seed seed"),
     (
         "run={}",
@@ -103,12 +126,28 @@ SETTINGS = (
         CHECKPOINT,
         "model_name_or_path model_id model_path pretrained_model_name_or_path model_id_or_path base_model",
     ),
-    ("", "a run goes on with --resume: python -m mmjax.train --resume RUN", "resume_from_checkpoint resume"),
-    ("init_from={}", "a run of mmjax", "load_parameters_path initial_load_path adapter_name_or_path"),
-    ("data={}", CHECKPOINT, "dataset dataset_path data_path train_file dataset_name train_data data_files train_files"),
+    (
+        "",
+        "a run goes on with --resume: python -m mmjax.train --resume RUN",
+        "resume_from_checkpoint resume",
+    ),
+    (
+        "init_from={}",
+        "a run of mmjax",
+        "load_parameters_path initial_load_path adapter_name_or_path",
+    ),
+    (
+        "data={}",
+        CHECKPOINT,
+        "dataset dataset_path data_path train_file dataset_name train_data data_files train_files",
+    ),
     ("images={}", CHECKPOINT, "image_folder image_dir media_dir image_root"),
     ("validation={}", CHECKPOINT, "eval_dataset val_dataset validation_file val_data"),
-    ("data.chat.template=FILE", "the checkpoint's own is used by default", "chat_template template"),
+    (
+        "data.chat.template=FILE",
+        "the checkpoint's own is used by default",
+        "chat_template template",
+    ),
     (
         "data.workers={}",
         "",
@@ -116,7 +155,11 @@ SETTINGS = (
     ),
     ("data.prefetch={}", "", "dataloader_prefetch_factor"),
     ("data.sources.NAME.weight=W", "of each source", "interleave_probs mixing_weights"),
-    ("batch.grouping=pack", "the default", "packing neat_packing sample_packing group_by_length padding_free"),
+    (
+        "batch.grouping=pack",
+        "the default",
+        "packing neat_packing sample_packing group_by_length padding_free",
+    ),
     (
         "mesh.fsdp=N",
         SHARDS,
@@ -138,7 +181,11 @@ SETTINGS = (
         "with units: units.llm.context",
         "context_parallel_size context_parallel_degree ici_context_parallelism sequence_parallel_size cp",
     ),
-    ("mesh.context={}", "mesh.context_attention=heads is Ulysses'", "ulysses_sequence_parallel_size"),
+    (
+        "mesh.context={}",
+        "mesh.context_attention=heads is Ulysses'",
+        "ulysses_sequence_parallel_size",
+    ),
     ("mesh.sequence_parallel=on", "needs mesh.tensor above 1", "sequence_parallel"),
     (
         "mesh.expert={}",
@@ -150,8 +197,16 @@ SETTINGS = (
         "every encoder wants a unit too, such as units.vision.data=1",
         "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism pp",
     ),
-    ("units.llm.virtual=N", "", "num_layers_per_virtual_pipeline_stage virtual_pipeline_model_parallel_size"),
-    ("pipeline.schedule=1f1b", "or gpipe, eager, interleaved; of units", "pipeline_parallel_schedule"),
+    (
+        "units.llm.virtual=N",
+        "",
+        "num_layers_per_virtual_pipeline_stage virtual_pipeline_model_parallel_size",
+    ),
+    (
+        "pipeline.schedule=1f1b",
+        "or gpipe, eager, interleaved; of units",
+        "pipeline_parallel_schedule",
+    ),
     (
         "model.llm.remat=full",
         "by default what memory needs is computed again (auto)",
@@ -170,7 +225,11 @@ SETTINGS = (
         "adapters are a config's: python -m mmjax.train llava_lora; llava_style trains the whole LLM",
         "finetuning_type train_type tuner_type sft_type use_peft use_lora",
     ),
-    ("model.encoders.vision.frozen={}", "", "freeze_vision_tower freeze_vit freeze_vision_model freeze_vision_encoder"),
+    (
+        "model.encoders.vision.frozen={}",
+        "",
+        "freeze_vision_tower freeze_vit freeze_vision_model freeze_vision_encoder",
+    ),
     (
         "model.encoders.vision.connector.frozen={}",
         "",
@@ -182,14 +241,21 @@ SETTINGS = (
         "or .vision.connector: the projector's",
         "vision_tower_lr vit_lr aligner_lr mm_projector_lr vision_lr projector_lr",
     ),
-    ("loss.beta={}", "of loss=dpo, orpo, kto and grpo", "pref_beta dpo_beta orpo_beta kto_beta rlhf_beta orpo_alpha"),
+    (
+        "loss.beta={}",
+        "of loss=dpo, orpo, kto and grpo",
+        "pref_beta dpo_beta orpo_beta kto_beta rlhf_beta orpo_alpha",
+    ),
     ("training.patience={}", "", "patience early_stopping_patience"),
     ("device={}", "auto, cpu, gpu or tpu", "hardware"),
     ("device=cpu", "", "no_cuda use_cpu"),
 )
-OTHER_NAMES = {name: (spelling, about) for spelling, about, names in SETTINGS for name in names.split()}
+OTHER_NAMES = {
+    name: (spelling, about) for spelling, about, names in SETTINGS for name in names.split()
+}
 
-# What one mesh has and units have not, and the other way round: where a unit's devices are counted otherwise.
+# What one mesh has and units have not, and the other way round: where a unit's devices are counted
+# otherwise.
 UNITS_ONLY = ("modules", "pipeline", "virtual", "cuts")
 OTHER_WORLD = {
     "memory": "it is of all devices: mesh.memory, in GB",
@@ -201,7 +267,8 @@ OTHER_WORLD = {
 def name_here(key: str, text: str, fields: Iterable[str] = ()) -> str:
     """Answer a setting that is none of mmjax's: how it is written here, or an empty string.
 
-    text: its value. fields: those of the section that it was sought in, which come before other sections'.
+    text: its value. fields: those of the section that it was sought in, which come before other
+    sections'.
     """
     name = key.lstrip("-").rpartition(".")[2].lower().replace("-", "_")
     section, _, rest = key.partition(".")
@@ -217,7 +284,9 @@ def name_here(key: str, text: str, fields: Iterable[str] = ()) -> str:
     if (field := spelling.partition("=")[0].rpartition(".")[2]) in fields:
         spelling = f"{key.rpartition('.')[0]}.{field}=" + spelling.partition("=")[2]
     switch = text.lower() in ("true", "false") and not spelling.endswith(".frozen={}")
-    return f"here it is {spelling.format('...' if switch or not text else text)}" + (f" ({about})" if about else "")
+    return f"here it is {spelling.format('...' if switch or not text else text)}" + (
+        f" ({about})" if about else ""
+    )
 
 
 def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -239,7 +308,9 @@ def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     if answer := name_here(key, text):
         raise UserError(f"{option} is no option: {answer}")
     if "." in key:
-        raise UserError(f"{option} is no option: settings are written key=value: {key}={text or '...'}")
+        raise UserError(
+            f"{option} is no option: settings are written key=value: {key}={text or '...'}"
+        )
     raise UserError(
         f"{option} is no option; there are {', '.join(known)}, and settings are written key=value, such as "
         "training.steps=100"

@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 
 from mmjax.errors import UserError
 
-Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]  # Pillow's, by its number
+# Pillow's, by its number
+Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 EXTENTS = (("shortest_edge",), ("height", "width"))
 FILTERS: tuple[Filter, ...] = get_args(Filter)
 
@@ -82,7 +83,11 @@ class ProcessorFields:
         elif isinstance(value, list):
             sides = tuple(value) if len(value) == 2 else ()
         else:
-            sides = (value, value) if self.flag("default_to_square") or name == "crop_size" else (value,)
+            sides = (
+                (value, value)
+                if self.flag("default_to_square") or name == "crop_size"
+                else (value,)
+            )
         if not sides or not all(map(is_count, sides)):
             raise self.refused(name, "give height and width, or shortest_edge alone")
         return sides
@@ -114,11 +119,17 @@ class ProcessorFields:
         """Read min_pixels and max_pixels of what Qwen-VL's resizing makes."""
         size = self.value("size")
         if not isinstance(size, dict):
-            raise self.refused("size", "give shortest_edge and longest_edge, in pixels of the image")
+            raise self.refused(
+                "size", "give shortest_edge and longest_edge, in pixels of the image"
+            )
         bounds = {}
         for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             # Three spellings over the years; the one at the top level wins, as in transformers.
-            candidates = [value for value in (self.value(name), size.get(edge), size.get(name)) if value is not None]
+            candidates = [
+                value
+                for value in (self.value(name), size.get(edge), size.get(name))
+                if value is not None
+            ]
             if not candidates or not is_count(candidates[0]):
                 raise self.refused("size", f"give {edge}, in pixels of the image")
             bounds[name] = candidates[0]

@@ -11,13 +11,16 @@ from mmjax.config.images import AsIs, ImagePreparation
 from mmjax.config.videos import NoVideo, VideoPreparation
 
 Attention = Literal["dense", "blockwise", "flash", "auto"]
-# Activations that a layer saves for its backward pass; the rest is recomputed (`models.layer_stacks`).
+# Activations that a layer saves for its backward pass; the rest is recomputed
+# (`models.layer_stacks`).
 Remat = Literal["none", "products", "attention_mlp", "attention", "offload", "full"]
-# Of a module: one policy for all layers, or the fastest that fits in memory, chosen before step 0 (`planning.remat`).
+# Of a module: one policy for all layers, or the fastest that fits in memory, chosen before step 0
+# (`planning.remat`).
 TowerRemat = Literal["auto", "none", "products", "attention_mlp", "attention", "offload", "full"]
 
 
-# Of a frozen tower's matrices: in the precision of the computation, or in 8 or 4 bits (`models.quantization`).
+# Of a frozen tower's matrices: in the precision of the computation, or in 8 or 4 bits
+# (`models.quantization`).
 Quantization = Literal["none", "int8", "nf4"]
 
 
@@ -98,7 +101,8 @@ class DeltaNetConfig:
     taps: int = 4  # tokens that the short convolution reads, the token itself included
 
 
-EXPERT_ROOM = 1.25  # times what an even router gives a device: what it takes at once; the rest takes another turn
+# times what an even router gives a device: what it takes at once; the rest takes another turn
+EXPERT_ROOM = 1.25
 
 
 @dataclass(frozen=True)
@@ -110,14 +114,16 @@ class ExpertsConfig:
     per_token: int  # experts that a token is sent to
     width: int  # of an expert's hidden layer
     normalized: bool = True  # the weights of a token's experts add up to 1
-    shared_width: int = 0  # of the hidden layer of an expert that sees every token, behind a gate; 0: there is none
+    # of the hidden layer of an expert that sees every token, behind a gate; 0: there is none
+    shared_width: int = 0
     balance_loss: float = 0.0  # weight of the loss that balances the tokens of the experts
     z_loss: float = 0.0  # weight of the mean squared log-sum-exp of the router's logits
 
     def sent_at_once(self, tokens: int, devices: int) -> int:
         """Return how many of its tokens a device sends at once to each of those that share the experts; at most all.
 
-        Of 64 experts on 8 devices a token's 2 are both on other devices than a given one with chance 0.76: 0.3 of all.
+        Of 64 experts on 8 devices a token's 2 are both on other devices than a given one with
+        chance 0.76: 0.3 of all.
         """
         elsewhere = math.comb(self.count - self.count // devices, self.per_token) / math.comb(
             self.count, self.per_token
@@ -151,7 +157,8 @@ class DecoderConfig:
     vocab: int  # tokens
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     rope_scaling: RopeScaling = PlainRope()
-    rope_sections: tuple[int, ...] = ()  # channel pairs rotated by (t, y, x); empty: all by one position
+    # channel pairs rotated by (t, y, x); empty: all by one position
+    rope_sections: tuple[int, ...] = ()
     rope_interleaved: bool = False  # interleaves the pairs of the sections
     rotary_width: int = 0  # channels per head that RoPE turns, the first ones; 0: all
     norm_eps: float = 1e-6  # of the norms
@@ -159,32 +166,42 @@ class DecoderConfig:
     activation: Activation = "silu"  # of the MLP, of its gate where it has one
     biases: tuple[Biased, ...] = ()  # the matrices of a layer that have one
     qk_norm: Literal["none", "head"] = "none"  # of queries and keys, before RoPE
-    post_norms: bool = False  # of the outputs of attention and MLP, before they are added to the residual stream
+    # of the outputs of attention and MLP, before they are added to the residual stream
+    post_norms: bool = False
     embedding_scale: float = 1.0  # that embeddings are multiplied by
     attention_gate: bool = False  # multiplies attention's output by the sigmoid of a projection
     attention_scale: float = 0.0  # of the scores; 0: head_width ** -0.5
     attention_cap: float = 0.0  # soft cap of the scores; 0: none
     logit_cap: float = 0.0  # soft cap of the logits; 0: none
-    window: int = 0  # tokens of the sliding window of the layers in `windowed`, the query's included
+    # tokens of the sliding window of the layers in `windowed`, the query's included
+    window: int = 0
     windowed: tuple[int, ...] = ()  # layers with sliding-window attention
-    window_rope_theta: float = 0.0  # base of the rotary frequencies of those layers, unscaled; 0: as the others
-    delta_net: DeltaNetConfig | None = None  # in place of attention in some layers; none: all layers have attention
+    # base of the rotary frequencies of those layers, unscaled; 0: as the others
+    window_rope_theta: float = 0.0
+    # in place of attention in some layers; none: all layers have attention
+    delta_net: DeltaNetConfig | None = None
     tied: bool = True  # the embedding is the output table too
-    # How the tokens of an image or clip attend; prefix: as all before the first answer, which attends both ways.
+    # How the tokens of an image or clip attend; prefix: as all before the first answer, which
+    # attends both ways.
     items: Literal["causal", "bidirectional", "isolated", "prefix"] = "causal"
-    attention: Attention = "dense"  # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
+    # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
+    attention: Attention = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
-    experts: ExpertsConfig | None = None  # in place of the MLP in some layers; none: all layers have the MLP
-    rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 of a head together, not i and i + half of them
-    norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm; those of queries and keys are RMSNorms
+    # in place of the MLP in some layers; none: all layers have the MLP
+    experts: ExpertsConfig | None = None
+    # RoPE turns channels 2i and 2i + 1 of a head together, not i and i + half of them
+    rope_neighbours: bool = False
+    # RMSNorm or LayerNorm; those of queries and keys are RMSNorms
+    norm: Literal["rms", "layer"] = "rms"
     gated: bool = True  # the MLP has a gate
     learned_positions: int = 0  # entries of a table of learned positions in place of RoPE; 0: RoPE
     first_position: int = 0  # entry of that table for a sample's first token
     quantize: Quantization = "none"  # of the linear layers' frozen weights
-    fp8: Literal["off", "linears"] = "off"  # products of all layers' linear layers, but the first and the last layer's
+    # products of all layers' linear layers, but the first and the last layer's
+    fp8: Literal["off", "linears"] = "off"
 
     @property
     def max_tokens(self) -> int:
@@ -225,19 +242,24 @@ class ConnectorConfig:
 
     merge: int = 2  # neighbours that become one token, per axis for images
     mlp_width: int = 256  # 0: a single matrix instead of an MLP, whose bias is "down"
-    norm: Literal["none", "layer", "rms", "merged_layer", "merged_rms"] = "layer"  # before they are merged, or after
+    # before they are merged, or after
+    norm: Literal["none", "layer", "rms", "merged_layer", "merged_rms"] = "layer"
     norm_eps: float = 0.0  # 0: the encoder's
     norm_offset: float = 0.0  # added to an RMSNorm's scales
     activation: Activation = "gelu_tanh"  # of the MLP
     biases: tuple[Biased, ...] = ("up", "down")  # the matrices that have one
     merging: Literal["concatenate", "mean"] = "concatenate"  # of the features of merged neighbours
-    position_grid: int = 0  # learned positions of merged tokens, up to this row/column/time; 0: none
-    newline: bool = False  # a learned token behind every row of an image whose tokens the LLM sees by rows
+    # learned positions of merged tokens, up to this row/column/time; 0: none
+    position_grid: int = 0
+    # a learned token behind every row of an image whose tokens the LLM sees by rows
+    newline: bool = False
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
-    merger_width: int = 0  # of what a matrix makes of merged neighbours before the MLP (Mistral 3); 0: there is none
+    # of what a matrix makes of merged neighbours before the MLP (Mistral 3); 0: there is none
+    merger_width: int = 0
     merger_bias: bool = False  # of that matrix
-    projection: bool = False  # a square matrix, a LayerNorm and a GELU between that and the MLP (GLM-4.1V)
+    # a square matrix, a LayerNorm and a GELU between that and the MLP (GLM-4.1V)
+    projection: bool = False
     gated: bool = False  # the MLP has a gate
 
 
@@ -261,13 +283,15 @@ class AlternatingGrid:
 class LearnedGrid:
     """A learned vector per cell of a grid; images have at most as many rows and columns of patches.
 
-    With an interpolation the grid is a square, whose vectors are interpolated to images of other sizes (DINOv2).
+    With an interpolation the grid is a square, whose vectors are interpolated to images of other
+    sizes (DINOv2).
     """
 
     rows: int  # of patches
     columns: int  # of patches
     kind: Literal["learned"] = "learned"
-    interpolation: Literal["none", "bicubic", "antialiased"] = "none"  # antialiased: bicubic, wider where it shrinks
+    # antialiased: bicubic, wider where it shrinks
+    interpolation: Literal["none", "bicubic", "antialiased"] = "none"
 
 
 @dataclass(frozen=True)
@@ -277,7 +301,8 @@ class StretchedGrid:
     side: int  # of the square
     theta: float = 10_000.0  # base of the frequencies
     kind: Literal["stretched"] = "stretched"
-    # bilinear, with the corner patches on the corner cells (Qwen3-VL), or bicubic, edge on edge (GLM-4.1V)
+    # bilinear, with the corner patches on the corner cells (Qwen3-VL), or bicubic, edge on edge
+    # (GLM-4.1V)
     filter: Literal["bilinear", "bicubic"] = "bilinear"
 
 
@@ -296,14 +321,16 @@ class FractionalGrid:
 class Callbacks:
     """Your own functions around an encoder (Cornstarch 5.1), `module:qualname` as in a FunctionSource; empty: none.
 
-    In the order of their calls. The first and the last are called where data is loaded, and get sizes; the others are
-    called inside the step, on arrays, and keep their shapes.
+    In the order of their calls. The first and the last are called where data is loaded, and get
+    sizes; the others are called inside the step, on arrays, and keep their shapes.
     """
 
-    before_encoder: str = ""  # (Picture, images of its sample) -> Pictures: the items of an image, instead of `images`
+    # (Picture, images of its sample) -> Pictures: the items of an image, instead of `images`
+    before_encoder: str = ""
     after_encoder: str = ""  # (features [R, L, W], ItemBatch) -> the connector's input
     after_connector: str = ""  # (tokens [R, M, E], ItemBatch) -> the tokens sent to the LLM
-    before_llm: str = ""  # (size, grids of the items) -> Arrangement: which tokens of an image the LLM sees, and where
+    # (size, grids of the items) -> Arrangement: which tokens of an image the LLM sees, and where
+    before_llm: str = ""
 
 
 @dataclass(frozen=True)
@@ -317,31 +344,40 @@ class VisionConfig:
     patch: int  # pixels per side
     channels: int = 3  # of an image; 3: red, green and blue
     frames: int = 1  # temporal patch size; a still image is repeated
-    mean: tuple[float, ...] = (0.5,)  # per channel, or one for all; pixels become (x / 255 - mean) / std
+    # per channel, or one for all; pixels become (x / 255 - mean) / std
+    mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)  # per channel, or one for all
     images: ImagePreparation = AsIs()  # preprocessing
     videos: VideoPreparation = NoVideo()  # which frames of a video are taken, and their size
-    positions: RotaryGrid | LearnedGrid | StretchedGrid | AlternatingGrid | FractionalGrid = RotaryGrid()
-    # side, in patches, of the square windows that the layers in `windowed` attend within; a multiple of connector.merge
+    positions: RotaryGrid | LearnedGrid | StretchedGrid | AlternatingGrid | FractionalGrid = (
+        RotaryGrid()
+    )
+    # side, in patches, of the square windows that the layers in `windowed` attend within; a
+    # multiple of connector.merge
     window: int = 0
     windowed: tuple[int, ...] = ()  # layers with window attention
-    deepstack: tuple[int, ...] = ()  # layers whose outputs are added to the LLM's: the n-th's after its layer n
-    class_token: bool = False  # a learned token beside the patches of every image; the LLM does not see it
+    # layers whose outputs are added to the LLM's: the n-th's after its layer n
+    deepstack: tuple[int, ...] = ()
+    # a learned token beside the patches of every image; the LLM does not see it
+    class_token: bool = False
     embed_bias: bool = True  # of the projection of patches
     embed_norm: bool = False  # before the first layer
     head_norm: bool = True  # after the last layer
     norm: Literal["layer", "rms"] = "layer"  # LayerNorm or RMSNorm
-    head_norm_type: Literal["same", "layer", "rms"] = "same"  # of the norm after the last layer; same: as `norm`
+    # of the norm after the last layer; same: as `norm`
+    head_norm_type: Literal["same", "layer", "rms"] = "same"
     norm_eps: float = 1e-6  # of the norms
     activation: Activation = "gelu_tanh"  # of the MLP
     gated: bool = False  # the MLP has a gate
-    biases: tuple[Biased, ...] = ("query", "value", "output", "up", "down")  # the matrices of a layer that have one
+    # the matrices of a layer that have one
+    biases: tuple[Biased, ...] = ("query", "value", "output", "up", "down")
     qk_norm: Literal["none", "width"] = "none"  # of queries and keys, over all heads
     qk_norm_eps: float = 1e-6  # of those norms
     layer_scale: bool = False  # learned scales of the outputs of attention and MLP
     connector: ConnectorConfig = ConnectorConfig()
     callbacks: Callbacks = Callbacks()
-    attention: Attention = "dense"  # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
+    # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
+    attention: Attention = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained, apart from its connector
@@ -349,7 +385,8 @@ class VisionConfig:
     kind: Literal["vision"] = "vision"
     embed_norm_first: bool = False  # embed_norm comes before learned positions are added
     registers: int = 0  # further learned tokens beside the class token, without positions
-    norm_place: Literal["before", "after"] = "before"  # a layer's norms: of the inputs of attention and MLP, or outputs
+    # a layer's norms: of the inputs of attention and MLP, or outputs
+    norm_place: Literal["before", "after"] = "before"
     quantize: Quantization = "none"  # of the linear layers' frozen weights
 
     @property
@@ -370,7 +407,9 @@ class VisionConfig:
     @property
     def interpolates_tokens(self) -> bool:
         """Return whether a position of the LLM may be made of several tokens of the encoder."""
-        return bool(self.callbacks.before_llm) or self.images.interpolates or self.videos.interpolates
+        return (
+            bool(self.callbacks.before_llm) or self.images.interpolates or self.videos.interpolates
+        )
 
     @property
     def head_norm_kind(self) -> Literal["layer", "rms"]:
@@ -397,8 +436,8 @@ class StoredTable:
 class AudioConfig:
     """An encoder of packed log-mel frames: convolutions, then a transformer.
 
-    Whisper's convolutions are two along time, the second of stride 2; with `stem_width` they are three along time and
-    bins, all of stride 2 (Qwen3-Omni).
+    Whisper's convolutions are two along time, the second of stride 2; with `stem_width` they are
+    three along time and bins, all of stride 2 (Qwen3-Omni).
     """
 
     layers: int  # number of layers
@@ -410,15 +449,18 @@ class AudioConfig:
     norm_eps: float = 1e-5  # of LayerNorm
     activation: Activation = "gelu_tanh"  # of the MLP
     stem_activation: Activation = "gelu_tanh"  # of the convolutions
-    pool: int = 1  # average pooling over so many positions before the last norm; a remainder is dropped
+    # average pooling over so many positions before the last norm; a remainder is dropped
+    pool: int = 1
     connector: ConnectorConfig = ConnectorConfig()
     callbacks: Callbacks = Callbacks()
-    attention: Attention = "dense"  # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
+    # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
+    attention: Attention = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
-    chunk: int = 0  # frames of the chunks that convolutions, positions and layers stay within; 0: whole clips
+    # frames of the chunks that convolutions, positions and layers stay within; 0: whole clips
+    chunk: int = 0
     kind: Literal["audio"] = "audio"
     stem_width: int = 0  # channels of three 2D convolutions; 0: two 1D ones, as wide as the layers
     attended_chunks: int = 1  # consecutive chunks of a clip that the layers attend

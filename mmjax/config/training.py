@@ -16,16 +16,20 @@ class Layout:
 
     data: int = 1  # replicas of the parameters, each with samples of its own
     fsdp: int = 1  # shards of the parameters, each with samples of its own
-    expert: int = 1  # devices that share the experts of a layer and other parameters, each with samples of its own
-    context: int = 1  # devices that share the tokens of a row of the LLM; items of encoders are whole
+    # devices that share the experts of a layer and other parameters, each with samples of its own
+    expert: int = 1
+    # devices that share the tokens of a row of the LLM; items of encoders are whole
+    context: int = 1
     tensor: int = 1  # devices that share the heads and widths of layers
-    # Whether tensor-parallel devices divide the tokens between layers; overlap: and exchange them behind products.
+    # Whether tensor-parallel devices divide the tokens between layers; overlap: and exchange them
+    # behind products.
     sequence_parallel: SequenceParallel = "auto"
-    # Keys and values are gathered piece by piece, or heads exchanged for tokens; auto: what sends fewer bytes, in units
-    # what the mesh has.
+    # Keys and values are gathered piece by piece, or heads exchanged for tokens; auto: what sends
+    # fewer bytes, in units what the mesh has.
     context_attention: ContextAttention = "auto"
     exchange: Exchange = "padded"  # ragged sends no padding; GPU and TPU only
-    encoders: Literal["tensor", "data"] = "tensor"  # the tensor axis shards their layers too, or splits their rows
+    # the tensor axis shards their layers too, or splits their rows
+    encoders: Literal["tensor", "data"] = "tensor"
 
     @property
     def ranks(self) -> int:
@@ -49,9 +53,12 @@ class MeshConfig(Layout):
     host_memory: float = 0.0  # GB of host memory per device for offloaded activations
 
 
-def context_form(form: ContextAttention, heads: tuple[int, int], context: int, tensor: int) -> ContextAttention:
+def context_form(
+    form: ContextAttention, heads: tuple[int, int], context: int, tensor: int
+) -> ContextAttention:
     """Choose how queries meet the keys of other devices, gather or heads. heads: of queries, and of keys, in all."""
-    # Of queries, keys, values and outputs a device sends its part; keys and values alone, it gets from all others.
+    # Of queries, keys, values and outputs a device sends its part; keys and values alone, it gets
+    # from all others.
     fewer_bytes = heads[0] + heads[1] < heads[1] * context
     divide = not any(count % (context * tensor) for count in heads)
     return form if form != "auto" else "heads" if divide and fewer_bytes else "gather"
@@ -61,14 +68,18 @@ def context_form(form: ContextAttention, heads: tuple[int, int], context: int, t
 class Unit(Layout):
     """Devices of their own for some modules: data x fsdp x expert x context x tensor x pipeline of them."""
 
-    modules: tuple[str, ...] = ()  # llm and encoders, connectors with their encoder; empty: the one of the unit's name
+    # llm and encoders, connectors with their encoder; empty: the one of the unit's name
+    modules: tuple[str, ...] = ()
     _: KW_ONLY
     pipeline: int = 1  # stages, one after the other, each with as many devices
-    # Parts of the layers that each stage's devices have; more than 1 is for schedule=interleaved, or with `beside`.
+    # Parts of the layers that each stage's devices have; more than 1 is for schedule=interleaved,
+    # or with `beside`.
     virtual: int = 1
-    # Layers before which stages begin, as "vision.16"; numbers: of the LLM, or the one module. Empty: balanced.
+    # Layers before which stages begin, as "vision.16"; numbers: of the LLM, or the one module.
+    # Empty: balanced.
     cuts: tuple[int | str, ...] = ()
-    # The LLM's unit: encoders have a copy on the devices of each of its stages, which takes microbatches in turn.
+    # The LLM's unit: encoders have a copy on the devices of each of its stages, which takes
+    # microbatches in turn.
     beside: str = ""
 
 
@@ -96,14 +107,16 @@ Carrier = Literal["auto", "sockets", "device", "collective"]
 class PipelineConfig:
     """Order of forward and backward passes, where modules have units."""
 
-    # auto: nested where a unit is beside another, interleaved where one has virtual stages, else 1f1b. eager: twice as
-    # many microbatches ahead as 1f1b.
+    # auto: nested where a unit is beside another, interleaved where one has virtual stages, else
+    # 1f1b. eager: twice as many microbatches ahead as 1f1b.
     schedule: Literal["auto", "1f1b", "eager", "gpipe", "interleaved", "nested"] = "auto"
     # Forward and backward time of every stage, by which a nested schedule is made. Empty: of FLOPs.
     stage_times: tuple[int, ...] = ()
-    # Order a step's microbatches, where they differ in shape, so that stages are simulated to wait least.
+    # Order a step's microbatches, where they differ in shape, so that stages are simulated to wait
+    # least.
     reorder: bool = True
-    # Between processes. auto: sockets between CPUs, else device, the runtime's own transfers; collective: ppermute.
+    # Between processes. auto: sockets between CPUs, else device, the runtime's own transfers;
+    # collective: ppermute.
     carrier: Carrier = "auto"
 
 
@@ -115,8 +128,8 @@ class Rates:
     weight_decay: float | None = None  # none: the optimizer's
 
 
-# Of the optimizer's moments of matrices between updates; those of vectors are float32. Below 4 bytes they are rounded
-# at random, without bias.
+# Of the optimizer's moments of matrices between updates; those of vectors are float32. Below 4
+# bytes they are rounded at random, without bias.
 Moments = Literal["float32", "bfloat16", "int8"]
 
 
@@ -132,7 +145,8 @@ class AdamW:
     moments: Moments = "float32"  # 4, 2 or 1 bytes for each of a matrix's two moments
     offload: bool = False  # keep moments in host memory between updates
     over_data: bool = False  # divide moments over `mesh.data` too (ZeRO-1)
-    modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
+    # by module: llm, vision.connector, llm.lora, ...
+    modules: dict[str, Rates] = field(default_factory=dict)
     kind: Literal["adamw"] = "adamw"
 
 
@@ -147,10 +161,12 @@ class Muon:
     b1: float = 0.9  # of AdamW: decay of the mean of gradients
     b2: float = 0.98  # of AdamW: decay of the mean of their squares
     eps: float = 1e-8  # of AdamW: added to the root of the squares
-    moments: Moments = "float32"  # 4, 2 or 1 bytes for the momentum, and for each of AdamW's two moments
+    # 4, 2 or 1 bytes for the momentum, and for each of AdamW's two moments
+    moments: Moments = "float32"
     offload: bool = False  # keep moments in host memory between updates
     over_data: bool = False  # divide moments over `mesh.data` too (ZeRO-1)
-    modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
+    # by module: llm, vision.connector, llm.lora, ...
+    modules: dict[str, Rates] = field(default_factory=dict)
     kind: Literal["muon"] = "muon"
 
 
@@ -166,7 +182,8 @@ class Adafactor:
     moments: Moments = "bfloat16"  # 4, 2 or 1 bytes for the momentum
     offload: bool = False  # keep the momentum in host memory between updates
     over_data: bool = False  # divide the momentum over `mesh.data` too (ZeRO-1)
-    modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
+    # by module: llm, vision.connector, llm.lora, ...
+    modules: dict[str, Rates] = field(default_factory=dict)
     kind: Literal["adafactor"] = "adafactor"
 
 
@@ -186,8 +203,10 @@ class WatchConfig:
     """Watchdog: a process without progress for too long writes its stacks and ends with exit code 3."""
 
     seconds: float = 300.0  # that any step may take; 0: no limit
-    times: float = 20.0  # multiple of the last steps' median that a step may take, where that is longer
-    others: float = 3600.0  # seconds without progress in opening, compiling, evaluating or saving; 0: no limit
+    # multiple of the last steps' median that a step may take, where that is longer
+    times: float = 20.0
+    # seconds without progress in opening, compiling, evaluating or saving; 0: no limit
+    others: float = 3600.0
 
 
 @dataclass(frozen=True)
@@ -196,9 +215,11 @@ class TrainingConfig:
 
     steps: int = 0  # optimizer updates; set these or epochs
     epochs: float = 0.0  # passes over as many samples as all sources have
-    precision: Literal["float32", "bfloat16"] = "float32"  # of the computation; master weights are float32
+    # of the computation; master weights are float32
+    precision: Literal["float32", "bfloat16"] = "float32"
     clip: float = 1.0  # global gradient norm
-    loss_chunks: int = 0  # parts of the vocabulary whose logits are computed one after the other; 0: as memory needs
+    # parts of the vocabulary whose logits are computed one after the other; 0: as memory needs
+    loss_chunks: int = 0
     evaluate_every: int = 0  # steps; 0: only at the end
     evaluate_samples: int = 64  # of the validation split, while training
     checkpoint_every: int = 0  # steps; 0: only at the end
@@ -206,7 +227,9 @@ class TrainingConfig:
     keep_every: int = 0  # also keep those after a multiple of so many steps; 0: none
     keep_best: str = ""  # also keep the best by a metric of evaluations, such as validation/loss
     patience: int = 0  # evaluations without a better keep_best after which training stops; 0: never
-    bad_numbers: Literal["stop", "skip"] = "stop"  # reaction to a step whose loss or gradient is NaN or Inf
-    spike: float = 10.0  # report a gradient norm of so many times the usual, with the worst samples; 0: never
+    # reaction to a step whose loss or gradient is NaN or Inf
+    bad_numbers: Literal["stop", "skip"] = "stop"
+    # report a gradient norm of so many times the usual, with the worst samples; 0: never
+    spike: float = 10.0
     wandb: str = ""  # a project of Weights & Biases to send the metrics to; needs the extra `wandb`
     watch: WatchConfig = field(default_factory=WatchConfig)

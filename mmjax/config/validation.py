@@ -37,14 +37,25 @@ from mmjax.config.checks import (
 from mmjax.config.codec import did_you_mean
 from mmjax.config.compatibility import Features, check_conflicts
 from mmjax.config.losses import loss_of_source, takes_answers
-from mmjax.config.model import adapted_modules, frozen_modules, layers_of, module_names, rated_modules
+from mmjax.config.model import (
+    adapted_modules,
+    frozen_modules,
+    layers_of,
+    module_names,
+    rated_modules,
+)
 from mmjax.config.model_validation import check_limits, check_model
 from mmjax.config.training import unit_layout, unit_modules
 from mmjax.config.unit_stages import cut_unit
 
 EMBEDDED_RATE = 4000  # Hz, of the embedded dataset's clips
 MAX_EMBEDDED = 10_000_000  # samples; each is generated once before training, to compute its length
-EMBEDDED_NEEDS = {"image": ("vision",), "audio": ("audio",), "mixed": ("vision", "audio"), "text": ()}
+EMBEDDED_NEEDS = {
+    "image": ("vision",),
+    "audio": ("audio",),
+    "mixed": ("vision", "audio"),
+    "text": (),
+}
 
 
 def check_data(data: DataConfig) -> None:
@@ -55,7 +66,9 @@ def check_data(data: DataConfig) -> None:
             _check_files(f"data.sources.{name}", source)
         if isinstance(source, ParquetSource | WebDatasetSource):
             at_least(0, f"data.sources.{name}", source, ("window",))
-    weights = {f"data.sources.{name}.weight": source.weight for name, source in data.sources.items()}
+    weights = {
+        f"data.sources.{name}.weight": source.weight for name, source in data.sources.items()
+    }
     check(
         not weights or sum(weights.values()) > 0,
         f"{', '.join(weights)} sum to zero: nothing could be drawn; give one a weight above 0",
@@ -65,27 +78,49 @@ def check_data(data: DataConfig) -> None:
         f"data.temperature={data.temperature}: choose 0 (weights alone), 1 (weights are epochs) or more",
     )
     repeated = ", ".join(sorted({repr(c) for c in data.alphabet if data.alphabet.count(c) > 1}))
-    check(not repeated, f"data.alphabet holds {repeated} more than once; each character is one token")
+    check(
+        not repeated, f"data.alphabet holds {repeated} more than once; each character is one token"
+    )
     at_least(0, "data", data, ("workers",))
     at_least(1, "data", data, ("prefetch", "pool_steps"))
     check(
         data.pool in ("local", "auto") or bool(re.fullmatch(r"(ray://)?[\w.-]+:\d+", data.pool)),
         f"data.pool={data.pool}: give local, auto, or a Ray cluster's host:port or ray://host:port",
     )
-    check(data.pool_memory > 0, f"data.pool_memory={data.pool_memory}: it is in GB, and must be above 0")
-    check(data.window_space > 0, f"data.window_space={data.window_space}: it is in GB, and must be above 0")
+    check(
+        data.pool_memory > 0,
+        f"data.pool_memory={data.pool_memory}: it is in GB, and must be above 0",
+    )
+    check(
+        data.window_space > 0,
+        f"data.window_space={data.window_space}: it is in GB, and must be above 0",
+    )
     share = data.max_bad_share
-    check(0 <= share <= 1, f"data.max_bad_share={share}: it is a part of the samples; choose 0 to 1")
-    check(data.max_bad is None or data.max_bad >= 0, f"data.max_bad={data.max_bad}: it counts samples; give 0 or more")
-    check(data.max_tokens is None or data.max_tokens > 0, f"data.max_tokens={data.max_tokens}: give 1 token or more")
+    check(
+        0 <= share <= 1, f"data.max_bad_share={share}: it is a part of the samples; choose 0 to 1"
+    )
+    check(
+        data.max_bad is None or data.max_bad >= 0,
+        f"data.max_bad={data.max_bad}: it counts samples; give 0 or more",
+    )
+    check(
+        data.max_tokens is None or data.max_tokens > 0,
+        f"data.max_tokens={data.max_tokens}: give 1 token or more",
+    )
     check_limits("data.limits", data.limits)
 
 
 def _check_files(where: str, source: FileSource) -> None:
     check(bool(source.path), f"{where}.path is empty; name a file, a folder or a URL")
     if isinstance(source, ParquetSource) and source.answers != "one":
-        named = next((key for key in ("messages", "question", "answer", "prompt") if getattr(source, key)), "")
-        check(not named, f"{where}.{named}: the columns of answers={source.answers} have TRL's names; leave it empty")
+        named = next(
+            (key for key in ("messages", "question", "answer", "prompt") if getattr(source, key)),
+            "",
+        )
+        check(
+            not named,
+            f"{where}.{named}: the columns of answers={source.answers} have TRL's names; leave it empty",
+        )
     elif isinstance(source, ParquetSource):
         questions = [key for key in ("question", "prompt") if getattr(source, key)]
         named = (bool(source.messages), len(questions), bool(source.answer))
@@ -101,9 +136,18 @@ def check_embedded(where: str, source: EmbeddedSource, config: Config) -> None:
     """Raises UserError where the model lacks an encoder for the embedded samples, or has one of another input."""
     at_least(1, where, source, ("samples", "questions"))
     at_most(MAX_EMBEDDED, where, source, ("samples",))
-    check(bool(source.modalities), f"{where}.modalities is empty; name some of {', '.join(EMBEDDED_NEEDS)}")
-    check(len(set(source.modalities)) == len(source.modalities), f"{where}.modalities names one twice; name each once")
-    check(bool(config.data.alphabet), "data.alphabet is empty; set it to ALPHABET of mmjax.data.toy.dataset")
+    check(
+        bool(source.modalities),
+        f"{where}.modalities is empty; name some of {', '.join(EMBEDDED_NEEDS)}",
+    )
+    check(
+        len(set(source.modalities)) == len(source.modalities),
+        f"{where}.modalities names one twice; name each once",
+    )
+    check(
+        bool(config.data.alphabet),
+        "data.alphabet is empty; set it to ALPHABET of mmjax.data.toy.dataset",
+    )
     for modality in source.modalities:
         for encoder, cls in (("vision", VisionConfig), ("audio", AudioConfig)):
             if encoder in EMBEDDED_NEEDS[modality]:
@@ -119,7 +163,10 @@ def check_embedded(where: str, source: EmbeddedSource, config: Config) -> None:
         if isinstance(encoder, AudioConfig) and name == "audio":
             rate = encoder.sample_rate
             setting = f"model.encoders.audio.clips.sample_rate={rate}"
-            check(rate == EMBEDDED_RATE, f"{setting}: the clips of {where} have {EMBEDDED_RATE} Hz; set that")
+            check(
+                rate == EMBEDDED_RATE,
+                f"{setting}: the clips of {where} have {EMBEDDED_RATE} Hz; set that",
+            )
 
 
 MAX_WAIT = 1e9  # seconds; operating systems refuse to wait much longer
@@ -127,7 +174,10 @@ MAX_WAIT = 1e9  # seconds; operating systems refuse to wait much longer
 
 def validate(config: Config) -> None:
     """Validate a config. Raises UserError, naming key and remedy, for the first value that conflicts with others."""
-    check(bool(re.fullmatch(r"[\w.\-]+", config.name)), f"name={config.name!r}: use letters, digits, '_', '-' and '.'")
+    check(
+        bool(re.fullmatch(r"[\w.\-]+", config.name)),
+        f"name={config.name!r}: use letters, digits, '_', '-' and '.'",
+    )
     check(0 <= config.seed < 2**31, f"seed={config.seed}: choose 0 to {2**31 - 1}")
     check_model(config.model)
     check_data(config.data)
@@ -170,18 +220,25 @@ def check_loss(config: Config) -> None:
 
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
-LLM_LAYOUT = ("expert", "context", "tensor", "sequence_parallel", "exchange")  # of a mesh, that the LLM's unit may have
+# of a mesh, that the LLM's unit may have
+LLM_LAYOUT = ("expert", "context", "tensor", "sequence_parallel", "exchange")
 
 
 def check_layout(
-    where: str, layout: Layout, model: ModelConfig, towers: Collection[str] | None = None, alignment: int | None = None
+    where: str,
+    layout: Layout,
+    model: ModelConfig,
+    towers: Collection[str] | None = None,
+    alignment: int | None = None,
 ) -> None:
     """Check that a mesh's or a unit's axes cut no head, expert, or row of a gated delta net, and all tokens equally.
 
-    where: the layout's key. towers: that lie on it; None: all. alignment: of rows; None: they are not known. An axis of
-    -1 counts as 1. Raises UserError.
+    where: the layout's key. towers: that lie on it; None: all. alignment: of rows; None: they are
+    not known. An axis of -1 counts as 1. Raises UserError.
     """
-    expert, context, tensor = (max(1, getattr(layout, axis)) for axis in ("expert", "context", "tensor"))
+    expert, context, tensor = (
+        max(1, getattr(layout, axis)) for axis in ("expert", "context", "tensor")
+    )
     towers = ("llm", *model.item_modules) if towers is None else towers
     check_conflicts(Features(model, layouts={where: (layout, towers)}))
     if "llm" in towers:
@@ -203,7 +260,8 @@ def _check_llm_layout(
     for key in ("heads", "kv_heads"):
         count = getattr(llm, key)
         check(
-            count % tensor == 0, f"{where}.tensor={tensor} does not divide model.llm.{key}={count}; use a divisor of it"
+            count % tensor == 0,
+            f"{where}.tensor={tensor} does not divide model.llm.{key}={count}; use a divisor of it",
         )
         check(
             form != "heads" or count % (tensor * context) == 0,
@@ -227,7 +285,9 @@ def _check_llm_layout(
         )
 
 
-def _check_item_layout(where: str, model: ModelConfig, towers: Collection[str], tensor: int) -> None:
+def _check_item_layout(
+    where: str, model: ModelConfig, towers: Collection[str], tensor: int
+) -> None:
     """Check what tensor parallelism cuts of encoders and generators."""
     for name, tower in model.item_modules.items():
         if name in towers and not isinstance(tower, UnetConfig):
@@ -247,7 +307,10 @@ def _check_without_llm(where: str, unit: Unit) -> None:
     )
     for key, default in (("context_attention", "auto"), ("exchange", "padded")):
         value = getattr(unit, key)
-        check(value == default, f"{where}.{key}={value}: it is of the LLM's stages; set it in the unit of the LLM")
+        check(
+            value == default,
+            f"{where}.{key}={value}: it is of the LLM's stages; set it in the unit of the LLM",
+        )
 
 
 def _check_float8(config: Config) -> None:
@@ -265,12 +328,19 @@ def _check_float8(config: Config) -> None:
 def _check_units(config: Config) -> None:
     """Check that every module has devices, and that layers, heads and microbatches divide as the units ask."""
     towers = {"llm": config.model.llm, **config.model.item_modules}
-    # What units leave to the mesh: its memory, and the form of attention of those that have none of their own.
-    machine = {key: getattr(config.mesh, key) for key in ("memory", "host_memory", "context_attention")}
+    # What units leave to the mesh: its memory, and the form of attention of those that have none of
+    # their own.
+    machine = {
+        key: getattr(config.mesh, key) for key in ("memory", "host_memory", "context_attention")
+    }
     mesh = replace(MeshConfig(), **machine)
-    changed = [f.name for f in fields(MeshConfig) if getattr(config.mesh, f.name) != getattr(mesh, f.name)]
+    changed = [
+        f.name for f in fields(MeshConfig) if getattr(config.mesh, f.name) != getattr(mesh, f.name)
+    ]
     in_units = [name for name in changed if name in LLM_LAYOUT]
-    llm = next((name for name, unit in config.units.items() if "llm" in unit_modules(name, unit)), "llm")
+    llm = next(
+        (name for name, unit in config.units.items() if "llm" in unit_modules(name, unit)), "llm"
+    )
     settings = " ".join(f"units.{llm}.{name}={getattr(config.mesh, name)}" for name in in_units)
     check(
         not changed,
@@ -284,7 +354,9 @@ def _check_units(config: Config) -> None:
         for tower in unit_modules(name, unit):
             hint = did_you_mean(tower, towers)
             key = f"{where}.modules has {tower!r}" if unit.modules else where
-            check(tower in towers, f"{key}, which is no module{hint}; there are {', '.join(towers)}")
+            check(
+                tower in towers, f"{key}, which is no module{hint}; there are {', '.join(towers)}"
+            )
             check(
                 tower not in owners,
                 f"{key}, which units.{owners.get(tower)} has already; give every module one unit",
@@ -293,8 +365,15 @@ def _check_units(config: Config) -> None:
         modules = unit_modules(name, unit)
         if unit.beside:
             _check_beside(config, where, unit, modules)
-        towers_here = [tower for n, u in config.units.items() if name in (n, u.beside) for tower in unit_modules(n, u)]
-        check_layout(where, unit_layout(unit, config.mesh), config.model, towers_here, config.batch.alignment)
+        towers_here = [
+            tower
+            for n, u in config.units.items()
+            if name in (n, u.beside)
+            for tower in unit_modules(n, u)
+        ]
+        check_layout(
+            where, unit_layout(unit, config.mesh), config.model, towers_here, config.batch.alignment
+        )
         if "llm" not in modules:
             _check_without_llm(where, unit)
         check(
@@ -331,7 +410,9 @@ def _check_schedule(config: Config) -> None:
     times = config.pipeline.stage_times
     stages = 0
     for unit in config.units.values():
-        stages += unit.virtual * (config.units[unit.beside].pipeline if unit.beside else unit.pipeline)
+        stages += unit.virtual * (
+            config.units[unit.beside].pipeline if unit.beside else unit.pipeline
+        )
     check(
         not times or (len(times) == 2 * stages and min(times) >= 0),
         f"pipeline.stage_times has {len(times)} numbers: {stages} stages need {2 * stages}, forward and backward of "
@@ -349,7 +430,10 @@ def _check_beside(config: Config, where: str, unit: Unit, modules: Sequence[str]
     has_llm = "llm" in unit_modules(beside, host)
     check(has_llm, f"{setting}: units.{beside} is without the LLM; name the unit that has it")
     decoder = next((tower for tower in modules if tower not in config.model.encoders), "")
-    check(not decoder, f"{setting}: {decoder} is no encoder; give it a unit of its own, or name it in the LLM's")
+    check(
+        not decoder,
+        f"{setting}: {decoder} is no encoder; give it a unit of its own, or name it in the LLM's",
+    )
     check(
         host.pipeline > 1,
         f"{setting}: units.{beside} is one stage, where nothing waits; name {', '.join(modules)} in its modules",
@@ -361,7 +445,8 @@ def _check_beside(config: Config, where: str, unit: Unit, modules: Sequence[str]
     for field in fields(Unit):
         value = getattr(unit, field.name)
         check(
-            field.name in ("modules", "virtual", "cuts", "beside") or value == getattr(Unit(), field.name),
+            field.name in ("modules", "virtual", "cuts", "beside")
+            or value == getattr(Unit(), field.name),
             f"{setting} and {where}.{field.name}={value}: a copy has the layout of units.{beside}; leave {field.name}",
         )
 
@@ -377,10 +462,17 @@ def _check_stages(config: Config, where: str, unit: Unit, modules: Sequence[str]
         "of its own, or name it in the LLM's",
     )
     layers = sum(layers_of(model, module) for module in modules)
-    setting = f"{where}.pipeline={unit.pipeline}" + (f" x virtual={unit.virtual}" if unit.virtual > 1 else "")
-    check(stages <= layers, f"{setting} makes {stages} stages of {layers} layers; use at most {layers}")
+    setting = f"{where}.pipeline={unit.pipeline}" + (
+        f" x virtual={unit.virtual}" if unit.virtual > 1 else ""
+    )
     check(
-        unit.virtual == 1 or bool(unit.beside) or config.pipeline.schedule in ("auto", "interleaved"),
+        stages <= layers,
+        f"{setting} makes {stages} stages of {layers} layers; use at most {layers}",
+    )
+    check(
+        unit.virtual == 1
+        or bool(unit.beside)
+        or config.pipeline.schedule in ("auto", "interleaved"),
         f"{where}.virtual={unit.virtual} is for pipeline.schedule=interleaved, not {config.pipeline.schedule}",
     )
     check(
@@ -394,10 +486,16 @@ def _check_stages(config: Config, where: str, unit: Unit, modules: Sequence[str]
         f"batch.microbatches={count} is no multiple of {where}.pipeline={unit.pipeline}, as interleaved stages need; "
         f"set batch.microbatches={nearest}",
     )
-    pieces = [piece for stage in cut_unit(model, where.removeprefix("units."), unit) for piece in stage]
+    pieces = [
+        piece for stage in cut_unit(model, where.removeprefix("units."), unit) for piece in stage
+    ]
     for tower, start, _ in pieces:
         encoder = model.encoders.get(tower)
-        if isinstance(encoder, VisionConfig) and encoder.deepstack and encoder.callbacks.after_connector:
+        if (
+            isinstance(encoder, VisionConfig)
+            and encoder.deepstack
+            and encoder.callbacks.after_connector
+        ):
             check(
                 start <= min(encoder.deepstack),
                 f"{where}: model.encoders.{tower}.callbacks.after_connector takes the tokens of all deepstack layers "
@@ -416,7 +514,10 @@ def _check_batch(batch: BatchConfig, model: ModelConfig) -> None:
     modules = ["llm", *model.item_modules]
     modules_of_model("batch.rows", batch.rows, modules)
     for name in modules:
-        check(name in batch.rows, f"batch.rows has no {name!r}; say how many packed rows it gets: batch.rows.{name}=2")
+        check(
+            name in batch.rows,
+            f"batch.rows has no {name!r}; say how many packed rows it gets: batch.rows.{name}=2",
+        )
         check(batch.rows[name] >= 1, f"batch.rows.{name}={batch.rows[name]}: must be at least 1")
 
 
@@ -433,11 +534,26 @@ def _check_training(config: Config) -> None:
     )
     steps = training.steps
     epochs = training.epochs
-    check(steps >= 1 or epochs > 0, f"training.steps={steps}: must be at least 1, or give training.epochs above 0")
+    check(
+        steps >= 1 or epochs > 0,
+        f"training.steps={steps}: must be at least 1, or give training.epochs above 0",
+    )
     both = bool(steps and epochs)
-    check(not both, f"training.steps={steps} and training.epochs={epochs:g}: give one, and 0 as the other")
+    check(
+        not both,
+        f"training.steps={steps} and training.epochs={epochs:g}: give one, and 0 as the other",
+    )
     at_least(1, "training", training, ("evaluate_samples", "keep"))
-    counts = ("steps", "epochs", "loss_chunks", "evaluate_every", "checkpoint_every", "keep_every", "patience", "spike")
+    counts = (
+        "steps",
+        "epochs",
+        "loss_chunks",
+        "evaluate_every",
+        "checkpoint_every",
+        "keep_every",
+        "patience",
+        "spike",
+    )
     at_least(0, "training", training, counts)
     check(
         not training.keep_best or training.evaluate_every > 0,
@@ -453,12 +569,18 @@ def _check_training(config: Config) -> None:
         value = getattr(training.watch, name)
         check(value <= MAX_WAIT, f"training.watch.{name}={value:g}: give at most {MAX_WAIT:g}")
     at_least(0, "schedule", schedule, ("warmup", "final"))
-    check(schedule.final <= 1, f"schedule.final={schedule.final}: it is a part of the peak; choose 0 to 1")
     check(
-        schedule.warmup < steps or epochs > 0,  # the length of epochs in steps is not known before the data is opened
+        schedule.final <= 1,
+        f"schedule.final={schedule.final}: it is a part of the peak; choose 0 to 1",
+    )
+    check(
+        # the length of epochs in steps is not known before the data is opened
+        schedule.warmup < steps or epochs > 0,
         f"schedule.warmup={schedule.warmup} takes all of training.steps={steps}; set schedule.warmup={steps // 10}",
     )
-    rates = ["learning_rate", "weight_decay"] + (["adam_learning_rate"] if isinstance(optimizer, Muon) else [])
+    rates = ["learning_rate", "weight_decay"] + (
+        ["adam_learning_rate"] if isinstance(optimizer, Muon) else []
+    )
     at_least(0, "optimizer", optimizer, rates)
     above_zero("optimizer", optimizer, ("clip",) if isinstance(optimizer, Adafactor) else ("eps",))
     for name in ("b1", "b2", "momentum"):
@@ -468,4 +590,7 @@ def _check_training(config: Config) -> None:
     for name, module_rates in optimizer.modules.items():
         for key in ("learning_rate", "weight_decay"):
             value = getattr(module_rates, key)
-            check(value is None or value >= 0, f"optimizer.modules.{name}.{key}={value}: must be at least 0")
+            check(
+                value is None or value >= 0,
+                f"optimizer.modules.{name}.{key}={value}: must be at least 0",
+            )

@@ -1,6 +1,7 @@
 """Config of videos: the fields of each kind, their check, and how they are read from transformers' processors.
 
-The frames, texts and order of tokens that a kind makes are a file of `mmjax/data/media/preparations`.
+The frames, texts and order of tokens that a kind makes are a file of
+`mmjax/data/media/preparations`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from typing import Any, Literal
 from mmjax.config.checks import above_zero, at_least, check, check_size, ordered
 from mmjax.config.processor_fields import Filter, ProcessorFields
 
-FPS = 2.0  # frames that Qwen's own tools take per second where a folder does not say; transformers takes every frame
+# frames that Qwen's own tools take per second where a folder does not say; transformers takes every
+# frame
+FPS = 2.0
 
 
 class VideoKind:
     """Base of the ways to take frames of a video, and to resize them.
 
-    `from_hf` of a kind reads the fields of `hf_processor`; what they leave open is as in the kind itself. It raises
-    UserError, naming file and field, for what is unknown.
+    `from_hf` of a kind reads the fields of `hf_processor`; what they leave open is as in the kind
+    itself. It raises UserError, naming file and field, for what is unknown.
     """
 
     hf_patches = True  # the processor also says how frames are patched
@@ -33,7 +36,8 @@ class VideoKind:
     def check_sound(self, where: str, frames: int, clips: Sequence[str], has_time: bool) -> None:
         """Raise UserError where frames and sound, if both are read, cannot be interleaved by positions in time.
 
-        frames: of a temporal patch. clips: names of the model's audio encoders. has_time: positions have an axis t.
+        frames: of a temporal patch. clips: names of the model's audio encoders. has_time: positions
+        have an axis t.
         """
 
 
@@ -87,16 +91,24 @@ class Qwen2Video(VideoKind):
     max_frames: int = 768  # taken of any video
     min_pixels: int = 128 * 28 * 28  # of a resized frame
     max_pixels: int = 768 * 28 * 28  # of a resized frame
-    total_pixels: int = 0  # of all temporal patches, which get equal shares, but no less than min_pixels; 0: no limit
-    tokens_per_second: float = 4.0  # rotary positions along t for each second; 0: one for each temporal patch
+    # of all temporal patches, which get equal shares, but no less than min_pixels; 0: no limit
+    total_pixels: int = 0
+    # rotary positions along t for each second; 0: one for each temporal patch
+    tokens_per_second: float = 4.0
     filter: Filter = "bicubic"  # of resizing
-    seconds: Literal["sampled", "nominal"] = "sampled"  # of a temporal patch: of the frames taken, or by `fps` alone
-    text_after: Literal["space", "time"] = "space"  # text goes on behind a video's rows and columns, or its time too
-    sound: str = ""  # encoder of the videos' own sound, whose tokens are interleaved with the frames'; empty: not read
-    sound_chunk: int = 50  # rotary positions along t of the chunks of frames and sound that take turns
+    # of a temporal patch: of the frames taken, or by `fps` alone
+    seconds: Literal["sampled", "nominal"] = "sampled"
+    # text goes on behind a video's rows and columns, or its time too
+    text_after: Literal["space", "time"] = "space"
+    # encoder of the videos' own sound, whose tokens are interleaved with the frames'; empty: not
+    # read
+    sound: str = ""
+    # rotary positions along t of the chunks of frames and sound that take turns
+    sound_chunk: int = 50
     kind: Literal["qwen2_video"] = "qwen2_video"
-    # frames and sound take turns in chunks (Qwen2.5-Omni), or each temporal patch comes before the sound from its time
-    # on (Qwen3-Omni, which counts parts of positions: patches must take whole ones)
+    # frames and sound take turns in chunks (Qwen2.5-Omni), or each temporal patch comes before the
+    # sound from its time on (Qwen3-Omni, which counts parts of positions: patches must take whole
+    # ones)
     turns: Literal["chunks", "patches"] = "chunks"
 
     hf_processor = "Qwen2VLVideoProcessor"
@@ -121,7 +133,9 @@ class Qwen2Video(VideoKind):
         check(self.sound in clips, f"{where}.sound={self.sound}: {known}")
         check(has_time, f"{where}.sound: model.llm.rope_sections is empty; positions have no time")
         nominal = self.seconds == "nominal"
-        check(nominal, f"{where}.seconds={self.seconds}: sound takes turns with frames; use nominal")
+        check(
+            nominal, f"{where}.seconds={self.seconds}: sound takes turns with frames; use nominal"
+        )
         if self.turns == "patches":
             return
         at_least(1, where, self, ("sound_chunk",))
@@ -164,7 +178,8 @@ class Glm4Video(VideoKind):
     """Frames at a rate, with bounds on the pixels of all together, as for GLM-4.1V; seconds are written behind them."""
 
     fps: float = 2.0  # frames taken per second of the video
-    seconds: int = 300  # of a video; of a longer one as many frames are taken as of one of this length
+    # of a video; of a longer one as many frames are taken as of one of this length
+    seconds: int = 300
     min_pixels: int = 112 * 112  # of all resized frames
     max_pixels: int = 28 * 28 * 2 * 30_000  # of all resized frames
     filter: Filter = "bicubic"  # of resizing
@@ -192,12 +207,14 @@ class UniformVideo(VideoKind):
 
     frames: int = 8  # taken of a video, one of each of so many equal parts
     size: tuple[int, ...] = (448, 448)  # height and width of a resized frame; (): the video's own
-    # text before each temporal patch, with {} for its number from 1 on; the first's is without line breaks at its start
+    # text before each temporal patch, with {} for its number from 1 on; the first's is without line
+    # breaks at its start
     label: str = ""
     filter: Filter = "bicubic"  # of resizing
     kind: Literal["uniform_video"] = "uniform_video"
     taken: Literal["middle", "first"] = "middle"  # frame of a part
-    shrink: int = 1  # by which each side of a frame's tokens is divided, rounded up: interpolated bilinearly
+    # by which each side of a frame's tokens is divided, rounded up: interpolated bilinearly
+    shrink: int = 1
 
     hf_patches = False
 
@@ -218,16 +235,23 @@ class UniformVideo(VideoKind):
     def from_hf(self, fields: ProcessorFields) -> UniformVideo:
         """Read the fields of a video processor: one tile for each frame, numbered in the text, or fewer tokens of each.
 
-        LLaVA-OneVision's takes all frames that it is given; here they are `num_frames`, or as many as without one.
+        LLaVA-OneVision's takes all frames that it is given; here they are `num_frames`, or as many
+        as without one.
         """
         if fields.flag("do_center_crop") or not fields.flag("do_resize"):
-            raise fields.refused("do_resize", "frames must be resized, and not cropped; set do_center_crop to false")
+            raise fields.refused(
+                "do_resize", "frames must be resized, and not cropped; set do_center_crop to false"
+            )
         if fields.height_and_width("size") != self.size:
             images = "tiles" if self.label else "images"
             height, width = self.size
-            raise fields.refused("size", f"the tower has {images} of {height} x {width} pixels; make them the same")
+            raise fields.refused(
+                "size", f"the tower has {images} of {height} x {width} pixels; make them the same"
+            )
         if fields.value("fps") is not None:
-            raise fields.refused("fps", "a fixed number of frames is taken, num_frames; set it to null")
+            raise fields.refused(
+                "fps", "a fixed number of frames is taken, num_frames; set it to null"
+            )
         if self.taken == "middle" and fields.value("initial_shift") not in (None, True):
             raise fields.refused("initial_shift", "only true is known")
         return replace(self, frames=fields.count("num_frames", self.frames), filter=fields.filter())

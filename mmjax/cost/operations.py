@@ -11,17 +11,50 @@ import numpy as np
 
 from mmjax.models.float8 import FORWARD, GRADIENT
 
-# As XLA's analysis counts them: one each for an addition, product, comparison or selection, none for exp or tanh.
+# As XLA's analysis counts them: one each for an addition, product, comparison or selection, none
+# for exp or tanh.
 ELEMENTWISE = {
-    *("add", "sub", "mul", "div", "neg", "abs", "sign", "square", "integer_pow", "add_any", "max", "min", "clamp"),
-    *("select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "cumsum", "cummax"),
+    *(
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "abs",
+        "sign",
+        "square",
+        "integer_pow",
+        "add_any",
+        "max",
+        "min",
+        "clamp",
+    ),
+    *(
+        "select_n",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and",
+        "or",
+        "not",
+        "xor",
+        "cumsum",
+        "cummax",
+    ),
 }
-REDUCTIONS = {f"reduce_{name}" for name in ("sum", "max", "min", "or", "and")} | {"argmax", "argmin"}
+REDUCTIONS = {f"reduce_{name}" for name in ("sum", "max", "min", "or", "and")} | {
+    "argmax",
+    "argmin",
+}
 FLOAT8 = {jnp.dtype(FORWARD), jnp.dtype(GRADIENT)}
 ERFC_OPERATIONS = 50  # of the polynomials that XLA makes of it
 
 
-# ---------------------------------------------------------------------------------------------------------- programs
+# --------------------------------------------------------------------------------------------------
+# programs
 
 
 class Operations(NamedTuple):
@@ -44,17 +77,29 @@ def list_operations(program: Any, times: int = 1, scope: str = "") -> Iterator[O
         if products := _product_operations(equation):
             sizes = frozenset(size for x in equation.invars for size in x.aval.shape)
             in_float8 = equation.invars[0].aval.dtype in FLOAT8
-            yield Operations(times * products, True, inner, equation.outvars[0].aval.shape, sizes, in_float8=in_float8)
+            yield Operations(
+                times * products,
+                True,
+                inner,
+                equation.outvars[0].aval.shape,
+                sizes,
+                in_float8=in_float8,
+            )
         elif name in ELEMENTWISE or name == "erfc":
             result = equation.outvars[0].aval
             factor = ERFC_OPERATIONS if name == "erfc" else 1
             yield Operations(times * factor * result.size, False, inner, result.shape)
         elif name in REDUCTIONS:
-            yield Operations(times * equation.invars[0].aval.size, False, inner, equation.outvars[0].aval.shape)
+            yield Operations(
+                times * equation.invars[0].aval.size, False, inner, equation.outvars[0].aval.shape
+            )
         elif name == "while":
             yield from _of_blocks(equation.params["body_jaxpr"].jaxpr, inner)
         elif name == "cond":
-            branches = [list(list_operations(branch.jaxpr, times, inner)) for branch in equation.params["branches"]]
+            branches = [
+                list(list_operations(branch.jaxpr, times, inner))
+                for branch in equation.params["branches"]
+            ]
             yield from max(branches, key=lambda operations: sum(x.count for x in operations))
         elif name != "pallas_call":
             length = equation.params["length"] if name == "scan" else 1
@@ -65,7 +110,8 @@ def list_operations(program: Any, times: int = 1, scope: str = "") -> Iterator[O
 def _of_blocks(body: Any, scope: str) -> Iterator[Operations]:
     """List the operations of a loop over blocks of attention for each pair of positions in a pair of blocks.
 
-    Its first product is of the scores `[..., queries, keys]`. Other loops of unknown length are left out.
+    Its first product is of the scores `[..., queries, keys]`. Other loops of unknown length are
+    left out.
     """
     operations = list(list_operations(body, 1, scope))
     if scores := next((x for x in operations if x.is_product), None):
@@ -79,14 +125,24 @@ def _product_operations(equation: Any) -> int:
     operands = [x.aval for x in equation.invars]
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
-        return 2 * equation.outvars[0].aval.size * math.prod(operands[0].shape[axis] for axis in contracted)
+        return (
+            2
+            * equation.outvars[0].aval.size
+            * math.prod(operands[0].shape[axis] for axis in contracted)
+        )
     if name == "ragged_dot_general":
         numbers = equation.params["ragged_dot_dimension_numbers"]
         (_, contracted), _ = numbers.dot_dimension_numbers
         once = {*contracted, *numbers.rhs_group_dimensions}
-        return 2 * operands[0].size * math.prod(n for axis, n in enumerate(operands[1].shape) if axis not in once)
+        return (
+            2
+            * operands[0].size
+            * math.prod(n for axis, n in enumerate(operands[1].shape) if axis not in once)
+        )
     if name == "conv_general_dilated":
-        return _convolution_operations(equation.params, *(x.shape for x in (*operands, equation.outvars[0].aval)))
+        return _convolution_operations(
+            equation.params, *(x.shape for x in (*operands, equation.outvars[0].aval))
+        )
     return 0
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from mmjax.config import ModelConfig, UnetConfig
 from mmjax.config.model import with_changes
 
-UNITS = ("positions", "pairs", "inputs", "tokens", "blocks", "taken")  # of work, as `planning.work.Work` has them
+# of work, as `planning.work.Work` has them
+UNITS = ("positions", "pairs", "inputs", "tokens", "blocks", "taken")
 
 
 def _row(number: int) -> property:
@@ -96,7 +97,13 @@ class TowerTrace:
 
     @classmethod
     def of(
-        cls, model: ModelConfig, tower: str, frozen: frozenset[str], upstream: bool, attention: str, dtype: str
+        cls,
+        model: ModelConfig,
+        tower: str,
+        frozen: frozenset[str],
+        upstream: bool,
+        attention: str,
+        dtype: str,
     ) -> TowerTrace:
         """Leave out all that does not matter to the tower's costs."""
         config = {"llm": model.llm, **model.item_modules}[tower]
@@ -109,7 +116,15 @@ class TowerTrace:
         if tower == "llm":
             model = ModelConfig(model.llm, lora=model.lora)
         else:
-            llm = replace(model.llm, layers=1, vocab=8, remat="none", attention="dense", experts=None, delta_net=None)
+            llm = replace(
+                model.llm,
+                layers=1,
+                vocab=8,
+                remat="none",
+                attention="dense",
+                experts=None,
+                delta_net=None,
+            )
             part = {tower: model.item_modules[tower]}
             encoders, generators = ({}, part) if tower in model.generators else (part, {})
             model = ModelConfig(llm, encoders, model.lora, generators)

@@ -1,6 +1,7 @@
 """All costs that are known, by what they depend on; others are read from the user's cache, or traced.
 
-A process that has them from another one (`adopt`), as workers of data have, traces nothing and needs no JAX.
+A process that has them from another one (`adopt`), as workers of data have, traces nothing and
+needs no JAX.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from mmjax.config.model import with_changes
 from mmjax.cost.rates import Cost, Ends, ModuleParameters, SameModel, TowerTrace
 from mmjax.disk import read_sealed, user_cache, write_sealed
 
-SOURCES = "batch.py", "config", "cost", "kernels", "models", "parallel"  # of mmjax, that traces depend on
+# of mmjax, that traces depend on
+SOURCES = "batch.py", "config", "cost", "kernels", "models", "parallel"
 _known: dict[str, Any] = {}
 
 
@@ -33,7 +35,8 @@ def ends(tower: TowerTrace) -> Ends:
 def layer(tower: TowerTrace, number: int, policy: Remat, unscanned: bool = False) -> Cost:
     """Return the costs of a layer of a tower. unscanned: of the first one, with what nothing before it has trained."""
     return _cost(
-        f"layer {number} {policy} {unscanned} {tower.text}", lambda trace: trace.layer(tower, number, policy, unscanned)
+        f"layer {number} {policy} {unscanned} {tower.text}",
+        lambda trace: trace.layer(tower, number, policy, unscanned),
     )
 
 
@@ -97,7 +100,11 @@ def _cost(key: str, trace: Callable[[Any], Any]) -> Any:
 
 def _read_or_trace(key: str, trace: Callable[[Any], Any]) -> Any:
     """Read what an earlier process has traced; else trace it, and write it down."""
-    file = user_cache() / "costs" / f"{hashlib.sha256(f'{key} {_environment()}'.encode()).hexdigest()[:32]}.json"
+    file = (
+        user_cache()
+        / "costs"
+        / f"{hashlib.sha256(f'{key} {_environment()}'.encode()).hexdigest()[:32]}.json"
+    )
     if (stored := read_sealed(file)) is not None:
         return _unpacked(stored)
     from mmjax.cost import trace as tracing  # imports JAX

@@ -1,9 +1,10 @@
 """Trace costs from the program itself, on abstract arrays: no kind of layer is named here.
 
-A tower is traced alone, in parts: what stands before its layers, a layer of each kind, and what stands behind them. The
-gradients are those of what is trained there and before, as dead-code elimination leaves them. Sizes that grow with a
-row have prime factors of their own, larger than any width, so one trace tells how everything grows: with q the prime of
-a row's length, 2 * q**2 * 64 operations are of pairs of positions.
+A tower is traced alone, in parts: what stands before its layers, a layer of each kind, and what
+stands behind them. The gradients are those of what is trained there and before, as dead-code
+elimination leaves them. Sizes that grow with a row have prime factors of their own, larger than any
+width, so one trace tells how everything grows: with q the prime of a row's length, 2 * q**2 * 64
+operations are of pairs of positions.
 
 What the program cannot tell:
 - Attention by blocks runs as often as a mask says. One pair of blocks counts, for each of its pairs of positions.
@@ -37,7 +38,13 @@ from mmjax.cost.operations import Operations, inner_programs, list_operations
 from mmjax.cost.rates import UNITS, Cost, Ends, ModuleParameters, TowerTrace
 from mmjax.kernels.tiles import MAX_BLOCK
 from mmjax.models.decoder import logits_of
-from mmjax.models.generation import Draws, condition_of, flow_errors, noised_latents, velocity_errors
+from mmjax.models.generation import (
+    Draws,
+    condition_of,
+    flow_errors,
+    noised_latents,
+    velocity_errors,
+)
 from mmjax.models.layer_stacks import LayerStack, Params, apply_stack
 from mmjax.models.model import Model, merge, parameter_group, partition, towers_of
 from mmjax.models.multimodal import MultimodalModel
@@ -63,7 +70,8 @@ def trace_passes(function: Callable[[Any, Any], tuple[Any, Any]], trained: Any, 
     return partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[0]
 
 
-# --------------------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------------
+# rows
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,9 @@ class Row:
         powers = Counter({name: _power(count, prime) for name, prime in self.primes.items()})
         if self.unit == "tokens":
             # What a row's images have to do with each other, as of one image.
-            return unit, count / self.primes["length"] ** max(0, powers["length"] - 1) / self.amounts[unit]
+            return unit, count / self.primes["length"] ** max(
+                0, powers["length"] - 1
+            ) / self.amounts[unit]
         if powers["length"] > 1:
             unit = "pairs"
         elif sum(powers.values()) > 1:
@@ -139,15 +149,24 @@ def _row_of_images(size: int, tokens: int) -> Row:
         for length in range(size * images + 1, size * (images + 1)):
             if is_prime(length):
                 blocks = images + 1
-                amounts = {"positions": length, "pairs": length**2, "inputs": length, "tokens": images * tokens}
+                amounts = {
+                    "positions": length,
+                    "pairs": length**2,
+                    "inputs": length,
+                    "tokens": images * tokens,
+                }
                 amounts |= {"blocks": blocks, "taken": 2 * images * blocks}
-                return Row(length, amounts, {"length": length, "tokens": images, "blocks": blocks // 2})
+                return Row(
+                    length, amounts, {"length": length, "tokens": images, "blocks": blocks // 2}
+                )
 
 
 NEEDS = re.compile(r"needs=(\d+)")
 
 
-def count_cost(operations: Iterable[Operations], row: Row, unit: Callable[[Operations], str], layers: int = 1) -> Cost:
+def count_cost(
+    operations: Iterable[Operations], row: Row, unit: Callable[[Operations], str], layers: int = 1
+) -> Cost:
     """Add up operations by unit of work. unit: of those that grow with the row's length. layers: that were traced."""
     cost = Cost.zero()
     instead: dict[str, float] = {}
@@ -176,14 +195,16 @@ def count_cost(operations: Iterable[Operations], row: Row, unit: Callable[[Opera
     return cost
 
 
-# ------------------------------------------------------------------------------------------------------------- towers
+# --------------------------------------------------------------------------------------------------
+# towers
 
 
 class Inputs(NamedTuple):
     """Abstract inputs of a tower."""
 
     batch: TextBatch | ItemBatch
-    x: jax.ShapeDtypeStruct  # of other towers: what is added to the LLM's embeddings, or a generator's condition
+    # of other towers: what is added to the LLM's embeddings, or a generator's condition
+    x: jax.ShapeDtypeStruct
     draws: Draws | None = None
     clean: jax.ShapeDtypeStruct | None = None
 
@@ -221,7 +242,10 @@ def tower_batch(config: ModelConfig, tower: str, shape: tuple[int, int]) -> Text
     if tower == "llm":
         fields = dict.fromkeys(TOKEN_FIELDS, array())
         position = array(3) if config.llm.rope_sections else array()
-        return TextBatch(**fields | {"weight": array(dtype=np.float32), "position": position, "slots": {}, "send": {}})
+        return TextBatch(
+            **fields
+            | {"weight": array(dtype=np.float32), "position": position, "slots": {}, "send": {}}
+        )
     module = config.item_modules[tower]
     if isinstance(module, AudioConfig):
         values = array(module.mels, dtype=np.float32)
@@ -238,7 +262,9 @@ def _before(module: MultimodalModel, tower: str, inputs: Inputs) -> tuple[Any, A
         x, _ = module.embedded(inputs.batch, {})
         return x + inputs.x, module.context("llm", inputs.batch, None)
     if tower in module.encoders:
-        return module.encoders[tower].embedded(inputs.batch), module.context(tower, inputs.batch, None)
+        return module.encoders[tower].embedded(inputs.batch), module.context(
+            tower, inputs.batch, None
+        )
     condition = condition_of(module.connectors[tower], inputs.x, inputs.batch, inputs.draws.dropped)
     generator = module.generators[tower]
     if isinstance(generator.config, UnetConfig):
@@ -274,7 +300,9 @@ class _Tower:
         self.inputs = _inputs(self.model, self.name, self.row)
         self.upstream = key.upstream
         self.trained, _ = partition(_branch(self.model.abstract, self.name), key.frozen)
-        self.layers = self.model.module({}).tower(self.name).layers if self.model.runs[self.name] else None
+        self.layers = (
+            self.model.module({}).tower(self.name).layers if self.model.runs[self.name] else None
+        )
         passed, self.reached = self._reached()
         self.passed, self.structure = jax.tree.flatten(passed)
 
@@ -287,7 +315,9 @@ class _Tower:
             inputs = inputs._replace(x=trained.get("x", inputs.x))
             return _before(self.model.module(merge(params, trained["params"])), self.name, inputs)
 
-        program, passed = jax.make_jaxpr(before, return_shape=True)(trained, (self.model.abstract, self.inputs))
+        program, passed = jax.make_jaxpr(before, return_shape=True)(
+            trained, (self.model.abstract, self.inputs)
+        )
         count = len(jax.tree.leaves(trained))
         reached = []
         for number, leaf in enumerate(jax.tree.leaves(passed)):
@@ -296,7 +326,9 @@ class _Tower:
             reached.append(jnp.issubdtype(leaf.dtype, jnp.floating) and any(used[:count]))
         return passed, reached
 
-    def _layer_leaves(self, name: str) -> tuple[dict[tuple[str, ...], Any], frozenset[tuple[str, ...]]]:
+    def _layer_leaves(
+        self, name: str
+    ) -> tuple[dict[tuple[str, ...], Any], frozenset[tuple[str, ...]]]:
         """Return the abstract parameters of one layer of a stack by path, and the paths of those that are trained."""
 
         def leaves(params: Any) -> dict[tuple[str, ...], Any]:
@@ -317,13 +349,19 @@ class _Tower:
         for run in self.model.runs[self.name]:
             for name, numbers in run.parts.items():
                 leaves, _ = self._layer_leaves(name)
-                kind = nnx.graphdef(self.layers.runs[name]), tuple(leaves.items()), self._windows(run)
+                kind = (
+                    nnx.graphdef(self.layers.runs[name]),
+                    tuple(leaves.items()),
+                    self._windows(run),
+                )
                 kinds |= dict.fromkeys(numbers, first.setdefault(kind, numbers[0]))
         return tuple(kinds[number] for number in sorted(kinds))
 
     def _windows(self, run: LayerStack) -> tuple[bool, ...]:
         """Tell whether layers of a stack have windows, and whether others have none: such a scan takes one of two."""
-        return tuple(sorted({number in self.layers.windowed for number in range(run.start, run.stop)}))
+        return tuple(
+            sorted({number in self.layers.windowed for number in range(run.start, run.stop)})
+        )
 
     def ends(self) -> Ends:
         """Trace what stands around the layers."""
@@ -359,10 +397,18 @@ class _Tower:
 
     def _unit(self, x: Operations) -> str:
         """Tell the unit of what grows with the length: in a UNet, of attention pairs, and else images' tokens."""
-        return "pairs" if self.row.unit == "tokens" and "attention" in x.scope and x.is_product else self.row.unit
+        return (
+            "pairs"
+            if self.row.unit == "tokens" and "attention" in x.scope and x.is_product
+            else self.row.unit
+        )
 
     def _unit_before(self, x: Operations) -> str:
-        return "inputs" if "inputs" in self.row.amounts and self.row.length in {*x.shape, *x.sizes} else self.row.unit
+        return (
+            "inputs"
+            if "inputs" in self.row.amounts and self.row.length in {*x.shape, *x.sizes}
+            else self.row.unit
+        )
 
     def layer(self, number: int, policy: Remat, unscanned: bool) -> Cost:
         """Trace a stack of layers like this one, or it alone."""
@@ -377,7 +423,10 @@ class _Tower:
         inputs_reached = {n: leaf for n, leaf in enumerate(self.passed) if self.reached[n]}
         if not unscanned and (inputs_reached or trained_paths):
             inputs_reached |= {0: self.passed[0]}  # what the layer before has made
-        trained = {"params": {path: stacked[path] for path in trained_paths}, "passed": inputs_reached}
+        trained = {
+            "params": {path: stacked[path] for path in trained_paths},
+            "passed": inputs_reached,
+        }
         graph = nnx.graphdef(self.layers.runs[name])
         stack = LayerStack(0, layers, policy)
         windows = self._windows(run)
@@ -388,7 +437,9 @@ class _Tower:
             x, context = jax.tree.unflatten(
                 self.structure, list((dict(enumerate(passed)) | trained["passed"]).values())
             )
-            module = nnx.merge(graph, nnx.State(nnx.traversals.unflatten_mapping(params | trained["params"])))
+            module = nnx.merge(
+                graph, nnx.State(nnx.traversals.unflatten_mapping(params | trained["params"]))
+            )
             stored = dict.fromkeys(stack.parts, module)
             return apply_stack(stored, stack, x, context, windowed, False, None, {})[0], None
 
@@ -406,7 +457,11 @@ def _saved_arrays(program: Any) -> Iterator[Any]:
     for equation in program.eqns:
         if equation.primitive.name == "scan" and equation.params["length"] == MANY:
             if "transpose" not in str(equation.source_info.name_stack):
-                yield from (x.aval for x in equation.outvars if type(x) is Var and x.aval.shape[:1] == (MANY,))
+                yield from (
+                    x.aval
+                    for x in equation.outvars
+                    if type(x) is Var and x.aval.shape[:1] == (MANY,)
+                )
         else:
             for inner in inner_programs(equation):
                 yield from _saved_arrays(inner)
@@ -444,12 +499,20 @@ def module_parameters(model: ModelConfig) -> dict[str, ModuleParameters]:
     counts: dict[str, np.ndarray] = {}
     for path, leaf in nnx.traversals.flatten_mapping(built.abstract).items():
         in_layers = "runs" in path
-        # The inputs of a matrix have a name; the rows of a table, and the taps of a filter, have none.
+        # The inputs of a matrix have a name; the rows of a table, and the taps of a filter, have
+        # none.
         is_matrix = len(axes[path]) > 1 and axes[path][-2] is not None
-        counted = [True, in_layers, is_matrix and (in_layers or "connectors" in path), "experts" in axes[path]]
+        counted = [
+            True,
+            in_layers,
+            is_matrix and (in_layers or "connectors" in path),
+            "experts" in axes[path],
+        ]
         counts.setdefault(parameter_group(path), np.zeros(4, int))
         counts[parameter_group(path)] += np.array(counted) * leaf.size
-    parts = [f"{name}{part}" for name in ("llm", *model.item_modules) for part in ("", ".connector")]
+    parts = [
+        f"{name}{part}" for name in ("llm", *model.item_modules) for part in ("", ".connector")
+    ]
     return {
         module: ModuleParameters._make(counts[module].tolist())
         for module in sorted(counts, key=[*parts, *sorted(counts)].index)
@@ -462,7 +525,9 @@ def encoding(model: ModelConfig, generator: str) -> Cost:
     positions = math.prod(image_size(config)) // config.patch**2
     values = row_values(config)
     with for_no_platform():
-        built = Model.build(ModelConfig(replace(model.llm, layers=1), generators={generator: config}), jnp.bfloat16)
+        built = Model.build(
+            ModelConfig(replace(model.llm, layers=1), generators={generator: config}), jnp.bfloat16
+        )
 
         def encode(params: Params, batch: ItemBatch, noise: Any) -> Any:
             return built.module(params).vaes[generator](batch, noise)

@@ -35,7 +35,8 @@ class MediaPlace:
     """A place of an image, clip or video in a message; the n-th place of a conversation is that of its n-th medium."""
 
     kind: Medium | Literal["sound"]
-    # white space with a line break before and behind its marker, which is text where `ChatFormat.line_breaks` says so
+    # white space with a line break before and behind its marker, which is text where
+    # `ChatFormat.line_breaks` says so
     before: str = field(default="", compare=False)
     after: str = field(default="", compare=False)
 
@@ -67,14 +68,18 @@ class Conversation:
     """One record of a data set."""
 
     messages: tuple[Message, ...]
-    answers: tuple[str, ...] = ()  # all right answers to its last question, where the record has several
-    rejected: Message | None = None  # the worse of a pair of last answers, the better of which is the last message
-    reference: tuple[float, ...] = ()  # the reference's log-probabilities of both, the better one's first
+    # all right answers to its last question, where the record has several
+    answers: tuple[str, ...] = ()
+    # the worse of a pair of last answers, the better of which is the last message
+    rejected: Message | None = None
+    # the reference's log-probabilities of both, the better one's first
+    reference: tuple[float, ...] = ()
     rollouts: tuple[Rollout, ...] = ()  # answers that a model has drawn to its last message
-    # Whether the last answer is good, where the record judges it; `rejected` is then another record's answer. Not in
-    # the representation, whose hash stored runs have.
+    # Whether the last answer is good, where the record judges it; `rejected` is then another
+    # record's answer. Not in the representation, whose hash stored runs have.
     label: bool | None = field(default=None, repr=False)
-    unread: tuple[str, ...] = field(default=(), compare=False)  # keys of the record that nothing reads
+    # keys of the record that nothing reads
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def loss_of_answers(self) -> str:
@@ -85,24 +90,34 @@ class Conversation:
 
     def media(self) -> Iterator[MediaPlace]:
         """Iterate over the places of media in order."""
-        return (part for message in self.messages for part in message.parts if isinstance(part, MediaPlace))
+        return (
+            part
+            for message in self.messages
+            for part in message.parts
+            if isinstance(part, MediaPlace)
+        )
 
 
 def split_markers(text: str) -> list[str | MediaPlace]:
     """Split a text at its markers `<image>`, `<audio>` and `<video>`.
 
-    A line break beside a marker is part of the marker, not of the text: LLaVA's records write one, and chat templates
-    write their own. Other white space stays.
+    A line break beside a marker is part of the marker, not of the text: LLaVA's records write one,
+    and chat templates write their own. Other white space stays.
     """
     pieces = MARKER.split(text)
     parts: list[str | MediaPlace] = []
     break_before = ""
     for k in range(0, len(pieces), 2):  # re.split alternates texts with the marker's group
         piece = pieces[k]
-        # A piece's start follows a marker unless it is the first, its end precedes one unless it is the last.
+        # A piece's start follows a marker unless it is the first, its end precedes one unless it is
+        # the last.
         if k > 0:
             stripped = _BREAK_AFTER.sub("", piece)
-            parts.append(MediaPlace(cast(Medium, pieces[k - 1]), break_before, piece[: len(piece) - len(stripped)]))
+            parts.append(
+                MediaPlace(
+                    cast(Medium, pieces[k - 1]), break_before, piece[: len(piece) - len(stripped)]
+                )
+            )
             piece = stripped
         break_before = ""
         if k < len(pieces) - 1:
@@ -128,19 +143,21 @@ def with_line_breaks(parts: Sequence[str | MediaPlace]) -> tuple[str | MediaPlac
 
 
 MAX_BRANCHES = 18  # of a sample: the attention mask has a bit for each
-Files = Sequence[tuple[str, int]]  # the names of a source's files and how many samples each has, in order
+# the names of a source's files and how many samples each has, in order
+Files = Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True)
 class Text:
     """Tokens of one stretch of text.
 
-    Everything after it attends to branch 0. Branches 1, 2, ... attend to branch 0, the items and themselves, but not to
-    each other: several questions about the same image.
+    Everything after it attends to branch 0. Branches 1, 2, ... attend to branch 0, the items and
+    themselves, but not to each other: several questions about the same image.
     """
 
     tokens: np.ndarray  # int32 [n]
-    weights: np.ndarray  # float32 [n]: of the loss on predicting this token from the one before it in its branch
+    # float32 [n]: of the loss on predicting this token from the one before it in its branch
+    weights: np.ndarray
     branch: int = 0
     start: int | None = None  # RoPE position of the first token; None = continue the branch
     back: int = 0  # RoPE positions that it goes back, to stand beside what is before it
@@ -153,17 +170,19 @@ class Item:
     """The place of the tokens of one item: the sample's item `number`, counting images, clips and temporal patches of
     videos in order from 0.
 
-    Text may stand between an item's tokens; each part of them has an `Item` then. Where positions have axes, all
-    temporal patches of a video begin at the same row and column positions, and the parts of its sound, which stand
-    between them, at their first token's from there on.
+    Text may stand between an item's tokens; each part of them has an `Item` then. Where positions
+    have axes, all temporal patches of a video begin at the same row and column positions, and the
+    parts of its sound, which stand between them, at their first token's from there on.
     """
 
     encoder: str
     number: int
     start: int | None = None  # RoPE position of the first token; None = continue the branch
-    patch: int = 0  # index of a piece in its video; from 1 on it begins where the one before it began
+    # index of a piece in its video; from 1 on it begins where the one before it began
+    patch: int = 0
     time: int = 0  # RoPE position along t, from that of its video's first token on
-    text_after: Literal["space", "time"] = "space"  # what goes on behind it: its rows and columns, or its time too
+    # what goes on behind it: its rows and columns, or its time too
+    text_after: Literal["space", "time"] = "space"
     part: tuple[int, int] | None = None  # [begin, end) of its tokens that stand here; None: all
 
 
@@ -175,7 +194,8 @@ CORNERS = 4  # tokens that one position may interpolate, as bilinear resizing do
 class TokenLayout(NamedTuple):
     """The tokens of one image, each the weighted sum of up to four tokens that the encoder made of its items."""
 
-    token: np.ndarray  # int32 [n, CORNERS]: indices into all items' tokens, one item after the other; or a code above
+    # int32 [n, CORNERS]: indices into all items' tokens, one item after the other; or a code above
+    token: np.ndarray
     share: np.ndarray  # float32 [n, CORNERS]: weights of these tokens
 
     def __len__(self) -> int:
@@ -217,18 +237,22 @@ class SampleLengths:
     """Lengths of a sample, computed from headers without decoding anything."""
 
     text_tokens: int
-    # (encoder, size): (height, width) in pixels, (frames, height, width) of a temporal patch, (samples,) of a clip
+    # (encoder, size): (height, width) in pixels, (frames, height, width) of a temporal patch,
+    # (samples,) of a clip
     items: tuple[tuple[str, tuple[int, ...]], ...]
-    item_tokens: int | None = None  # LLM tokens of all items; None = all that their encoders make (no `ArrangedItems`)
-    branches: tuple[int, ...] | None = None  # text tokens of branches 1, 2, ...; None = read the sample to see
+    # LLM tokens of all items; None = all that their encoders make (no `ArrangedItems`)
+    item_tokens: int | None = None
+    # text tokens of branches 1, 2, ...; None = read the sample to see
+    branches: tuple[int, ...] | None = None
 
 
 class Source(Protocol):
     """Random access to samples. `facts` and `sample` decode no media; `item` opens and decodes one item.
 
-    Samples that cannot be used raise BadSample from the first two, media that cannot be decoded BadMedia from `item`.
-    Where `sample` takes long, a source may have `outline` too: the sample with any tokens, but as many, and any weights
-    of its texts, but the same first token that is trained on. The length index counts what is attended by it.
+    Samples that cannot be used raise BadSample from the first two, media that cannot be decoded
+    BadMedia from `item`. Where `sample` takes long, a source may have `outline` too: the sample
+    with any tokens, but as many, and any weights of its texts, but the same first token that is
+    trained on. The length index counts what is attended by it.
     """
 
     def __len__(self) -> int: ...

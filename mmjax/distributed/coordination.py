@@ -1,8 +1,8 @@
 """Several processes as one run: start and end together, and exchange small values beside the collectives.
 
-Everything goes through JAX's coordination service on process 0; with one process there is none and nothing waits. The
-environment names the processes, as `launch/` sets it, or `mmjax.startup` for srun and mpirun: MMJAX_COORDINATOR
-(host:port), MMJAX_PROCESSES, MMJAX_PROCESS.
+Everything goes through JAX's coordination service on process 0; with one process there is none and
+nothing waits. The environment names the processes, as `launch/` sets it, or `mmjax.startup` for
+srun and mpirun: MMJAX_COORDINATOR (host:port), MMJAX_PROCESSES, MMJAX_PROCESS.
 """
 
 from __future__ import annotations
@@ -22,15 +22,23 @@ from functools import cache
 from typing import Any
 
 import jax
-from jax._src import distributed  # remove when jax.distributed gives the service's client a public name
 
-from mmjax.distributed.peer_monitor import HEARTBEAT_SECONDS, PeerMonitor, StuckReport, host_and_port
+# remove when jax.distributed gives the service's client a public name
+from jax._src import distributed
+
+from mmjax.distributed.peer_monitor import (
+    HEARTBEAT_SECONDS,
+    PeerMonitor,
+    StuckReport,
+    host_and_port,
+)
 from mmjax.errors import StoppedBySignal, UserError, exit_at_once, explain_runtime_errors
 
 _START_SECONDS = 300  # until all processes have connected
 _JAX_SECONDS = 60  # that JAX waits longer: it would end this process with a stack in C++
 _EXIT_SECONDS = 1.0  # for the others to exit after their last message
-_WAIT_SECONDS = 3600  # the longest that the others wait for work of process 0: indexing a large dataset
+# the longest that the others wait for work of process 0: indexing a large dataset
+_WAIT_SECONDS = 3600
 
 _peer_monitor: PeerMonitor | None = None
 _broadcasts = 0  # of `run_on_leader` so far; in step on all processes, which makes the keys unique
@@ -61,15 +69,18 @@ def peer_monitor() -> PeerMonitor | None:
 def process_group() -> Iterator[None]:
     """Run the body as one process of the group that the environment names; all exit together.
 
-    Where one ends early, by an error or a signal, the others end too, within a minute, and print which one it was: exit
-    code 2 for a user's mistake, 1 otherwise. With one process the body just runs.
+    Where one ends early, by an error or a signal, the others end too, within a minute, and print
+    which one it was: exit code 2 for a user's mistake, 1 otherwise. With one process the body just
+    runs.
     """
     if count() == 1:
         yield
         return
     global _peer_monitor
     _connect()
-    _peer_monitor = PeerMonitor(distributed.global_state.client, os.environ["MMJAX_COORDINATOR"], index(), count())
+    _peer_monitor = PeerMonitor(
+        distributed.global_state.client, os.environ["MMJAX_COORDINATOR"], index(), count()
+    )
     _peer_monitor.start()
     try:
         hosts()  # by all together now, so that any may ask for them alone
@@ -89,8 +100,9 @@ def process_group() -> Iterator[None]:
         end_others(0)
         exit_at_once(0)
     except BaseException:
-        # A failed collective mostly means that another process died: the monitor prints which and ends this one, within
-        # JAX's heartbeat timeout. Only where it has not is the traceback worth printing.
+        # A failed collective mostly means that another process died: the monitor prints which and
+        # ends this one, within JAX's heartbeat timeout. Only where it has not is the traceback
+        # worth printing.
         time.sleep(HEARTBEAT_SECONDS + 6)
         print(f"process {index()} of {count()}:", file=sys.stderr)
         traceback.print_exc()
@@ -149,8 +161,12 @@ def gather(key: str, text: str) -> list[str]:
     milliseconds = _WAIT_SECONDS * 1000
     client.key_value_set(f"mmjax/gather/{key}/{index()}", text)
     if is_leader():
-        # Process 0 collects and publishes all texts under one key: 2 n requests for n processes instead of n^2.
-        texts = [client.blocking_key_value_get(f"mmjax/gather/{key}/{p}", milliseconds) for p in range(count())]
+        # Process 0 collects and publishes all texts under one key: 2 n requests for n processes
+        # instead of n^2.
+        texts = [
+            client.blocking_key_value_get(f"mmjax/gather/{key}/{p}", milliseconds)
+            for p in range(count())
+        ]
         client.key_value_delete(f"mmjax/gather/{key}/")
         client.key_value_set(f"mmjax/gathered/{key}", json.dumps(texts))
         return texts
@@ -172,7 +188,9 @@ def kv_put(key: str, text: str) -> None:
 
 def kv_get(key: str) -> str:
     """Read the text that some process has stored with `kv_put`, waiting for it."""
-    return distributed.global_state.client.blocking_key_value_get(f"mmjax/{key}", HEARTBEAT_SECONDS * 1000)
+    return distributed.global_state.client.blocking_key_value_get(
+        f"mmjax/{key}", HEARTBEAT_SECONDS * 1000
+    )
 
 
 def wait_for_all(where: str) -> None:
@@ -197,7 +215,9 @@ def _number(variable: str, default: str) -> int:
     """Read a number from the environment."""
     text = os.environ.get(variable, default)
     if not text.isdecimal():
-        raise UserError(f"{variable}={text!r} is not a number; set it to one, or unset it to train with one process")
+        raise UserError(
+            f"{variable}={text!r} is not a number; set it to one, or unset it to train with one process"
+        )
     return int(text)
 
 
@@ -211,14 +231,17 @@ def _connect() -> None:
         )
     address = re.fullmatch(r"(.+):(\d{1,5})", coordinator)
     if not address or not 0 < int(address[2]) < 1 << 16:
-        raise UserError(f"MMJAX_COORDINATOR={coordinator!r} is not HOST:PORT of process 0; set it so on all of them")
+        raise UserError(
+            f"MMJAX_COORDINATOR={coordinator!r} is not HOST:PORT of process 0; set it so on all of them"
+        )
     if "MMJAX_PROCESS" not in os.environ or not index() < count():
         number = os.environ.get("MMJAX_PROCESS", "")
         raise UserError(
             f"MMJAX_PROCESS={number!r} is not one of the {count()} processes of MMJAX_PROCESSES; number them from 0 to "
             f"{max(count() - 1, 0)}, each with its own number"
         )
-    jax.config.update("jax_enable_recoverability", True)  # else JAX aborts before we can print who died
+    # else JAX aborts before we can print who died
+    jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)  # else JAX handles SIGTERM itself
     if is_leader():
         with _reserved(coordinator, int(address[2])):
@@ -231,17 +254,19 @@ def _connect() -> None:
 def _reserved(coordinator: str, port: int) -> Iterator[None]:
     """Hold the port on which JAX listens in the body. Raises UserError where another program has it.
 
-    JAX crashes where it cannot listen, and shares the port with another run that listens there by the same library.
+    JAX crashes where it cannot listen, and shares the port with another run that listens there by
+    the same library.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as bound, socket.socket(socket.AF_UNIX) as exclusive:
-        # Without SO_REUSEPORT, so that a port that others share counts as taken. JAX can still listen beside this
-        # socket, which does not; nobody is given the port meanwhile.
+        # Without SO_REUSEPORT, so that a port that others share counts as taken. JAX can still
+        # listen beside this socket, which does not; nobody is given the port meanwhile.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             if family == socket.AF_INET6:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            if sys.platform == "linux":  # two runs that start at once: an abstract name belongs to one of them
+            # two runs that start at once: an abstract name belongs to one of them
+            if sys.platform == "linux":
                 exclusive.bind(f"\0mmjax-coordinator-{port}")
             bound.bind(("", port))
         except OSError as error:
@@ -255,7 +280,8 @@ def _reserved(coordinator: str, port: int) -> Iterator[None]:
 def _join(coordinator: str) -> None:
     """Join the coordination service; end this process where the others do not come in time, or a signal does.
 
-    JAX waits for them in a thread: it aborts a process that has waited in vain, and heeds no signal meanwhile.
+    JAX waits for them in a thread: it aborts a process that has waited in vain, and heeds no signal
+    meanwhile.
     """
     joined = threading.Event()
     errors: list[Exception] = []
@@ -286,7 +312,11 @@ def _join(coordinator: str) -> None:
         exit_at_once(0)
     if joined.is_set() and not errors:
         return
-    reason = str(errors[0]).splitlines()[0][:200] if errors else f"not all have come in {_START_SECONDS} s"
+    reason = (
+        str(errors[0]).splitlines()[0][:200]
+        if errors
+        else f"not all have come in {_START_SECONDS} s"
+    )
     remedy = "see that all of them run with the same MMJAX_COORDINATOR, and that its port is open between the hosts"
     try:
         if not is_leader():

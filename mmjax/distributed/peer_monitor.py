@@ -1,7 +1,8 @@
 """Monitoring of peer processes: heartbeats, detection of exited processes, and reports that the run is stuck.
 
-Everything goes through JAX's coordination service on process 0. Process 0 may be the one that does not answer, and a
-request to it may then block for ever: each kind of request has its own thread, and nothing else waits for them.
+Everything goes through JAX's coordination service on process 0. Process 0 may be the one that does
+not answer, and a request to it may then block for ever: each kind of request has its own thread,
+and nothing else waits for them.
 """
 
 from __future__ import annotations
@@ -23,17 +24,22 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 HEARTBEAT_SECONDS = 24  # JAX's heartbeat timeout: a process silent for so long counts as dead
-# JAX aborts a process that has waited half of that for process 0, without saying why: we must end it before.
+# JAX aborts a process that has waited half of that for process 0, without saying why: we must end
+# it before.
 _MUTE_SECONDS = 10
-_PROBE_SECONDS = 0.5  # after a heartbeat is due and has no answer, until we try to connect to process 0
+# after a heartbeat is due and has no answer, until we try to connect to process 0
+_PROBE_SECONDS = 0.5
 _POLL_SECONDS = 1.0
-# The more processes there are, the less often each sends to process 0, so that it gets no more than so many a second.
+# The more processes there are, the less often each sends to process 0, so that it gets no more than
+# so many a second.
 _HEARTBEATS_PER_SECOND = 500
 _POLLS_PER_SECOND = 250  # each names all processes and gets them back
-_MOST_SECONDS = 6.0  # between heartbeats: `_MUTE_SECONDS` must be longer, so that the limits hold for 3,000 processes
+# between heartbeats: `_MUTE_SECONDS` must be longer, so that the limits hold for 3,000 processes
+_MOST_SECONDS = 6.0
 _ASKING = 32  # processes that read the phases of all others where the run is stuck
 _REPLY_SECONDS = 5.0  # timeout of requests that process 0 answers at once, if at all
-_BEATS_SECONDS = 3.0  # beyond the time between heartbeats, in which one comes even on a busy machine
+# beyond the time between heartbeats, in which one comes even on a busy machine
+_BEATS_SECONDS = 3.0
 _LISTEN_SECONDS = 20.0  # timeout of one request for the report of a stuck run
 _LEAVE_SECONDS = 10.0  # that process 0 waits for the others to leave
 
@@ -126,15 +132,20 @@ class PeerMonitor:
         phases = dict.fromkeys(range(self.count), no_heartbeat)
         for process, heartbeat in latest.items():
             beat = heartbeat.pop("beat")
-            # Two readings with the same counter: no heartbeat came between them. This process clearly runs.
+            # Two readings with the same counter: no heartbeat came between them. This process
+            # clearly runs.
             silent = process in earlier and earlier[process]["beat"] == beat
             phases[process] = PeerStatus(**heartbeat, silent=silent and process != self.index)
-        return {process: replace(status, role=self.roles.get(process, "")) for process, status in phases.items()}
+        return {
+            process: replace(status, role=self.roles.get(process, ""))
+            for process, status in phases.items()
+        }
 
     def may_read_phases(self, seconds: float) -> bool:
         """Return whether this process may ask for all phases, so long beyond its limit.
 
-        The limit of all passes at once. A few ask; the others wait for their report, and ask where none comes.
+        The limit of all passes at once. A few ask; the others wait for their report, and ask where
+        none comes.
         """
         return self.index % -(-self.count // _ASKING) == 0 or seconds > _LISTEN_SECONDS
 
@@ -144,20 +155,27 @@ class PeerMonitor:
         def report() -> StuckReport:
             with suppress(Exception):  # another process was faster
                 self._client.key_value_set("mmjax/stuck", json.dumps(stuck))
-            return _parse_stuck(self._client.blocking_key_value_get("mmjax/stuck", _milliseconds(_REPLY_SECONDS)))
+            return _parse_stuck(
+                self._client.blocking_key_value_get("mmjax/stuck", _milliseconds(_REPLY_SECONDS))
+            )
 
         return call_with_timeout(_REPLY_SECONDS, report) or stuck
 
     def await_exits(self, peers: Collection[int]) -> None:
         """Announce that this process exits. Process 0 waits for the others, which would else blame it for their end."""
         if self.index:
-            call_with_timeout(_REPLY_SECONDS, lambda: self._client.key_value_set(f"mmjax/leaving/{self.index}", ""))
+            call_with_timeout(
+                _REPLY_SECONDS,
+                lambda: self._client.key_value_set(f"mmjax/leaving/{self.index}", ""),
+            )
             return
         deadline = time.monotonic() + _LEAVE_SECONDS
         for process in set(peers) - {0}:
             with suppress(Exception):  # it ends for another reason
                 seconds = max(0.1, deadline - time.monotonic())
-                self._client.blocking_key_value_get(f"mmjax/leaving/{process}", _milliseconds(seconds))
+                self._client.blocking_key_value_get(
+                    f"mmjax/leaving/{process}", _milliseconds(seconds)
+                )
 
     def _read_heartbeats(self) -> dict[int, dict[str, Any]]:
         entries = self._client.key_value_dir_get("mmjax/phase/")
@@ -170,10 +188,21 @@ class PeerMonitor:
             if self._finished.wait(self._heartbeat_seconds):
                 return
             phase = self.phase
-            heartbeat = {"step": phase.step, "name": phase.name, "seconds": time.monotonic() - phase.began}
-            heartbeat |= {"action": phase.action, "detail": phase.detail, "beat": beat, "host": host}
+            heartbeat = {
+                "step": phase.step,
+                "name": phase.name,
+                "seconds": time.monotonic() - phase.began,
+            }
+            heartbeat |= {
+                "action": phase.action,
+                "detail": phase.detail,
+                "beat": beat,
+                "host": host,
+            }
             try:
-                self._client.key_value_set(f"mmjax/phase/{self.index}", json.dumps(heartbeat), allow_overwrite=True)
+                self._client.key_value_set(
+                    f"mmjax/phase/{self.index}", json.dumps(heartbeat), allow_overwrite=True
+                )
                 self._unanswered = 0
             except Exception as error:
                 if _disconnected(error):
@@ -183,7 +212,9 @@ class PeerMonitor:
         """Wait for the report of a stuck run, or for process 0 to disconnect."""
         while not self._finished.is_set():
             try:
-                report = self._client.blocking_key_value_get("mmjax/stuck", _milliseconds(_LISTEN_SECONDS))
+                report = self._client.blocking_key_value_get(
+                    "mmjax/stuck", _milliseconds(_LISTEN_SECONDS)
+                )
             except Exception as error:
                 if _disconnected(error):
                     return self._end_without_first()
@@ -207,7 +238,9 @@ class PeerMonitor:
                     self.await_exits(alive)
                     peers = [p for p in dead if p != self.index]
                     if not peers:
-                        self._end("the others took this process for gone, so long was it stopped or out of reach")
+                        self._end(
+                            "the others took this process for gone, so long was it stopped or out of reach"
+                        )
                     self._end(f"{self._describe(peers)} ended or cannot be reached")
                 return
 
@@ -218,7 +251,10 @@ class PeerMonitor:
             if self._unanswered * _POLL_SECONDS > _MUTE_SECONDS:
                 exit_once()
                 self._end(f"{self._describe([0])}, which coordinates them, does not answer")
-            if self._unanswered * _POLL_SECONDS > self._heartbeat_seconds + _PROBE_SECONDS and _refused(*self._address):
+            if (
+                self._unanswered * _POLL_SECONDS > self._heartbeat_seconds + _PROBE_SECONDS
+                and _refused(*self._address)
+            ):
                 return self._end_without_first()
 
     def _end_without_first(self) -> None:
@@ -230,12 +266,16 @@ class PeerMonitor:
         """Name processes, and the stages of a pipeline that they have."""
         noun = "process" if len(processes) == 1 else "processes"
         roles = "; ".join(self.roles[p] for p in processes if p in self.roles)
-        return f"{noun} {', '.join(map(str, processes))} of this run's {self.count}" + (f" ({roles})" if roles else "")
+        return f"{noun} {', '.join(map(str, processes))} of this run's {self.count}" + (
+            f" ({roles})" if roles else ""
+        )
 
     def _end(self, why: str) -> None:
         """Print why and exit at once: an orderly exit would wait for processes that are dead."""
         this = f"process {self.index}" + (f", {self.phase.detail}," if self.phase.detail else "")
-        line = f"error: {why}; {this} ends too. Its own last lines may say why; go on with --resume\n"
+        line = (
+            f"error: {why}; {this} ends too. Its own last lines may say why; go on with --resume\n"
+        )
         os.write(2, line.encode())
         call_with_timeout(1, sys.stdout.flush)
         os._exit(1)
@@ -259,9 +299,10 @@ def _refused(host: str, port: int) -> bool:
 def _delay_abort() -> None:
     """Delay aborts by six seconds, in which a thread here can print who died: JAX aborts as it loses process 0.
 
-    It aborts in the thread that delivers the service's answers, where no Python handler would run. The C library's
-    `sleep` as the signal's handler does, is async-signal-safe, and takes the signal's number, 6, for seconds. Then the
-    abort goes on. Remove when JAX raises an error in Python, or calls back, where it loses process 0.
+    It aborts in the thread that delivers the service's answers, where no Python handler would run.
+    The C library's `sleep` as the signal's handler does, is async-signal-safe, and takes the
+    signal's number, 6, for seconds. Then the abort goes on. Remove when JAX raises an error in
+    Python, or calls back, where it loses process 0.
     """
     library = ctypes.CDLL(None)
     library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]

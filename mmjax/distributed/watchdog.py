@@ -1,7 +1,8 @@
 """End a process that hangs: write where every thread stands, say which process has not arrived, and exit with code 3.
 
-The loop reports its phase (`Watchdog.set_phase`); a thread beside it watches the clock. With several processes, the
-first that finds the run stuck tells the others, and all end with the same line.
+The loop reports its phase (`Watchdog.set_phase`); a thread beside it watches the clock. With
+several processes, the first that finds the run stuck tells the others, and all end with the same
+line.
 """
 
 from __future__ import annotations
@@ -53,15 +54,17 @@ _STEPS = 100  # most recent steps, whose median is taken
 _MAX_NAMED = 4  # processes that a line names
 _REPORT_SECONDS = 15.0  # for writing the stacks: the storage may be what hangs
 _WORKERS_SECONDS = 1.0  # for data workers to write theirs
-_MENTION_SECONDS = 30.0  # of a pipeline's step, or three times the median, until it says what it waits for
+# of a pipeline's step, or three times the median, until it says what it waits for
+_MENTION_SECONDS = 30.0
 _LOCKED_SECONDS = 60.0  # beyond the limit, until the timer in C ends the process
 
 
 class Watchdog:
     """Watches this process while it is entered as a context; otherwise it only records times.
 
-    folder: gets the stacks. Where a limit is passed the process ends with code 3. Where native code keeps all Python
-    threads from running, also the watchdog's, a timer in C ends the process a minute later, with code 1.
+    folder: gets the stacks. Where a limit is passed the process ends with code 3. Where native code
+    keeps all Python threads from running, also the watchdog's, a timer in C ends the process a
+    minute later, with code 1.
     """
 
     def __init__(self, config: WatchConfig, folder: Path) -> None:
@@ -80,7 +83,8 @@ class Watchdog:
         last = self._phase
         clock = time.monotonic()
         step = last.step if step is None else step
-        # Waiting for data and running are one step to the limit, whose time goes on from the one to the other.
+        # Waiting for data and running are one step to the limit, whose time goes on from the one to
+        # the other.
         same_step = name in _STEP_PHASES and last.name in _STEP_PHASES and step == last.step
         if last.name in _STEP_PHASES and not same_step:
             self._times.append(clock - last.step_began)
@@ -135,7 +139,9 @@ class Watchdog:
         late = seconds > max(_MENTION_SECONDS, 3 * self._median)
         if late and detail and phase.name in _STEP_PHASES and phase.step != self._mentioned:
             self._mentioned = phase.step
-            _write(f"step {phase.step + 1} has taken {seconds:.0f} s: process {coordination.index()} is {detail}\n")
+            _write(
+                f"step {phase.step + 1} has taken {seconds:.0f} s: process {coordination.index()} is {detail}\n"
+            )
 
     def _limit(self, name: str) -> float:
         """Return the seconds that a phase may take; 0 = no limit."""
@@ -158,7 +164,11 @@ class Watchdog:
             return None
         status = None if peers is None else peers.read_phases()
         late = not_arrived(status) if status else []
-        if late and phase.name in _STEP_PHASES and all(status[p].name not in _STEP_PHASES for p in late):
+        if (
+            late
+            and phase.name in _STEP_PHASES
+            and all(status[p].name not in _STEP_PHASES for p in late)
+        ):
             # The processes that all wait for are in a phase that may take longer than a step.
             limit = self._config.others
         # Asking the others took time, in which this process may have gone on.
@@ -177,7 +187,13 @@ class Watchdog:
 
     def _line(self, phase: Phase, seconds: float, limit: float, who: str) -> str:
         name = f"step {phase.step + 1}" if phase.name in _STEP_PHASES else phase.name
-        key = "others" if limit == self._config.others else "seconds" if limit == self._config.seconds else "times"
+        key = (
+            "others"
+            if limit == self._config.others
+            else "seconds"
+            if limit == self._config.seconds
+            else "times"
+        )
         allowed = f"{limit:g} s"
         if key == "times":
             allowed = f"{self._config.times:g} x the median of {self._median:.1f} s"
@@ -222,12 +238,15 @@ class Watchdog:
 
 def not_arrived(status: Mapping[int, PeerStatus]) -> list[int]:
     """Return the processes that the others wait for: those without a heartbeat, else those behind the first."""
-    # A process without a heartbeat may have stopped anywhere; the phase it last reported says nothing.
+    # A process without a heartbeat may have stopped anywhere; the phase it last reported says
+    # nothing.
     if silent := [p for p, peer in status.items() if peer.silent]:
         return silent
     reached = {p: (peer.step, _ORDER[peer.name], peer.action) for p, peer in status.items()}
     last = min(reached.values())
-    return [p for p, phase in reached.items() if phase == last] if max(reached.values()) > last else []
+    return (
+        [p for p, phase in reached.items() if phase == last] if max(reached.values()) > last else []
+    )
 
 
 def describe_missing(status: Mapping[int, PeerStatus] | None, late: Sequence[int]) -> str:
@@ -239,23 +258,35 @@ def describe_missing(status: Mapping[int, PeerStatus] | None, late: Sequence[int
         return "process 0, which coordinates the others, does not answer"
     if not late:
         name, step = next((peer.name, peer.step) for peer in status.values())
-        cause = ": a device, or the network between them, does not answer" if name == "running" else ""
+        cause = (
+            ": a device, or the network between them, does not answer" if name == "running" else ""
+        )
         return f"all processes are {describe_phase(name, step)}{cause}"
     lines = []
     for p in late[:_MAX_NAMED]:
         peer = status[p]
-        name = f"process {p}" + (f" ({peer.role})" if peer.role else "") + (f" on {peer.host}" if peer.host else "")
+        name = (
+            f"process {p}"
+            + (f" ({peer.role})" if peer.role else "")
+            + (f" on {peer.host}" if peer.host else "")
+        )
         state = "gives no sign of life" if peer.silent else "has not arrived"
         place = describe_phase(peer.name, peer.step) + (f", {peer.detail}" if peer.detail else "")
         lines.append(f"{name} {state}, last seen {place}, for {peer.seconds:.0f} s")
-    return "; ".join(lines) + (f"; and {len(late) - _MAX_NAMED} more" if len(late) > _MAX_NAMED else "")
+    return "; ".join(lines) + (
+        f"; and {len(late) - _MAX_NAMED} more" if len(late) > _MAX_NAMED else ""
+    )
 
 
 def describe_phase(name: str, step: int) -> str:
     """Describe a phase, as in `waiting for data of step 12`."""
     prefixes = dict.fromkeys(("evaluating", "saving", "probing rates"), "after ")
     prepositions = {"waiting for data": "of ", "running": "", **prefixes}
-    return f"{name} {prepositions[name]}step {step + 1}" if name in prepositions and step >= 0 else name
+    return (
+        f"{name} {prepositions[name]}step {step + 1}"
+        if name in prepositions and step >= 0
+        else name
+    )
 
 
 def _write(text: str) -> None:

@@ -17,27 +17,35 @@ from mmjax.hf.processors import has_processor, read_audio_processing
 TOWERS = ("model.audio_tower.", "audio_tower.", "model.encoder.", "encoder.", "")
 POSITIONS_PER_SECOND = 50  # a hop of 10 ms, and a convolution of stride 2
 # By the family of their thinkers; positions are of chunks.
-OMNI = {"qwen2_5_omni": "qwen2_5_omni_audio_encoder", "qwen3_omni_moe": "qwen3_omni_moe_audio_encoder"}
+OMNI = {
+    "qwen2_5_omni": "qwen2_5_omni_audio_encoder",
+    "qwen3_omni_moe": "qwen3_omni_moe_audio_encoder",
+}
 ENCODERS = ("whisper", "qwen2_audio_encoder", *OMNI.values())
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a Qwen2-Audio config says, its encoder called "audio"."""
     connector = ConnectorConfig(merge=1, mlp_width=0, norm="none", biases=("down",))
-    return ModelConfig(text_of(fields), {"audio": replace(encoder_of(folder, fields), connector=connector)})
+    return ModelConfig(
+        text_of(fields), {"audio": replace(encoder_of(folder, fields), connector=connector)}
+    )
 
 
 def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
     """The audio encoder that a checkpoint's config says.
 
-    As in transformers, Whisper's layers see the whole window with its silence, those of Qwen2-Audio clips alone.
-    Raises UserError for a kind that is not in `ENCODERS`, and for a field that is not supported.
+    As in transformers, Whisper's layers see the whole window with its silence, those of Qwen2-Audio
+    clips alone. Raises UserError for a kind that is not in `ENCODERS`, and for a field that is not
+    supported.
     """
     kind = fields.get("model_type", str)
     if kind == "qwen2_audio":
         return encoder_of(folder, fields.inner("audio_config"))
     if kind not in ENCODERS:
-        raise UserError(f"{fields.where}: model_type={kind!r} is no audio encoder; known: {', '.join(ENCODERS)}")
+        raise UserError(
+            f"{fields.where}: model_type={kind!r} is no audio encoder; known: {', '.join(ENCODERS)}"
+        )
     positions = fields.size("max_source_positions")
     # Clips of the thinkers may be of five minutes.
     longest = 300 * POSITIONS_PER_SECOND if kind in OMNI.values() else positions
@@ -69,7 +77,8 @@ def _clips(folder: HfFolder, mels: int, positions: int) -> WhisperMel:
     return how
 
 
-# ---------------------------------------------------------------------------------------------------------- tensors
+# --------------------------------------------------------------------------------------------------
+# tensors
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
@@ -77,7 +86,9 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     name = _name(folder, model)
     tower = find_tower(folder)
     inner, output = find_decoder(folder)
-    projector = next((p for p in PROJECTORS if f"{p}linear.weight" in folder.tensors), PROJECTORS[-1])
+    projector = next(
+        (p for p in PROJECTORS if f"{p}linear.weight" in folder.tensors), PROJECTORS[-1]
+    )
     return Layout(
         {
             "llm": decoder_parts(model.llm, folder),
@@ -99,14 +110,23 @@ def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 def _name(folder: HfFolder, model: ModelConfig) -> str:
     """Return the name of the model's encoder that comes from this folder."""
-    return next((name for name, e in model.encoders.items() if e.weights and Path(e.weights) == folder.path), "audio")
+    return next(
+        (
+            name
+            for name, e in model.encoders.items()
+            if e.weights and Path(e.weights) == folder.path
+        ),
+        "audio",
+    )
 
 
 def find_tower(folder: HfFolder) -> str:
     """The prefix of an audio encoder in a checkpoint. Raises UserError where there is none."""
     prefix = next((p for p in TOWERS if f"{p}conv1.weight" in folder.tensors), None)
     if prefix is None:
-        raise UserError(f"{folder.path} has no audio encoder: no tensor is called [...]conv1.weight")
+        raise UserError(
+            f"{folder.path} has no audio encoder: no tensor is called [...]conv1.weight"
+        )
     return prefix
 
 
@@ -134,5 +154,8 @@ def encoder_parts(tower: str, head: str = "layer_norm") -> TensorNames:
 def stem_parts(tower: str) -> dict[str, LeafTensors]:
     """Locate 2D convolutions, stored [width, channel, bin, time], and the matrix behind them."""
     names = {"first": "conv2d1", "second": "conv2d2", "third": "conv2d3"}
-    parts = {f"embed.{ours}": convolution(f"{tower}{theirs}", (2, 3, 1, 0)) for ours, theirs in names.items()}
+    parts = {
+        f"embed.{ours}": convolution(f"{tower}{theirs}", (2, 3, 1, 0))
+        for ours, theirs in names.items()
+    }
     return parts | {"embed.output": linear(f"{tower}conv_out")}

@@ -1,8 +1,9 @@
 """Complete what a folder's config leaves out, as its class in transformers or diffusers does.
 
-Published configs leave out what equals a default of their class, so every default matters. `class_defaults.json` has
-them, made from the classes themselves by `tests/hf/class_defaults.py`. What a class computes of other fields (as many
-key heads as heads, kinds of layers) is left to whoever reads the config: there the field is null.
+Published configs leave out what equals a default of their class, so every default matters.
+`class_defaults.json` has them, made from the classes themselves by `tests/hf/class_defaults.py`.
+What a class computes of other fields (as many key heads as heads, kinds of layers) is left to
+whoever reads the config: there the field is null.
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ from typing import Any
 from mmjax.errors import UserError
 
 Values = Mapping[str, Any]
-# Where a config may say its RoPE, beside the fields of its class; older versions wrote it in several.
-ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
-# Whose first checkpoints have the fields of their text beside `vision_config`, as older versions read them.
+# Where a config may say its RoPE, beside the fields of its class; older versions wrote it in
+# several.
+ROPE = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "rope_local_base_freq",
+)
+# Whose first checkpoints have the fields of their text beside `vision_config`, as older versions
+# read them.
 FLAT = ("glm4v", "glm46v")
 
 

@@ -11,16 +11,38 @@ from mmjax.errors import UserError
 from mmjax.hf import gpt
 from mmjax.hf.folder import HfFolder, note
 from mmjax.hf.internlm2 import internlm2_parts
-from mmjax.hf.layout import TRANSPOSED, LeafTensors, TensorNames, TensorSlice, fused_parts, linear, norm, table
+from mmjax.hf.layout import (
+    TRANSPOSED,
+    LeafTensors,
+    TensorNames,
+    TensorSlice,
+    fused_parts,
+    linear,
+    norm,
+    table,
+)
 
 BODIES = (
-    *("model.language_model.", "model.text_model.", "language_model.model.", "model.", "language_model."),
+    *(
+        "model.language_model.",
+        "model.text_model.",
+        "language_model.model.",
+        "model.",
+        "language_model.",
+    ),
     *("language_model.model.decoder.", "model.decoder.", "decoder.", "transformer.", ""),
     *("thinker.model.language_model.", "thinker.model."),  # Qwen2.5-Omni, whole
 )
 EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings")
-OUTPUTS = ("lm_head", "language_model.lm_head", "thinker.lm_head", "output", "language_model.output")
-GLM_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")  # of the outputs of attention and MLP
+OUTPUTS = (
+    "lm_head",
+    "language_model.lm_head",
+    "thinker.lm_head",
+    "output",
+    "language_model.output",
+)
+# of the outputs of attention and MLP
+GLM_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")
 PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
 
 
@@ -29,15 +51,21 @@ def find_decoder(folder: HfFolder) -> tuple[str, str]:
 
     Raises UserError where there is no decoder.
     """
-    inner = next((p for p in BODIES for e in EMBEDDINGS if f"{p}{e}.weight" in folder.tensors), None)
+    inner = next(
+        (p for p in BODIES for e in EMBEDDINGS if f"{p}{e}.weight" in folder.tensors), None
+    )
     if inner is None:
-        raise UserError(f"{folder.path} has no decoder: no tensor is called [...]embed_tokens.weight")
+        raise UserError(
+            f"{folder.path} has no decoder: no tensor is called [...]embed_tokens.weight"
+        )
     return inner, next((p for p in OUTPUTS if f"{p}.weight" in folder.tensors), OUTPUTS[0])
 
 
 def embedding_of(folder: HfFolder, inner: str) -> str:
     """Name the tensor of the table of embeddings in a decoder's body."""
-    return next(f"{inner}{name}.weight" for name in EMBEDDINGS if f"{inner}{name}.weight" in folder.tensors)
+    return next(
+        f"{inner}{name}.weight" for name in EMBEDDINGS if f"{inner}{name}.weight" in folder.tensors
+    )
 
 
 def unused_in_decoder(folder: HfFolder) -> tuple[str, ...]:
@@ -59,14 +87,18 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     layer = f"{inner}layers.*."
     attention = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
     mlp = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2 and 3, where it comes after attention.
+    # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2 and 3, where it
+    # comes after attention.
     gemma = f"{inner}layers.0.pre_feedforward_layernorm.weight" in folder.tensors
     before_mlp = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
     post_norms = ("post_attention_layernorm", "post_feedforward_layernorm") if gemma else GLM_NORMS
     parts = {
         "embed": table(f"{inner}embed_tokens"),
         "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
-        **{f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{theirs}") for ours, theirs in attention.items()},
+        **{
+            f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{theirs}")
+            for ours, theirs in attention.items()
+        },
         "layers.*.attention.query_norm": norm(f"{layer}self_attn.q_norm"),
         "layers.*.attention.key_norm": norm(f"{layer}self_attn.k_norm"),
         "layers.*.attention_after": norm(f"{layer}{post_norms[0]}"),
@@ -82,7 +114,9 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
         qkv = fused_parts(linear(f"{layer}self_attn.qkv_proj"), **widths)
         parts |= {f"layers.*.attention.{name}": part for name, part in qkv.items()}
     if f"{inner}layers.0.mlp.gate_up_proj.weight" in folder.tensors:  # Phi-3 and GLM-4
-        gates = fused_parts(linear(f"{layer}mlp.gate_up_proj"), gate=config.mlp_width, up=config.mlp_width)
+        gates = fused_parts(
+            linear(f"{layer}mlp.gate_up_proj"), gate=config.mlp_width, up=config.mlp_width
+        )
         parts |= {f"layers.*.mlp.{name}": part for name, part in gates.items()}
     if config.delta_net:
         parts |= _delta_parts(config.delta_net, layer)
@@ -101,21 +135,33 @@ def _delta_parts(config: DeltaNetConfig, layer: str) -> dict[str, LeafTensors]:
     # Stored [channel, 1, tap]; ours: [tap, channel].
     channel_filter = {"weight": TensorSlice(f"{hf_layer}.conv1d.weight", (2, 1, 0))}
     parts: dict[str, LeafTensors] = {
-        delta_net: {"a_log": TensorSlice(f"{hf_layer}.A_log"), "dt_bias": TensorSlice(f"{hf_layer}.dt_bias")},
+        delta_net: {
+            "a_log": TensorSlice(f"{hf_layer}.A_log"),
+            "dt_bias": TensorSlice(f"{hf_layer}.dt_bias"),
+        },
         f"{delta_net}.norm": norm(f"{hf_layer}.norm"),
     }
-    for name, hf_name in {"gate": "in_proj_z", "beta": "in_proj_b", "decay": "in_proj_a", "output": "out_proj"}.items():
+    for name, hf_name in {
+        "gate": "in_proj_z",
+        "beta": "in_proj_b",
+        "decay": "in_proj_a",
+        "output": "out_proj",
+    }.items():
         parts[f"{delta_net}.{name}"] = linear(f"{hf_layer}.{hf_name}")
     widths = {"query": keys, "key": keys, "value": values}
     parts |= {f"{delta_net}.{name}": part for name, part in fused_parts(matrix, **widths).items()}
-    parts |= {f"{delta_net}.{name}_filter": part for name, part in fused_parts(channel_filter, **widths).items()}
+    parts |= {
+        f"{delta_net}.{name}_filter": part
+        for name, part in fused_parts(channel_filter, **widths).items()
+    }
     return parts
 
 
 def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[str, LeafTensors]:
     """Locate the parameters of the mixtures of experts, whose matrices are stored one by one, or all of a layer fused.
 
-    Fused, gate and up are one matrix, stored [out, in] like linear layers, or [in, out] as Qwen3-VL's publisher does.
+    Fused, gate and up are one matrix, stored [out, in] like linear layers, or [in, out] as
+    Qwen3-VL's publisher does.
     """
     experts = "layers.*.experts"
     first = layer.replace("*", str(config.layers[0]))
@@ -124,7 +170,10 @@ def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[s
     hf_names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     names = dict(zip(("gate", "up", "down"), hf_names, strict=True))
     parts: dict[str, LeafTensors] = {f"{experts}.router": linear(f"{block}.gate")}
-    parts |= {f"{experts}.shared.{ours}": linear(f"{block}.shared_expert.{name}") for ours, name in names.items()}
+    parts |= {
+        f"{experts}.shared.{ours}": linear(f"{block}.shared_expert.{name}")
+        for ours, name in names.items()
+    }
     parts[f"{experts}.shared_gate"] = linear(f"{block}.shared_expert_gate")
     fused = folder.tensors.get(f"{first}mlp.experts.gate_up_proj")
     if fused is None:
@@ -137,5 +186,7 @@ def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[s
         slices = {"down": TensorSlice(f"{block}.experts.down_proj[#]", order, experts=True)}
         for ours, half in halves.items():
             cut = {"rows": half} if turned else {"columns": half}
-            slices[ours] = TensorSlice(f"{block}.experts.gate_up_proj[#]", order, experts=True, **cut)
+            slices[ours] = TensorSlice(
+                f"{block}.experts.gate_up_proj[#]", order, experts=True, **cut
+            )
     return parts | {f"{experts}.{ours}": {"weight": part} for ours, part in slices.items()}

@@ -42,9 +42,22 @@ ROPE = {  # what a config may say of RoPE beside its base
         "truncate",
     ),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": ("factor", "short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"),
+    "longrope": (
+        "factor",
+        "short_factor",
+        "long_factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+    ),
 }
-ROPE_ALWAYS = {"rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved", "partial_rotary_factor"}
+ROPE_ALWAYS = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "mrope_section",
+    "mrope_interleaved",
+    "partial_rotary_factor",
+}
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -61,17 +74,22 @@ class Family:
 def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
     """The decoder that a text config says. tied: what a config around it says of its tables; None: its own.
 
-    Raises UserError for an unknown family, and for a field that changes the computation in a way that is not supported.
+    Raises UserError for an unknown family, and for a field that changes the computation in a way
+    that is not supported.
     """
     kind = fields.get("model_type", str)
     if not fields.values.get("is_causal", True):
-        raise UserError(f"{fields.where}: is_causal={fields.values['is_causal']!r} is not supported; known: True")
+        raise UserError(
+            f"{fields.where}: is_causal={fields.values['is_causal']!r} is not supported; known: True"
+        )
     if kind in gpt.FAMILIES:
         llm = gpt.read(fields)
         return llm if tied is None else replace(llm, tied=tied)
     if kind not in FAMILIES:
         known = ", ".join((*FAMILIES, *gpt.FAMILIES))
-        raise UserError(f"{fields.where}: model_type={kind!r} is no decoder that can be read; known: {known}")
+        raise UserError(
+            f"{fields.where}: model_type={kind!r} is no decoder that can be read; known: {known}"
+        )
     family = FAMILIES[kind]
     width = fields.size("hidden_size")
     heads = fields.size("num_attention_heads")
@@ -111,7 +129,9 @@ def tables_are_tied(fields: Fields) -> bool:
     """Return whether a class around a text has one table: it says so, or takes over what its text says."""
     tied = fields.get("tie_word_embeddings", bool, False)
     forwards = class_rule(fields.get("model_type", str), "forwards_ties")
-    return tied or (forwards and fields.inner("text_config").get("tie_word_embeddings", bool, False))
+    return tied or (
+        forwards and fields.inner("text_config").get("tie_word_embeddings", bool, False)
+    )
 
 
 def _qwen2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
@@ -130,7 +150,10 @@ def _qwen3_5(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     fields.refuse("output_gate_type", "swish", "silu")
     fields.refuse("mamba_ssm_dtype", "float32")
     interval = fields.size("full_attention_interval", 4)
-    default = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(plain.layers)]
+    default = [
+        "full_attention" if (i + 1) % interval == 0 else "linear_attention"
+        for i in range(plain.layers)
+    ]
     types = _layer_types(fields, default, {"linear_attention", "full_attention"})
     delta_net = DeltaNetConfig(
         layers=tuple(i for i, kind in enumerate(types) if kind == "linear_attention"),
@@ -146,7 +169,14 @@ def _qwen3_5(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
             f"linear_num_key_heads={delta_net.key_heads}"
         )
     delta_net = delta_net if delta_net.layers else None
-    return replace(plain, biases=biases, qk_norm="head", norm_offset=1.0, attention_gate=True, delta_net=delta_net)
+    return replace(
+        plain,
+        biases=biases,
+        qk_norm="head",
+        norm_offset=1.0,
+        attention_gate=True,
+        delta_net=delta_net,
+    )
 
 
 def _qwen3_moe(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
@@ -267,7 +297,9 @@ def _gemma3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 def _local_gemma(fields: Fields, plain: DecoderConfig, period: int) -> DecoderConfig:
     """Add windows, by default of all layers but every `period`-th, norms of the outputs and a scale of the scores."""
-    kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(plain.layers)]
+    kinds = [
+        "sliding_attention" if (i + 1) % period else "full_attention" for i in range(plain.layers)
+    ]
     return replace(
         _gemma(fields, plain),
         post_norms=True,
@@ -285,7 +317,10 @@ def _late_windows(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
         return plain
     window = fields.get("sliding_window", int, 0)
     first = fields.get("max_window_layers", int)
-    late = ["sliding_attention" if window and i >= first else "full_attention" for i in range(plain.layers)]
+    late = [
+        "sliding_attention" if window and i >= first else "full_attention"
+        for i in range(plain.layers)
+    ]
     windowed = _windowed(fields, late)
     return replace(plain, window=window if windowed else 0, windowed=windowed)
 
@@ -319,7 +354,8 @@ class Rope(NamedTuple):
 def rope_of(fields: Fields, family: Family) -> Rope:
     """Read `rope_parameters`, or `rope_scaling` beside `rope_theta`, as older versions write it.
 
-    transformers reads `rope_scaling` alone where a config has both. Raises UserError where the two differ.
+    transformers reads `rope_scaling` alone where a config has both. Raises UserError where the two
+    differ.
     """
     places = [name for name in ("rope_scaling", "rope_parameters") if fields.get(name, dict, {})]
     ropes = [_rope_in(fields, name, family) for name in places or ["rope_parameters"]]
@@ -333,23 +369,36 @@ def rope_of(fields: Fields, family: Family) -> Rope:
 
 
 def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
-    values = {name: value for name, value in fields.get(place, dict, {}).items() if value is not None}
+    values = {
+        name: value for name, value in fields.get(place, dict, {}).items() if value is not None
+    }
     near = values.get("sliding_attention") or {}
-    if family.local_rope and place == "rope_parameters" and values and not set(values) & LAYER_TYPES:
+    if (
+        family.local_rope
+        and place == "rope_parameters"
+        and values
+        and not set(values) & LAYER_TYPES
+    ):
         raise UserError(
             f"{fields.where}: {place} must say full_attention and sliding_attention; transformers ignores the rest"
         )
     if family.local_rope and set(values) & LAYER_TYPES:
         values = values.get("full_attention") or {}
-    rope = Fields({"rope_theta": fields.values.get("rope_theta"), **values}, f"{fields.where}: {place}")
+    rope = Fields(
+        {"rope_theta": fields.values.get("rope_theta"), **values}, f"{fields.where}: {place}"
+    )
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     if kind not in ROPE:
-        raise UserError(f"{rope.where}: rope_type={kind!r} is not supported; known: {', '.join(ROPE)}")
+        raise UserError(
+            f"{rope.where}: rope_type={kind!r} is not supported; known: {', '.join(ROPE)}"
+        )
     if nested := sorted(set(values) & LAYER_TYPES):
         raise UserError(f"{rope.where}: {nested[0]}: RoPE by the type of a layer is not supported")
     # Not an error: transformers ignores them, and published checkpoints have some.
     if unread := sorted(set(values) - set(ROPE[kind]) - ROPE_ALWAYS):
-        note(f"{rope.where}: {', '.join(unread)}: not read for rope_type={kind!r}, as in transformers")
+        note(
+            f"{rope.where}: {', '.join(unread)}: not read for rope_type={kind!r}, as in transformers"
+        )
     share = 1.0
     if family.partial_rope:
         share = rope.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float))
@@ -362,14 +411,20 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
         scaling=_scaling(kind, rope, fields),
         sections=tuple(rope.get("mrope_section", list[int], [])),
         interleaved=rope.get("mrope_interleaved", bool, False),
-        window_theta=_window_theta(fields, Fields(near, f"{fields.where}: {place}: sliding_attention"), family),
+        window_theta=_window_theta(
+            fields, Fields(near, f"{fields.where}: {place}: sliding_attention"), family
+        ),
     )
 
 
 def _window_theta(fields: Fields, rope: Fields, family: Family) -> float:
     """Read the base of the layers with windows; older versions write `rope_local_base_freq`."""
     rope.refuse("rope_type", "default")
-    return rope.get("rope_theta", float, fields.get("rope_local_base_freq", float)) if family.local_rope else 0.0
+    return (
+        rope.get("rope_theta", float, fields.get("rope_local_base_freq", float))
+        if family.local_rope
+        else 0.0
+    )
 
 
 def _scaling(kind: str, rope: Fields, fields: Fields) -> RopeScaling:
@@ -396,9 +451,16 @@ def _scaling(kind: str, rope: Fields, fields: Fields) -> RopeScaling:
         case "longrope":
             factor = rope.get("factor", float, max_positions / trained_positions)
             # Phi-3's scale of attention for positions beyond the pretraining's.
-            grown = math.sqrt(1 + math.log(factor) / math.log(trained_positions)) if factor > 1 else 1.0
-            short, long = (tuple(map(float, rope.get(f"{regime}_factor", list[float]))) for regime in ("short", "long"))
-            return LongRope(short, long, trained_positions, rope.get("attention_factor", float, grown))
+            grown = (
+                math.sqrt(1 + math.log(factor) / math.log(trained_positions)) if factor > 1 else 1.0
+            )
+            short, long = (
+                tuple(map(float, rope.get(f"{regime}_factor", list[float])))
+                for regime in ("short", "long")
+            )
+            return LongRope(
+                short, long, trained_positions, rope.get("attention_factor", float, grown)
+            )
     return PlainRope()
 
 

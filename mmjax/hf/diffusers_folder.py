@@ -24,14 +24,17 @@ Piece = tuple[TensorSlice, np.ndarray]  # a parameter, and where it lies
 def open_part(path: str | Path, part: str, *names: str) -> HfFolder:
     """Open `path` where it is the folder of one model, else its subfolder `part`.
 
-    names: of the class in diffusers. Raises UserError where there is no such folder, or one of another class.
+    names: of the class in diffusers. Raises UserError where there is no such folder, or one of
+    another class.
     """
     path = Path(path).expanduser()
     if (path / PIPELINE).is_file():
         path /= part
     elif not (path / "config.json").is_file():
         if not (path / part / "config.json").is_file():
-            raise UserError(f"{path} is no diffusers folder: neither config.json nor {part}/config.json is there")
+            raise UserError(
+                f"{path} is no diffusers folder: neither config.json nor {part}/config.json is there"
+            )
         path /= part
     folder = HfFolder.open(path)
     folder.fields.refuse(CLASS_NAME, *names)
@@ -47,8 +50,8 @@ def write_part(
 ) -> None:
     """Write the folder of one model, which diffusers reads, from its parameters by their paths inside it.
 
-    fields: of its `config.json`. shapes: of tensors whose parameters do not tell, by name. Raises UserError for a
-    parameter that has no place there.
+    fields: of its `config.json`. shapes: of tensors whose parameters do not tell, by name. Raises
+    UserError for a parameter that has no place there.
     """
     pieces = defaultdict(list)
     for name, value in parameters.items():

@@ -46,13 +46,14 @@ class Checkpoints:
     read: Callable[[HfFolder, Fields], ModelConfig] | None  # None: there is no decoder
     layout: Callable[[HfFolder, ModelConfig], Layout]
     encoder: Callable[[HfFolder, Fields], Encoder] | None = None  # to be had alone
-    # Where the class that loads a checkpoint has the module of a tensor: by the tensor's name, or where wrapping
-    # classes have moved their parts since.
+    # Where the class that loads a checkpoint has the module of a tensor: by the tensor's name, or
+    # where wrapping classes have moved their parts since.
     modules: ModuleNames = "wrapped"
 
 
 def _decoder(folder: HfFolder, fields: Fields) -> ModelConfig:
-    # Of text alone all three coordinates of a position are one number, so that sections change nothing.
+    # Of text alone all three coordinates of a position are one number, so that sections change
+    # nothing.
     return ModelConfig(replace(decoder_of(fields), rope_sections=(), rope_interleaved=False))
 
 
@@ -63,18 +64,27 @@ def _decoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 
 CHECKPOINTS = {
-    **dict.fromkeys((*decoders.FAMILIES, *gpt.FAMILIES), Checkpoints(_decoder, _decoder_layout, modules="decoder")),
+    **dict.fromkeys(
+        (*decoders.FAMILIES, *gpt.FAMILIES),
+        Checkpoints(_decoder, _decoder_layout, modules="decoder"),
+    ),
     **dict.fromkeys(llava.FAMILIES, Checkpoints(llava.read, llava.layout)),
     **dict.fromkeys(glm4v.FAMILIES, Checkpoints(glm4v.read, glm4v.layout)),
-    **dict.fromkeys(idefics3.FAMILIES, Checkpoints(idefics3.read, idefics3.layout, modules="named")),
+    **dict.fromkeys(
+        idefics3.FAMILIES, Checkpoints(idefics3.read, idefics3.layout, modules="named")
+    ),
     "mistral3": Checkpoints(mistral3.read, mistral3.layout),
     "gemma3": Checkpoints(gemma3.read, gemma3.layout),
     "paligemma": Checkpoints(paligemma.read, paligemma.layout),
     "internvl": Checkpoints(internvl.read, internvl.layout),
     "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat, modules="named"),
-    **dict.fromkeys(qwen_vl.FAMILIES, Checkpoints(qwen_vl.read, qwen_vl.layout, qwen_vl.encoder_of)),
+    **dict.fromkeys(
+        qwen_vl.FAMILIES, Checkpoints(qwen_vl.read, qwen_vl.layout, qwen_vl.encoder_of)
+    ),
     **dict.fromkeys(qwen_omni.KINDS, Checkpoints(qwen_omni.read, qwen_omni.layout)),
-    **dict.fromkeys(vision.ALONE, Checkpoints(None, vision.encoder_layout, vision.encoder_of, "named")),
+    **dict.fromkeys(
+        vision.ALONE, Checkpoints(None, vision.encoder_layout, vision.encoder_of, "named")
+    ),
     "qwen2_audio": Checkpoints(audio.read, audio.layout, audio.encoder_of),
     "qwen2_audio_encoder": Checkpoints(None, audio.encoder_layout, audio.encoder_of, "named"),
     "whisper": Checkpoints(None, audio.encoder_layout, audio.encoder_of, "named"),
@@ -85,13 +95,15 @@ def from_hf(folder: str | Path, freeze: Sequence[str] = ()) -> ModelConfig:
     """The model of a Hugging Face folder, whose weights it will start from: the whole model section of a config.
 
     folder: may be a name on the Hub (`mmjax.hub`); the model then names the folder in the cache.
-    freeze: modules that are not trained: "llm", an encoder's name, "<encoder>.connector". Raises UserError for a
-    folder, family or field that cannot be read, naming it.
+    freeze: modules that are not trained: "llm", an encoder's name, "<encoder>.connector". Raises
+    UserError for a folder, family or field that cannot be read, naming it.
     """
     opened = HfFolder.open(checkpoint_folder(folder).absolute())
     kind = _kind(opened)
     if kind.read is None:
-        raise UserError(f"{opened.path} has an encoder, and no decoder that can be read; see encoder_from_hf")
+        raise UserError(
+            f"{opened.path} has an encoder, and no decoder that can be read; see encoder_from_hf"
+        )
     model = kind.read(opened, opened.fields)
     model = replace(model, llm=replace(model.llm, tied=_tied(opened, model.llm)))
     return frozen(_from(model, str(opened.path)), freeze)
@@ -100,25 +112,32 @@ def from_hf(folder: str | Path, freeze: Sequence[str] = ()) -> ModelConfig:
 def encoder_from_hf(folder: str | Path) -> Encoder:
     """The encoder of a Hugging Face folder, whose weights it will start from, with a connector that starts at random.
 
-    Of a CLIP or SigLIP tower, whose last layer was trained for another end, all layers but that one. Raises UserError
-    for a folder, family or field that cannot be read, naming it.
+    Of a CLIP or SigLIP tower, whose last layer was trained for another end, all layers but that
+    one. Raises UserError for a folder, family or field that cannot be read, naming it.
     """
     opened = HfFolder.open(checkpoint_folder(folder).absolute())
     encoder = _kind(opened).encoder
     if encoder is None:
         known = ", ".join(name for name, kind in CHECKPOINTS.items() if kind.encoder)
-        raise UserError(f"{opened.path} has no encoder that can be read alone; known are those of {known}")
+        raise UserError(
+            f"{opened.path} has no encoder that can be read alone; known are those of {known}"
+        )
     return replace(encoder(opened, opened.fields), weights=str(opened.path))
 
 
-def compose(encoders: Mapping[str, Encoder], language_model: ModelConfig, freeze: Sequence[str] = ()) -> ModelConfig:
+def compose(
+    encoders: Mapping[str, Encoder], language_model: ModelConfig, freeze: Sequence[str] = ()
+) -> ModelConfig:
     """Encoders and an LLM that were trained apart, as one model (Cornstarch's MultimodalModule, 5.1).
 
-    Connectors without weights are new: as wide inside as the LLM where they do not say. freeze: as in `from_hf`.
+    Connectors without weights are new: as wide inside as the LLM where they do not say. freeze: as
+    in `from_hf`.
     """
     width = language_model.llm.width
     fitted = {
-        name: e if e.connector.weights else replace(e, connector=replace(e.connector, mlp_width=width))
+        name: e
+        if e.connector.weights
+        else replace(e, connector=replace(e.connector, mlp_width=width))
         for name, e in encoders.items()
     }
     return frozen(replace(language_model, encoders={**language_model.encoders, **fitted}), freeze)
@@ -143,7 +162,11 @@ def frozen(model: ModelConfig, freeze: Sequence[str]) -> ModelConfig:
         if name not in modules:
             raise UserError(f"freeze: there is no module {name!r}{did_you_mean(name, modules)}")
     encoders = {
-        name: replace(e, frozen=name in freeze, connector=replace(e.connector, frozen=f"{name}.connector" in freeze))
+        name: replace(
+            e,
+            frozen=name in freeze,
+            connector=replace(e.connector, frozen=f"{name}.connector" in freeze),
+        )
         for name, e in model.encoders.items()
     }
     return replace(model, llm=replace(model.llm, frozen="llm" in freeze), encoders=encoders)
@@ -152,7 +175,9 @@ def frozen(model: ModelConfig, freeze: Sequence[str]) -> ModelConfig:
 def _kind(folder: HfFolder) -> Checkpoints:
     kind = folder.fields.get("model_type", str)
     if kind not in CHECKPOINTS:
-        raise UserError(f"{folder.fields.where}: model_type={kind!r} cannot be read; known: {', '.join(CHECKPOINTS)}")
+        raise UserError(
+            f"{folder.fields.where}: model_type={kind!r} cannot be read; known: {', '.join(CHECKPOINTS)}"
+        )
     return CHECKPOINTS[kind]
 
 
@@ -168,7 +193,8 @@ def _from(model: ModelConfig, folder: str) -> ModelConfig:
 def _tied(folder: HfFolder, llm: DecoderConfig) -> bool:
     """Return whether the tables are one. Where a config says so and both are stored and differ, they are not.
 
-    Checkpoints of before transformers kept them apart (Qwen2-Audio) lack the second, and their text config says so.
+    Checkpoints of before transformers kept them apart (Qwen2-Audio) lack the second, and their text
+    config says so.
     """
     text = folder.config.get("text_config")
     says_so = isinstance(text, dict) and text.get("tie_word_embeddings") is True
@@ -184,5 +210,7 @@ def _tied(folder: HfFolder, llm: DecoderConfig) -> bool:
         return False
     # Some rows at a time: a whole table can be gigabytes.
     starts = range(0, folder.stored(first).shape[0], ROWS)
-    parts = ((folder.read(key, slice(row, row + ROWS)) for key in (first, second)) for row in starts)
+    parts = (
+        (folder.read(key, slice(row, row + ROWS)) for key in (first, second)) for row in starts
+    )
     return all(np.array_equal(*pair) for pair in parts)

@@ -1,7 +1,7 @@
 """A Hugging Face folder on disk: its config, and its tensors by name, read without loading a file whole.
 
-Files are read, not mapped: pages of a mapped file count as memory of the process that touches them, and a process reads
-what its devices hold.
+Files are read, not mapped: pages of a mapped file count as memory of the process that touches them,
+and a process reads what its devices hold.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Fields:
 
         null: what JSON's null stands for, or a field that the class has not.
 
-        Raises UserError where it has another type, or is null or missing and that stands for nothing.
+        Raises UserError where it has another type, or is null or missing and that stands for
+        nothing.
         """
         value = self.values.get(name)
         if value is None:
@@ -79,7 +80,9 @@ class Fields:
         """Map a field's text to its value in `known`. Raises UserError for a text that is not there."""
         value = self.get(name, str, null)
         if value not in known:
-            raise UserError(f"{self.where}: {name}={value!r} is not supported; known: {', '.join(known)}")
+            raise UserError(
+                f"{self.where}: {name}={value!r} is not supported; known: {', '.join(known)}"
+            )
         return known[value]
 
 
@@ -144,7 +147,9 @@ class HfFolder:
         """
         if (self.path / self.single).exists():
             if (self.path / self.index).exists():
-                note(f"{self.path} has both {self.single} and {self.index}; {self.single} is read, as by transformers")
+                note(
+                    f"{self.path} has both {self.single} and {self.index}; {self.single} is read, as by transformers"
+                )
             return read_header(self.path / self.single)
         if (self.path / self.index).exists():
             return self._indexed_tensors()
@@ -160,11 +165,16 @@ class HfFolder:
         """
         weights = read_json(self.path / self.index).get("weight_map")
         if not isinstance(weights, dict):
-            raise UserError(f"{self.path / self.index} has no weight_map; save the checkpoint again")
+            raise UserError(
+                f"{self.path / self.index} has no weight_map; save the checkpoint again"
+            )
         for name, file in weights.items():
-            # As transformers saves them. Anything else, such as ../x or a URL, is not the checkpoint's own file.
+            # As transformers saves them. Anything else, such as ../x or a URL, is not the
+            # checkpoint's own file.
             if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
-                raise UserError(f"{self.path / self.index}: {name!r} is in {file!r}, which is no file of the folder")
+                raise UserError(
+                    f"{self.path / self.index}: {name!r} is in {file!r}, which is no file of the folder"
+                )
         headers = {file: read_header(self.path / file) for file in sorted(set(weights.values()))}
         tensors = {name: stored for header in headers.values() for name, stored in header.items()}
         if missing := sorted(set(weights) - set(tensors)):
@@ -172,7 +182,9 @@ class HfFolder:
                 f"{self.path / weights[missing[0]]} lacks {missing[0]}, which {self.index} says is there; "
                 "copy the checkpoint again"
             )
-        return tensors | {name: headers[file][name] for name, file in weights.items() if name in headers[file]}
+        return tensors | {
+            name: headers[file][name] for name, file in weights.items() if name in headers[file]
+        }
 
     def stored(self, key: str) -> Stored:
         """Locate a tensor, or an entry of one. Raises UserError where there is none of this name, or of its dtype."""
@@ -181,11 +193,15 @@ class HfFolder:
             raise UserError(f"{self.path} has no tensor {name}")
         tensor = self.tensors[name]
         if tensor.dtype not in DTYPES:
-            raise UserError(f"{tensor.file}: {name} is of type {tensor.dtype}; known: {', '.join(DTYPES)}")
+            raise UserError(
+                f"{tensor.file}: {name} is of type {tensor.dtype}; known: {', '.join(DTYPES)}"
+            )
         if entry is None:
             return tensor
         if not tensor.shape or entry >= tensor.shape[0]:
-            raise UserError(f"{self.path}: {name} has shape {list(tensor.shape)}, and so no entry {entry}")
+            raise UserError(
+                f"{self.path}: {name} has shape {list(tensor.shape)}, and so no entry {entry}"
+            )
         size = tensor.size // tensor.shape[0]
         return replace(tensor, shape=tensor.shape[1:], begin=tensor.begin + entry * size, size=size)
 
@@ -194,7 +210,8 @@ class HfFolder:
         stored = self.stored(key)
         dtype = DTYPES[stored.dtype]
         start, stop, _ = rows.indices(stored.shape[0]) if stored.shape else (0, 1, 1)
-        # Rows of the first axis lie one after the other, so a range of them is one stretch of the file.
+        # Rows of the first axis lie one after the other, so a range of them is one stretch of the
+        # file.
         row = math.prod(stored.shape[1:]) * dtype.itemsize
         out = np.empty((stop - start, *stored.shape[1:]) if stored.shape else (), dtype)
         into = memoryview(out.reshape(-1).view(np.uint8)) if out.size else memoryview(b"")
@@ -202,8 +219,8 @@ class HfFolder:
             file.seek(stored.begin + start * row)
             done = 0
             while done < len(into):
-                # Straight into the array: no second copy of a tensor in memory. An unbuffered file may give less than
-                # asked.
+                # Straight into the array: no second copy of a tensor in memory. An unbuffered file
+                # may give less than asked.
                 if not (got := file.readinto(into[done : done + CHUNK])):
                     raise UserError(f"{stored.file} ends inside {key}; copy the checkpoint again")
                 done += got

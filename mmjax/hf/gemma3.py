@@ -18,7 +18,8 @@ WEIGHT = "mm_input_projection_weight"
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that the config of an image-and-text Gemma 3 says.
 
-    Raises UserError where an image has more tokens than a window, which would cut its bidirectional attention.
+    Raises UserError where an image has more tokens than a window, which would cut its bidirectional
+    attention.
     """
     llm = text_of(fields)
     tower = vision_of(fields.inner("vision_config"), -1, True, ConnectorConfig())
@@ -33,7 +34,12 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         raise UserError(f"{fields.where}: mm_tokens_per_image={tokens}: {grid.rows} x {grid.columns} patches are no "
                         "whole number of squares for as many tokens, which is not supported")  # fmt: skip
     connector = ConnectorConfig(
-        merge=grid.rows // side, merging="mean", mlp_width=0, norm="merged_rms", norm_offset=1.0, biases=()
+        merge=grid.rows // side,
+        merging="mean",
+        mlp_width=0,
+        norm="merged_rms",
+        norm_offset=1.0,
+        biases=(),
     )
     vision = with_images(folder, replace(tower, connector=connector))
     return ModelConfig(replace(llm, items="bidirectional"), {"vision": vision})

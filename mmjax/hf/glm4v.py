@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mmjax.config import ConnectorConfig, DecoderConfig, Glm4Video, ModelConfig, StretchedGrid, VisionConfig
+from mmjax.config import (
+    ConnectorConfig,
+    DecoderConfig,
+    Glm4Video,
+    ModelConfig,
+    StretchedGrid,
+    VisionConfig,
+)
 from mmjax.errors import UserError
 from mmjax.hf.decoder_tensors import decoder_parts, find_decoder, unused_in_decoder
 from mmjax.hf.decoders import decoder_of, tables_are_tied
@@ -26,7 +33,9 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     llm = _llm(fields)
     outputs = vision.size("out_hidden_size")
     if outputs != llm.width:
-        raise UserError(f"{vision.where}: out_hidden_size={outputs}, but the text's hidden_size is {llm.width}")
+        raise UserError(
+            f"{vision.where}: out_hidden_size={outputs}, but the text's hidden_size is {llm.width}"
+        )
     activation = vision.choice("hidden_act", ACTIVATIONS)
     connector = ConnectorConfig(
         merge=vision.size("spatial_merge_size"),
@@ -46,14 +55,17 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         layers=vision.size("depth"),
         width=width,
         heads=heads,
-        mlp_width=outputs,  # the MLPs of the layers have it, that of the merger has intermediate_size
+        # the MLPs of the layers have it, that of the merger has intermediate_size
+        mlp_width=outputs,
         patch=patch,
         channels=vision.size("in_channels"),
         frames=vision.size("temporal_patch_size"),
         mean=CLIP_MEAN,
         std=CLIP_STD,
         positions=StretchedGrid(
-            vision.get("image_size", int) // patch, axial_theta(vision, width // heads), filter="bicubic"
+            vision.get("image_size", int) // patch,
+            axial_theta(vision, width // heads),
+            filter="bicubic",
         ),
         embed_norm=True,
         embed_norm_first=True,
@@ -76,7 +88,8 @@ def _llm(fields: Fields) -> DecoderConfig:
     text.refuse("head_dim", width // heads)  # attention ignores it, and RoPE does not
     # A GLM-4 whose heads are of the width's share, and whose queries, keys and values have biases.
     fixed = {"model_type": "glm4", "head_dim": width // heads, "attention_bias": True}
-    values = {"partial_rotary_factor": 1.0, **text.values, **fixed}  # RoPE turns all channels unless a config says else
+    # RoPE turns all channels unless a config says else
+    values = {"partial_rotary_factor": 1.0, **text.values, **fixed}
     llm = decoder_of(replace(text, values=values), tables_are_tied(fields))
     return in_sections(llm, text.where, SECTIONS, False)
 
@@ -86,9 +99,13 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     inner, output = find_decoder(folder)
     first = next((p for p in VISION_FIRST if f"{p}patch_embed.proj.weight" in folder.tensors), None)
     if first is None:
-        raise UserError(f"{folder.path} has no vision tower: no tensor is called [...]visual.patch_embed.proj.weight")
+        raise UserError(
+            f"{folder.path} has no vision tower: no tensor is called [...]visual.patch_embed.proj.weight"
+        )
     begins = f"{first}downsample.", f"{first}merger."
-    tower = tuple(key for key in folder.tensors if key.startswith(first) and not key.startswith(begins))
+    tower = tuple(
+        key for key in folder.tensors if key.startswith(first) and not key.startswith(begins)
+    )
     unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
     return Layout(
         {
@@ -114,7 +131,10 @@ def _vision_parts(first: str, config: VisionConfig) -> TensorNames:
             **{f"layers.*.attention.{name}": third for name, third in thirds.items()},
             "layers.*.attention.output": linear(f"{layer}.attn.proj"),
             "layers.*.mlp_norm": norm(f"{layer}.norm2"),
-            **{f"layers.*.mlp.{name}": linear(f"{layer}.mlp.{name}_proj") for name in ("gate", "up", "down")},
+            **{
+                f"layers.*.mlp.{name}": linear(f"{layer}.mlp.{name}_proj")
+                for name in ("gate", "up", "down")
+            },
             "head": norm(f"{first}post_layernorm"),
         }
     )

@@ -7,7 +7,16 @@ from collections.abc import Callable
 from mmjax.config import Biased, DecoderConfig
 from mmjax.errors import UserError
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import LeafTensors, TensorNames, TensorSlice, fused_columns, fused_parts, linear, norm, table
+from mmjax.hf.layout import (
+    LeafTensors,
+    TensorNames,
+    TensorSlice,
+    fused_columns,
+    fused_parts,
+    linear,
+    norm,
+    table,
+)
 from mmjax.hf.names import ACTIVATIONS, QKV
 
 BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
@@ -74,7 +83,9 @@ def read(fields: Fields) -> DecoderConfig:
     """The decoder that a config of one of `FAMILIES` says. Raises UserError for what is not supported."""
     llm = FAMILIES[fields.get("model_type", str)](fields)
     if llm.width % llm.heads:
-        raise UserError(f"{fields.where}: a width of {llm.width} does not divide into {llm.heads} heads")
+        raise UserError(
+            f"{fields.where}: a width of {llm.width} does not divide into {llm.heads} heads"
+        )
     return llm
 
 
@@ -89,7 +100,10 @@ def gpt_parts(config: DecoderConfig, folder: HfFolder, body: str, output: str) -
             "embed": table(f"{body}embed_tokens"),
             "positions": table(f"{body}embed_positions"),
             "layers.*.attention_norm": norm(f"{layer}self_attn_layer_norm"),
-            **{f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{name}") for ours, name in attention.items()},
+            **{
+                f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{name}")
+                for ours, name in attention.items()
+            },
             "layers.*.mlp_norm": norm(f"{layer}final_layer_norm"),
             "layers.*.mlp.up": linear(f"{layer}fc1"),
             "layers.*.mlp.down": linear(f"{layer}fc2"),

@@ -18,9 +18,12 @@ PROJECTION = "modality_projection.proj"
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a config of one of `FAMILIES` says. Raises UserError for what is missing or not supported."""
     llm = text_of(fields)
-    connector = ConnectorConfig(merge=fields.size("scale_factor"), mlp_width=0, norm="none", biases=())
+    connector = ConnectorConfig(
+        merge=fields.size("scale_factor"), mlp_width=0, norm="none", biases=()
+    )
     vision = with_images(folder, vision_of(fields.inner("vision_config"), -1, True, connector))
-    if isinstance(vision.images, AsIs):  # there is no processor: its defaults, for the tower's tiles
+    # there is no processor: its defaults, for the tower's tiles
+    if isinstance(vision.images, AsIs):
         assert isinstance(vision.positions, FractionalGrid)
         tile = vision.positions.side * vision.patch
         vision = replace(vision, images=SplitTiles(tile=tile, resize=(4 * tile,)))
@@ -34,6 +37,8 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of such a checkpoint."""
-    first = next((p for p in CONNECTORS if f"{p}{PROJECTION}.weight" in folder.tensors), CONNECTORS[-1])
+    first = next(
+        (p for p in CONNECTORS if f"{p}{PROJECTION}.weight" in folder.tensors), CONNECTORS[-1]
+    )
     parts = TensorNames({"linear": linear(f"{first}{PROJECTION}")})
     return whole_layout(folder, model, parts, first)

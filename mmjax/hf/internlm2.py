@@ -11,7 +11,11 @@ def internlm2_parts(config: DecoderConfig, inner: str, output: str) -> TensorNam
     layer = f"{inner}layers.*."
     width = config.head_width
     queries = config.heads // config.kv_heads * width
-    rows = {"query": (0, queries), "key": (queries, queries + width), "value": (queries + width, queries + 2 * width)}
+    rows = {
+        "query": (0, queries),
+        "key": (queries, queries + width),
+        "value": (queries + width, queries + 2 * width),
+    }
     fused = f"{layer}attention.wqkv"
     attention = {
         f"layers.*.attention.{name}": {
@@ -29,7 +33,10 @@ def internlm2_parts(config: DecoderConfig, inner: str, output: str) -> TensorNam
             **attention,
             "layers.*.attention.output": linear(f"{layer}attention.wo"),
             "layers.*.mlp_norm": norm(f"{layer}ffn_norm"),
-            **{f"layers.*.mlp.{ours}": linear(f"{layer}feed_forward.{theirs}") for ours, theirs in mlp.items()},
+            **{
+                f"layers.*.mlp.{ours}": linear(f"{layer}feed_forward.{theirs}")
+                for ours, theirs in mlp.items()
+            },
             "head.norm": norm(f"{inner}norm"),
             "head.table": table(output),
         }

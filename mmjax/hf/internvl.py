@@ -23,7 +23,9 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     llm = text_of(fields)
     layer = fields.get("vision_feature_layer", (int, list[int]))
     if isinstance(layer, list):
-        raise UserError(f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported")
+        raise UserError(
+            f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported"
+        )
     fields.refuse("vision_feature_select_strategy", "default")
     connector = _connector(fields, llm.width, fields.choice("projector_hidden_act", ACTIVATIONS))
     vision = vision_of(fields.inner("vision_config"), layer, layer == -1, connector)
@@ -35,7 +37,9 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of transformers' layout."""
-    projector = next((p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1])
+    projector = next(
+        (p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1]
+    )
     parts = {
         "norm": norm(f"{projector}layer_norm"),
         "mlp.up": linear(f"{projector}linear_1"),
@@ -47,7 +51,9 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
 def read_chat(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that OpenGVLab's own config (`internvl_chat`) says."""
     text = fields.inner("llm_config")
-    llm = decoder_of(text, fields.get("tie_word_embeddings", bool, text.get("tie_word_embeddings", bool, False)))
+    llm = decoder_of(
+        text, fields.get("tie_word_embeddings", bool, text.get("tie_word_embeddings", bool, False))
+    )
     fields.refuse("ps_version", "v2")
     tower = fields.inner("vision_config")
     side = tower.get("image_size", int)
@@ -71,7 +77,13 @@ def _connector(fields: Fields, width: int, activation: str) -> ConnectorConfig:
     ratio = fields.get("downsample_ratio", float)
     merge = round(1 / ratio) if ratio > 0 else 0
     if merge < 1 or abs(merge * ratio - 1) > 1e-6:
-        raise UserError(f"{fields.where}: downsample_ratio={ratio} is no part 1/n of one, which is not supported")
+        raise UserError(
+            f"{fields.where}: downsample_ratio={ratio} is no part 1/n of one, which is not supported"
+        )
     return ConnectorConfig(
-        merge=merge, mlp_width=width, norm="merged_layer", norm_eps=PROJECTOR_EPS, activation=activation
+        merge=merge,
+        mlp_width=width,
+        norm="merged_layer",
+        norm_eps=PROJECTOR_EPS,
+        activation=activation,
     )

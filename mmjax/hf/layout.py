@@ -15,18 +15,21 @@ from mmjax.hf.folder import HfFolder, split_entry
 class TensorSlice:
     """Locate one parameter in a checkpoint: a tensor, or some rows or columns of one.
 
-    key: a `*` in it stands for the layer's number; `name[3]` is entry 3 of a tensor's first axis. order: the tensor's
-    axes in the order in which the parameter has them, which may join several into one. view: axes that the tensor is
-    split into before that.
+    key: a `*` in it stands for the layer's number; `name[3]` is entry 3 of a tensor's first axis.
+    order: the tensor's axes in the order in which the parameter has them, which may join several
+    into one. view: axes that the tensor is split into before that.
     """
 
     key: str
     order: tuple[int, ...] | None = None  # None: as it is
-    rows: tuple[int, int] | None = None  # of the tensor's first axis, where it holds several parameters
+    # of the tensor's first axis, where it holds several parameters
+    rows: tuple[int, int] | None = None
     columns: tuple[int, int] | None = None  # of its second axis
-    experts: bool = False  # the parameter's first axis counts experts, whose numbers stand for `#` in the key
+    # the parameter's first axis counts experts, whose numbers stand for `#` in the key
+    experts: bool = False
     view: tuple[int, ...] | None = None  # None: its own axes
-    # (n, first, stop): rows of each of n equal groups along its first axis, where they take turns; then an axis more
+    # (n, first, stop): rows of each of n equal groups along its first axis, where they take turns;
+    # then an axis more
     groups: tuple[int, int, int] | None = None
 
     def split(self, shape: tuple[int, ...]) -> list[tuple[TensorSlice, tuple[int, ...]]]:
@@ -34,7 +37,9 @@ class TensorSlice:
         if not self.experts:
             return [(self, shape)]
         expert = replace(self, experts=False)
-        return [(replace(expert, key=self.key.replace("#", str(n))), shape[1:]) for n in range(shape[0])]
+        return [
+            (replace(expert, key=self.key.replace("#", str(n))), shape[1:]) for n in range(shape[0])
+        ]
 
     def selected(self, tensor: np.ndarray) -> np.ndarray:
         """Select a view of what holds the parameter from the tensor that `key` names without its entry."""
@@ -108,7 +113,9 @@ def fused_columns(leaves: LeafTensors, **widths: int) -> dict[str, LeafTensors]:
     """The same of matrices that are stored [in, out]: their names and columns."""
     parts = fused_parts(leaves, **widths)
     return {
-        part: {name: replace(tensor, rows=None, columns=tensor.rows) for name, tensor in fused.items()}
+        part: {
+            name: replace(tensor, rows=None, columns=tensor.rows) for name, tensor in fused.items()
+        }
         for part, fused in parts.items()
     }
 
@@ -141,13 +148,19 @@ class Layout:
     prefixes: Mapping[str, tuple[str, ...]]  # what a module's tensors begin with
     unused: tuple[str, ...] = ()  # patterns of tensors that no computation here reads
 
-    def unexpected_tensors(self, folder: HfFolder, read: set[str], modules: Sequence[str]) -> list[str]:
+    def unexpected_tensors(
+        self, folder: HfFolder, read: set[str], modules: Sequence[str]
+    ) -> list[str]:
         """List tensors of these modules that nobody reads and that are not known to be unused.
 
         Of all modules of a checkpoint together: every tensor that is not known.
         """
         # Every key begins with the empty string.
-        prefixes = ("",) if set(modules) >= set(self.modules) else tuple(p for m in modules for p in self.prefixes[m])
+        prefixes = (
+            ("",)
+            if set(modules) >= set(self.modules)
+            else tuple(p for m in modules for p in self.prefixes[m])
+        )
         known = (*self.unused, *BUFFERS)
         return sorted(
             key

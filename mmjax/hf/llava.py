@@ -59,7 +59,9 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     llm = text_of(fields)
     layer = fields.get("vision_feature_layer", (int, list[int]))
     if isinstance(layer, list):
-        raise UserError(f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported")
+        raise UserError(
+            f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported"
+        )
     biased = fields.get("multimodal_projector_bias", bool)
     connector = ConnectorConfig(
         merge=1,
@@ -91,7 +93,11 @@ def _check_features(fields: Fields, vision: VisionConfig) -> None:
     features = fields.get("vision_feature_select_strategy", str)
     expected = "default" if vision.class_token else "full"
     if features != expected:
-        what = "shows the LLM the class token" if vision.class_token else "drops the first patch of an image"
+        what = (
+            "shows the LLM the class token"
+            if vision.class_token
+            else "drops the first patch of an image"
+        )
         raise UserError(
             f"{fields.where}: vision_feature_select_strategy={features!r} {what}, which is not supported; say "
             f"{expected!r}"
@@ -102,10 +108,14 @@ def _by_rows(fields: Fields, vision: VisionConfig, family: Family) -> VisionConf
     """The tower with images in tiles that the LLM sees by rows. What the folder's processor says must be the same."""
     grid = vision.positions
     if not isinstance(grid, LearnedGrid):
-        raise UserError(f"{fields.where}: images in tiles need a CLIP or SigLIP tower, which vision_config is not")
+        raise UserError(
+            f"{fields.where}: images in tiles need a CLIP or SigLIP tower, which vision_config is not"
+        )
     # Null says those of the class's image processor.
     points = fields.get(
-        "image_grid_pinpoints", list[list[int]], processor_defaults(family.processor)["image_grid_pinpoints"]
+        "image_grid_pinpoints",
+        list[list[int]],
+        processor_defaults(family.processor)["image_grid_pinpoints"],
     )
     pinpoints = tuple("x".join(map(str, point)) for point in points)
     how = vision.images
@@ -114,9 +124,13 @@ def _by_rows(fields: Fields, vision: VisionConfig, family: Family) -> VisionConf
         how = AnyRes(tile=tile, several="square" if family.max_tiles else "tiles")
         vision = replace(vision, mean=CLIP_MEAN, std=CLIP_STD)
     elif not isinstance(how, AnyRes):
-        raise UserError(f"{fields.where}: its images come in tiles, but the folder's image processor makes none")
+        raise UserError(
+            f"{fields.where}: its images come in tiles, but the folder's image processor makes none"
+        )
     elif how.pinpoints != pinpoints:
-        raise UserError(f"{fields.where}: image_grid_pinpoints differs from that of the folder's image processor")
+        raise UserError(
+            f"{fields.where}: image_grid_pinpoints differs from that of the folder's image processor"
+        )
     max_tiles = 0
     if family.max_tiles:
         aspect_ratio = fields.get(family.max_tiles, str)
@@ -125,15 +139,22 @@ def _by_rows(fields: Fields, vision: VisionConfig, family: Family) -> VisionConf
                 f"{fields.where}: {family.max_tiles}={aspect_ratio!r} is not supported; known: 'anyres_max_9'"
             )
         max_tiles = int(match[1])
-    return replace(vision, images=replace(how, pinpoints=pinpoints, order="rows", most_tiles=max_tiles))
+    return replace(
+        vision, images=replace(how, pinpoints=pinpoints, order="rows", most_tiles=max_tiles)
+    )
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of such a checkpoint."""
     fields = folder.fields
     family = FAMILIES[fields.get("model_type", str)]
-    projector = next((p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1])
-    connector = {"mlp.up": linear(f"{projector}linear_1"), "mlp.down": linear(f"{projector}linear_2")}
+    projector = next(
+        (p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1]
+    )
+    connector = {
+        "mlp.up": linear(f"{projector}linear_1"),
+        "mlp.down": linear(f"{projector}linear_2"),
+    }
     begins = (projector,)
     if family.processor:
         newline = next((key for key in NEWLINES if key in folder.tensors), NEWLINES[-1])
@@ -148,7 +169,9 @@ def text_of(fields: Fields) -> DecoderConfig:
     return replace(decoder_of(fields.inner("text_config"), tables_are_tied(fields)), logit_cap=0.0)
 
 
-def whole_layout(folder: HfFolder, model: ModelConfig, connector: TensorNames, *projector: str) -> Layout:
+def whole_layout(
+    folder: HfFolder, model: ModelConfig, connector: TensorNames, *projector: str
+) -> Layout:
     """Build the layout of a checkpoint of one vision tower, a projector and a decoder.
 
     projector: what the tensors of the projector begin with.

@@ -18,7 +18,9 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     llm = text_of(fields)
     layer = fields.get("vision_feature_layer", (int, list[int]))
     if isinstance(layer, list):
-        raise UserError(f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported")
+        raise UserError(
+            f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported"
+        )
     tower_fields = fields.inner("vision_config")
     tower_fields.refuse("model_type", "pixtral")
     tower = vision_of(tower_fields, layer, False, ConnectorConfig())
@@ -31,17 +33,23 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         biases=("up", "down") if fields.get("multimodal_projector_bias", bool) else (),
         merger_width=tower.width,
     )
-    return ModelConfig(llm, {"vision": with_pixtral_images(folder, replace(tower, connector=connector))})
+    return ModelConfig(
+        llm, {"vision": with_pixtral_images(folder, replace(tower, connector=connector))}
+    )
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of such a checkpoint."""
     vision = model.encoders["vision"]
-    projector = next((p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1])
+    projector = next(
+        (p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1]
+    )
     merger = f"{projector}patch_merger.merging_layer"
     parts = {
         "norm": norm(f"{projector}norm"),
-        "merger": merging_linear(merger, vision.connector.merger_width, vision.width, vision.connector.merge),
+        "merger": merging_linear(
+            merger, vision.connector.merger_width, vision.width, vision.connector.merge
+        ),
         "mlp.up": linear(f"{projector}linear_1"),
         "mlp.down": linear(f"{projector}linear_2"),
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mmjax.config import Activation, Biased
 
-# By HF's names. The three approximations of GELU by tanh differ in how they are computed, not in what.
+# By HF's names. The three approximations of GELU by tanh differ in how they are computed, not in
+# what.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

@@ -21,7 +21,9 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     text = replace(text, values={**text.values, "use_bidirectional_attention": None})
     llm = decoder_of(text, fields.get("tie_word_embeddings", bool))
     if (outputs := fields.get("projection_dim", int)) != llm.width:
-        raise UserError(f"{fields.where}: projection_dim={outputs}, but the text's hidden_size is {llm.width}")
+        raise UserError(
+            f"{fields.where}: projection_dim={outputs}, but the text's hidden_size is {llm.width}"
+        )
     connector = ConnectorConfig(merge=1, mlp_width=0, norm="none", biases=("down",))
     vision = with_images(folder, vision_of(fields.inner("vision_config"), -1, True, connector))
     return ModelConfig(replace(llm, items="prefix"), {"vision": vision})
@@ -29,6 +31,8 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of such a checkpoint."""
-    projector = next((p for p in PROJECTORS if f"{p}linear.weight" in folder.tensors), PROJECTORS[-1])
+    projector = next(
+        (p for p in PROJECTORS if f"{p}linear.weight" in folder.tensors), PROJECTORS[-1]
+    )
     connector = TensorNames({"linear": linear(f"{projector}linear")})
     return whole_layout(folder, model, connector, projector)

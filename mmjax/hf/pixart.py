@@ -1,8 +1,8 @@
 """PixArt-alpha's transformer, in diffusers' layout: as PixArtTransformer2DModel, or Transformer2DModel as it once was.
 
-A caption's channels are the tokens that a generator's connector makes (`condition_width`): `caption_projection`, which
-brings them to the width, is part of the transformer (`condition_mlp`). Where a checkpoint has none, its keys and values
-read the tokens themselves.
+A caption's channels are the tokens that a generator's connector makes (`condition_width`):
+`caption_projection`, which brings them to the width, is part of the transformer (`condition_mlp`).
+Where a checkpoint has none, its keys and values read the tokens themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from mmjax.hf.vision_tensors import PATCHES
 
 CLASS = "PixArtTransformer2DModel"
 CLASSES = (CLASS, "Transformer2DModel")
-ACTIVATIONS: dict[str, Activation] = {"gelu-approximate": "gelu_tanh", "gelu": "gelu", "linear-silu": "silu"}
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu-approximate": "gelu_tanh",
+    "gelu": "gelu",
+    "linear-silu": "silu",
+}
 ALWAYS: tuple[Biased, ...] = ("output", "up", "down")  # biases that no option leaves out
 UNUSED = ("pos_embed.pos_embed", "caption_projection.y_embedding")  # saved by old versions
 
@@ -62,7 +66,8 @@ def read(folder: HfFolder) -> DiffusionTransformerConfig:
         patch=patch,
         latents=VaeLatents(channels=channels),
         grid=side // patch,
-        # As diffusers: images of 1,024 pixels, 128 latents, have positions half as far apart as those of 512.
+        # As diffusers: images of 1,024 pixels, 128 latents, have positions half as far apart as
+        # those of 512.
         grid_scale=fields.get("interpolation_scale", float, float(max(side // 64, 1))),
         micro_conditions=fields.get("use_additional_conditions", bool, side == 128),
         learned_variance=outputs != channels,
@@ -93,11 +98,17 @@ def to_fields(config: DiffusionTransformerConfig) -> dict[str, Any]:
     """Return the fields of the `config.json` of such a transformer. Raises UserError for what diffusers cannot say."""
     c = config
     if c.mlp_width != 4 * c.width:
-        raise UserError(f"mlp_width={c.mlp_width}: diffusers' transformer has an MLP of 4 * width, {4 * c.width}")
+        raise UserError(
+            f"mlp_width={c.mlp_width}: diffusers' transformer has an MLP of 4 * width, {4 * c.width}"
+        )
     if set(c.biases) not in (set(ALWAYS), {*QKV, *ALWAYS}):
-        raise UserError(f"biases={c.biases}: diffusers' transformer has {ALWAYS}, and all or none of {QKV}")
+        raise UserError(
+            f"biases={c.biases}: diffusers' transformer has {ALWAYS}, and all or none of {QKV}"
+        )
     if c.activation not in ACTIVATIONS.values():
-        raise UserError(f"activation={c.activation!r}: diffusers' transformer has {', '.join(ACTIVATIONS.values())}")
+        raise UserError(
+            f"activation={c.activation!r}: diffusers' transformer has {', '.join(ACTIVATIONS.values())}"
+        )
     channels = c.latents.channels
     return {
         "_class_name": CLASS,
@@ -167,7 +178,9 @@ def _outputs(config: DiffusionTransformerConfig) -> dict[str, LeafTensors]:
     return {"head.output": half(0), "head.variance": half(channels)}
 
 
-def write(path: Path, config: DiffusionTransformerConfig, parameters: Mapping[tuple[str, ...], np.ndarray]) -> None:
+def write(
+    path: Path, config: DiffusionTransformerConfig, parameters: Mapping[tuple[str, ...], np.ndarray]
+) -> None:
     """Write a transformer's folder, which diffusers reads, from its parameters by their paths, layers numbered."""
     c = config
     outputs = c.patch_values * (1 + c.learned_variance)

@@ -1,10 +1,10 @@
 """Read from a Hugging Face checkpoint's folder how its images, clips and videos are prepared.
 
 Read as transformers reads it: `processor_config.json` where it holds the processors itself, else
-`preprocessor_config.json`; what is missing there, or null, is the processor's own default. A field that changes
-pixels or frames is honoured or refused by name. OpenGVLab's `internvl_chat` folders say it in `config.json` alone.
-What the fields of a processor mean is said by the kind that it is read as, in `mmjax/config`: `images.py`, `videos.py`
-and `clips.py`.
+`preprocessor_config.json`; what is missing there, or null, is the processor's own default. A field
+that changes pixels or frames is honoured or refused by name. OpenGVLab's `internvl_chat` folders
+say it in `config.json` alone. What the fields of a processor mean is said by the kind that it is
+read as, in `mmjax/config`: `images.py`, `videos.py` and `clips.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from mmjax.hf.folder import Fields, note
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}  # as the first Qwen2.5-VL checkpoints call it
+# as the first Qwen2.5-VL checkpoints call it
+RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}
 IMAGE_KINDS = {name: kind for kind in get_args(ImagePreparation) for name in kind.hf_processors}
 
 
@@ -41,7 +42,9 @@ class ImageProcessing(NamedTuple):
 
 def has_processor(folder: Path) -> bool:
     """Return whether a checkpoint's folder says how its images or clips are prepared."""
-    return any((folder / name).exists() for name in ("preprocessor_config.json", "processor_config.json"))
+    return any(
+        (folder / name).exists() for name in ("preprocessor_config.json", "processor_config.json")
+    )
 
 
 def read_image_processing(folder: Path) -> ImageProcessing:
@@ -55,7 +58,9 @@ def read_image_processing(folder: Path) -> ImageProcessing:
         return ImageProcessing(how, IMAGENET_MEAN, IMAGENET_STD, 1 / 255, folder / "config.json")
     file, fields = _fields(folder, "image_processor")
     # A model whose processor is that one whatever files say.
-    fields = _with_class(fields, "InternVLProcessor" if config.get("model_type") == "internvl" else None)
+    fields = _with_class(
+        fields, "InternVLProcessor" if config.get("model_type") == "internvl" else None
+    )
     how = IMAGE_KINDS[fields.name].from_hf(fields)
     if how.hf_note:
         note(f"{fields.where}: {how.hf_note}")
@@ -93,12 +98,18 @@ def read_videos(folder: Path, vision: VisionConfig, default: VideoPreparation) -
 
 def _check_patches(fields: ProcessorFields, vision: VisionConfig) -> None:
     """Raise UserError where frames are not resized and patched as the tower wants them."""
-    tower = {"patch_size": vision.patch, "merge_size": vision.connector.merge, "temporal_patch_size": vision.frames}
+    tower = {
+        "patch_size": vision.patch,
+        "merge_size": vision.connector.merge,
+        "temporal_patch_size": vision.frames,
+    }
     for name, expected in tower.items():
         if fields.count(name) != expected:
             raise fields.refused(name, f"the tower has {expected}; make them the same")
     if not fields.flag("do_resize"):
-        raise fields.refused("do_resize", "frames that are not whole merge windows cannot be patched; set it to true")
+        raise fields.refused(
+            "do_resize", "frames that are not whole merge windows cannot be patched; set it to true"
+        )
 
 
 def _check_normalization(fields: ProcessorFields, vision: VisionConfig) -> None:
@@ -108,7 +119,9 @@ def _check_normalization(fields: ProcessorFields, vision: VisionConfig) -> None:
     scale = 255 * fields.number("rescale_factor")
     for name, numbers in (("image_mean", vision.mean), ("image_std", vision.std)):
         if not np.allclose(np.array(fields.channels(name)) / scale, numbers, rtol=1e-6):
-            raise fields.refused(name, f"the tower's images have {list(numbers)}; make them the same")
+            raise fields.refused(
+                name, f"the tower's images have {list(numbers)}; make them the same"
+            )
 
 
 def read_audio_processing(folder: Path) -> WhisperMel:
@@ -120,7 +133,8 @@ def read_audio_processing(folder: Path) -> WhisperMel:
     return WhisperMel.from_hf(fields.over(processor_defaults(kind)))
 
 
-# ------------------------------------------------------------------------------------------------------------ files
+# --------------------------------------------------------------------------------------------------
+# files
 
 
 def _fields(folder: Path, *parts: str) -> tuple[Path, ProcessorFields]:
@@ -133,9 +147,13 @@ def _fields(folder: Path, *parts: str) -> tuple[Path, ProcessorFields]:
     caller = ProcessorFields(around, str(processor_file), name)
     for part in parts:
         if isinstance(around.get(part), dict):
-            return processor_file, ProcessorFields(around[part], f"{processor_file}: {part}", caller=caller)
+            return processor_file, ProcessorFields(
+                around[part], f"{processor_file}: {part}", caller=caller
+            )
     if not modality_file.exists():
-        raise UserError(f"{folder}: no preprocessor_config.json, and no {parts[0]} in a processor_config.json; add one")
+        raise UserError(
+            f"{folder}: no preprocessor_config.json, and no {parts[0]} in a processor_config.json; add one"
+        )
     return modality_file, ProcessorFields(preprocessor, str(modality_file), caller=caller)
 
 
@@ -144,10 +162,15 @@ def _with_class(fields: ProcessorFields, caller: str | None) -> ProcessorFields:
 
     caller: the class of that where it is known.
     """
-    key = "image_processor_type" if fields.value("image_processor_type") else "feature_extractor_type"
+    key = (
+        "image_processor_type" if fields.value("image_processor_type") else "feature_extractor_type"
+    )
     name = str(fields.value(key))
-    # Fast and slow processors have the same fields, and older checkpoints call a processor a feature extractor.
-    name = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+    # Fast and slow processors have the same fields, and older checkpoints call a processor a
+    # feature extractor.
+    name = (
+        name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+    )
     name = RENAMED.get(name, name)
     if name not in (known := processor_names("ImageProcessor")):
         raise fields.refused(key, f"known are {', '.join(known)}")

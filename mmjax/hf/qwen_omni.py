@@ -1,8 +1,9 @@
 """The thinkers of Qwen2.5-Omni and Qwen3-Omni: a Qwen-VL's tower, an audio encoder in chunks, positions that are time.
 
-Qwen2.5-Omni has Qwen2.5-VL's tower and Whisper's encoder, Qwen3-Omni Qwen3-VL's tower, 2D convolutions before Whisper's
-layers, and experts. A whole checkpoint has a talker and a vocoder (`talker.*`, `token2wav.*`, `code2wav.*`) behind it,
-which speak what the thinker writes. They are not read, and an export copies them as they are.
+Qwen2.5-Omni has Qwen2.5-VL's tower and Whisper's encoder, Qwen3-Omni Qwen3-VL's tower, 2D
+convolutions before Whisper's layers, and experts. A whole checkpoint has a talker and a vocoder
+(`talker.*`, `token2wav.*`, `code2wav.*`) behind it, which speak what the thinker writes. They are
+not read, and an export copies them as they are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mmjax.config import AudioConfig, ConnectorConfig, ModelConfig, Qwen2Video, Sinusoids, VisionConfig
+from mmjax.config import (
+    AudioConfig,
+    ConnectorConfig,
+    ModelConfig,
+    Qwen2Video,
+    Sinusoids,
+    VisionConfig,
+)
 from mmjax.errors import UserError
 from mmjax.hf import qwen_vl
 from mmjax.hf.audio import encoder_of, encoder_parts, stem_parts
@@ -19,12 +27,19 @@ from mmjax.hf.layout import Layout, TensorNames, linear
 
 FAMILIES = {
     "qwen2_5_omni": qwen_vl.FAMILIES["qwen2_5_vl"],
-    "qwen3_omni_moe": replace(qwen_vl.FAMILIES["qwen3_vl_moe"], fixed=qwen_vl.NO_WINDOWS, videos=qwen_vl.QWEN2_VIDEO),
+    "qwen3_omni_moe": replace(
+        qwen_vl.FAMILIES["qwen3_vl_moe"], fixed=qwen_vl.NO_WINDOWS, videos=qwen_vl.QWEN2_VIDEO
+    ),
 }
 THINKER = "_thinker"  # what the type of a thinker alone ends with
 KINDS = (*FAMILIES, *(f"{family}{THINKER}" for family in FAMILIES))
 AUDIO = "audio"  # the name of the encoder
-AUDIO_FIRST = ("model.audio_tower.", "audio_tower.", "thinker.model.audio_tower.", "thinker.audio_tower.")
+AUDIO_FIRST = (
+    "model.audio_tower.",
+    "audio_tower.",
+    "thinker.model.audio_tower.",
+    "thinker.audio_tower.",
+)
 SPEAKERS = ("talker.", "token2wav.", "code2wav.")
 CHUNK_POSITIONS = 13  # that transformers counts of a chunk of Qwen3-Omni's, whatever its frames
 
@@ -42,7 +57,9 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     assert isinstance(vision, VisionConfig)
     assert isinstance(vision.videos, Qwen2Video)
     per_second = thinker.get("position_id_per_seconds", int)
-    videos = replace(vision.videos, tokens_per_second=float(per_second), seconds="nominal", text_after="time")
+    videos = replace(
+        vision.videos, tokens_per_second=float(per_second), seconds="nominal", text_after="time"
+    )
     if family == "qwen2_5_omni":
         chunk = int(per_second * thinker.get("seconds_per_chunk", float))
         videos = replace(videos, sound_chunk=chunk)
@@ -58,9 +75,13 @@ def _whisper_in_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioC
     half = fields.get("n_window", int)
     table = fields.get("max_source_positions", int)
     if not 1 <= half <= table:
-        raise UserError(f"{fields.where}: n_window={half}, but there are positions 1 to max_source_positions={table}")
+        raise UserError(
+            f"{fields.where}: n_window={half}, but there are positions 1 to max_source_positions={table}"
+        )
     connector = ConnectorConfig(merge=1, mlp_width=0, norm="none", biases=("down",))
-    return replace(encoder_of(folder, fields), positions=Sinusoids(), chunk=2 * half, connector=connector)
+    return replace(
+        encoder_of(folder, fields), positions=Sinusoids(), chunk=2 * half, connector=connector
+    )
 
 
 def _convolved_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioConfig:
@@ -78,39 +99,56 @@ def _convolved_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioCo
         stem_width=fields.size("downsample_hidden_size"),
         attended_chunks=attended // (2 * half),
         key_bias=True,
-        connector=ConnectorConfig(merge=1, mlp_width=plain.width, norm="none", activation=plain.activation),
+        connector=ConnectorConfig(
+            merge=1, mlp_width=plain.width, norm="none", activation=plain.activation
+        ),
     )
     if encoder.chunk_positions != CHUNK_POSITIONS:
         raise UserError(
             f"{fields.where}: n_window={half}: only chunks of {CHUNK_POSITIONS} positions are known, 49 to 52"
         )
     if not encoder.attended_chunks:
-        raise UserError(f"{fields.where}: n_window_infer={attended} is less than a chunk of {2 * half} frames")
+        raise UserError(
+            f"{fields.where}: n_window_infer={attended} is less than a chunk of {2 * half} frames"
+        )
     if (table := fields.get("max_source_positions", int)) < CHUNK_POSITIONS:
-        raise UserError(f"{fields.where}: max_source_positions={table}, but a chunk has {CHUNK_POSITIONS} positions")
+        raise UserError(
+            f"{fields.where}: max_source_positions={table}, but a chunk has {CHUNK_POSITIONS} positions"
+        )
     return encoder
 
 
 def _check_outputs(fields: Fields, outputs: int) -> None:
     if (width := fields.get("output_dim", int)) != outputs:
-        raise UserError(f"{fields.where}: output_dim={width}, but the text's hidden_size is {outputs}")
+        raise UserError(
+            f"{fields.where}: output_dim={width}, but the text's hidden_size is {outputs}"
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------- tensors
+# --------------------------------------------------------------------------------------------------
+# tensors
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of the thinker. Says so where there are others, which are not read."""
     tower = next((p for p in AUDIO_FIRST if f"{p}ln_post.weight" in folder.tensors), None)
     if tower is None:
-        raise UserError(f"{folder.path} has no audio encoder: no tensor is called [...]audio_tower.ln_post.weight")
-    if speakers := [first for first in SPEAKERS if any(key.startswith(first) for key in folder.tensors)]:
+        raise UserError(
+            f"{folder.path} has no audio encoder: no tensor is called [...]audio_tower.ln_post.weight"
+        )
+    if speakers := [
+        first for first in SPEAKERS if any(key.startswith(first) for key in folder.tensors)
+    ]:
         listed = ", ".join(f"{first}*" for first in speakers)
-        note(f"{folder.path}: {listed} (which speak the answers) are not read; an export copies them as they are")
+        note(
+            f"{folder.path}: {listed} (which speak the answers) are not read; an export copies them as they are"
+        )
     thinker = qwen_vl.layout(folder, model)
     name = next((name for name, e in model.encoders.items() if _from(folder, e)), AUDIO)
     projector = f"{tower}proj"
-    tensors = tuple(key for key in folder.tensors if key.startswith(tower) and not key.startswith(projector))
+    tensors = tuple(
+        key for key in folder.tensors if key.startswith(tower) and not key.startswith(projector)
+    )
     encoder = encoder_parts(tower, "ln_post").by_module
     connector = {"linear": linear(projector)}
     if f"{projector}1.weight" in folder.tensors:
@@ -119,9 +157,15 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     parts = {name: TensorNames(encoder), f"{name}.connector": TensorNames(connector)}
     prefixes = {name: tensors, f"{name}.connector": (projector,)}
     unused = (f"{tower}audio_bos_eos_token.weight", *(f"{first}*" for first in SPEAKERS))
-    return Layout({**thinker.modules, **parts}, {**thinker.prefixes, **prefixes}, (*thinker.unused, *unused))
+    return Layout(
+        {**thinker.modules, **parts}, {**thinker.prefixes, **prefixes}, (*thinker.unused, *unused)
+    )
 
 
 def _from(folder: HfFolder, encoder: AudioConfig | VisionConfig) -> bool:
     weights = encoder.weights or encoder.connector.weights
-    return isinstance(encoder, AudioConfig) and bool(weights) and Path(weights).expanduser() == folder.path
+    return (
+        isinstance(encoder, AudioConfig)
+        and bool(weights)
+        and Path(weights).expanduser() == folder.path
+    )

@@ -28,7 +28,8 @@ from mmjax.hf.vision import axial_theta, with_images
 
 NAME = "vision"  # of the encoder
 EPS = 1e-6  # of all norms of the vision tower, written in no config
-# What the tensors of a vision tower begin with, new and old; of Qwen2.5-Omni, whole, inside its thinker.
+# What the tensors of a vision tower begin with, new and old; of Qwen2.5-Omni, whole, inside its
+# thinker.
 VISION_FIRST = ("model.visual.", "visual.", "thinker.model.visual.", "thinker.visual.")
 
 
@@ -39,7 +40,8 @@ class Family:
     decoder: str  # the text decoder that its LLM is
     sections: tuple[int, ...]
     interleaved: bool
-    fixed: Mapping[str, Any]  # of the text's fields, those that the class takes otherwise than a config says
+    # of the text's fields, those that the class takes otherwise than a config says
+    fixed: Mapping[str, Any]
     tower: Callable[[Fields, VisionConfig], VisionConfig]
     mean: tuple[float, ...]  # of its image processor
     std: tuple[float, ...]
@@ -59,11 +61,15 @@ def read_family(folder: HfFolder, fields: Fields, family: Family) -> ModelConfig
     vision = _renamed(fields.inner("vision_config"))
     llm = _llm(fields, family)
     if (outputs := vision.size("out_hidden_size")) != llm.width:
-        raise UserError(f"{vision.where}: out_hidden_size={outputs}, but the text's hidden_size is {llm.width}")
+        raise UserError(
+            f"{vision.where}: out_hidden_size={outputs}, but the text's hidden_size is {llm.width}"
+        )
     merge = vision.size("spatial_merge_size")
     width = vision.size("hidden_size")
     # The MLP of the patch merger has the width of what is merged.
-    connector = ConnectorConfig(merge=merge, mlp_width=merge**2 * width, norm_eps=EPS, activation="gelu")
+    connector = ConnectorConfig(
+        merge=merge, mlp_width=merge**2 * width, norm_eps=EPS, activation="gelu"
+    )
     tower = VisionConfig(
         attention="auto",
         layers=vision.size("depth"),
@@ -115,15 +121,20 @@ def _llm(fields: Fields, family: Family) -> DecoderConfig:
     return in_sections(llm, text.where, family.sections, family.interleaved)
 
 
-def in_sections(llm: DecoderConfig, where: str, default: tuple[int, ...], interleaved: bool) -> DecoderConfig:
+def in_sections(
+    llm: DecoderConfig, where: str, default: tuple[int, ...], interleaved: bool
+) -> DecoderConfig:
     """Check a decoder's rotary sections of t, y and x, or set the default ones. Raises UserError for other numbers."""
     pairs = llm.rotary_pairs
     sections = llm.rope_sections or default
     if len(sections) != 3:
-        raise UserError(f"{where}: mrope_section={list(sections)} must have three numbers: of t, y and x")
+        raise UserError(
+            f"{where}: mrope_section={list(sections)} must have three numbers: of t, y and x"
+        )
     if interleaved:
-        # Turns beyond the last channel pair are none, and the first axis has every pair that no other takes.
-        # How many of the pairs axis, axis + 3, ... lie below both bounds, as in `axis_of_pair`.
+        # Turns beyond the last channel pair are none, and the first axis has every pair that no
+        # other takes. How many of the pairs axis, axis + 3, ... lie below both bounds, as in
+        # `axis_of_pair`.
         y, x = (len(range(axis, min(3 * sections[axis], pairs), 3)) for axis in (1, 2))
         sections = pairs - y - x, y, x
     if sum(sections) != pairs:
@@ -134,17 +145,24 @@ def in_sections(llm: DecoderConfig, where: str, default: tuple[int, ...], interl
 
 
 def _qwen2(vision: Fields, plain: VisionConfig) -> VisionConfig:
-    return replace(plain, positions=RotaryGrid(axial_theta(vision, plain.width // plain.heads)), embed_bias=False)
+    return replace(
+        plain,
+        positions=RotaryGrid(axial_theta(vision, plain.width // plain.heads)),
+        embed_bias=False,
+    )
 
 
 def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
     size = vision.size("window_size")
     merge = plain.connector.merge
     full_attention = vision.get("fullatt_block_indexes", list[int])
-    # A window is given in pixels and holds whole tokens: 112 pixels of patches of 14, merged by 2, are 4 tokens a side.
+    # A window is given in pixels and holds whole tokens: 112 pixels of patches of 14, merged by 2,
+    # are 4 tokens a side.
     merged = size // merge // plain.patch  # tokens along one side of a window
     if merged < 1:
-        raise UserError(f"{vision.where}: window_size={size} is smaller than a merged patch of {merge * plain.patch}")
+        raise UserError(
+            f"{vision.where}: window_size={size} is smaller than a merged patch of {merge * plain.patch}"
+        )
     return replace(
         plain,
         positions=RotaryGrid(axial_theta(vision, plain.width // plain.heads)),
@@ -163,9 +181,13 @@ def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
     deep = vision.get("deepstack_visual_indexes", list[int], [])
     side = round(places**0.5)
     if side**2 != places:
-        raise UserError(f"{vision.where}: num_position_embeddings={places} is no square of a number")
+        raise UserError(
+            f"{vision.where}: num_position_embeddings={places} is no square of a number"
+        )
     if deep != sorted(set(deep)):
-        raise UserError(f"{vision.where}: deepstack_visual_indexes={deep} is not in the order of the layers")
+        raise UserError(
+            f"{vision.where}: deepstack_visual_indexes={deep} is not in the order of the layers"
+        )
     return replace(
         plain,
         positions=StretchedGrid(side, axial_theta(vision, plain.width // plain.heads)),
@@ -212,7 +234,8 @@ FAMILIES["qwen3_vl_moe"] = replace(
 FAMILIES["qwen3_5_moe"] = replace(FAMILIES["qwen3_5"], decoder="qwen3_5_moe_text")
 
 
-# ---------------------------------------------------------------------------------------------------------- tensors
+# --------------------------------------------------------------------------------------------------
+# tensors
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
@@ -220,23 +243,36 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     inner, output = find_decoder(folder)
     first = next((p for p in VISION_FIRST if f"{p}patch_embed.proj.weight" in folder.tensors), None)
     if first is None:
-        raise UserError(f"{folder.path} has no vision tower: no tensor is called [...]visual.patch_embed.proj.weight")
+        raise UserError(
+            f"{folder.path} has no vision tower: no tensor is called [...]visual.patch_embed.proj.weight"
+        )
     parts = {"llm": decoder_parts(model.llm, folder)}
     prefixes = {"llm": (inner, output)}
     unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
     # Without the prefix in Qwen3-Omni.
-    deepstack = "merger_list." if f"{first}merger_list.0.ln_q.weight" in folder.tensors else "deepstack_merger_list."
+    deepstack = (
+        "merger_list."
+        if f"{first}merger_list.0.ln_q.weight" in folder.tensors
+        else "deepstack_merger_list."
+    )
     mergers = f"{first}merger.", f"{first}{deepstack}"
     for name, config in model.encoders.items():
-        taken = {Path(weights).expanduser() for weights in (config.weights, config.connector.weights) if weights}
+        taken = {
+            Path(weights).expanduser()
+            for weights in (config.weights, config.connector.weights)
+            if weights
+        }
         if folder.path not in taken or not isinstance(config, VisionConfig):
             continue
         fused = f"{first}blocks.0.attn.qkv.weight" in folder.tensors
         merger = _merger_parts(mergers, f"{first}merger.ln_q.weight" in folder.tensors)
         parts |= {name: _vision_parts(first, config, fused), f"{name}.connector": merger}
-        tower = tuple(key for key in folder.tensors if key.startswith(first) and not key.startswith(mergers))
+        tower = tuple(
+            key for key in folder.tensors if key.startswith(first) and not key.startswith(mergers)
+        )
         prefixes |= {name: tower, f"{name}.connector": mergers}
-        # The checkpoint has mergers for all of its own deepstack layers, the model perhaps for fewer.
+        # The checkpoint has mergers for all of its own deepstack layers, the model perhaps for
+        # fewer.
         thinker = folder.config.get("thinker_config", folder.config)  # of an Omni model
         listed = len(thinker.get("vision_config", {}).get("deepstack_visual_indexes", ()))
         unused += tuple(f"{mergers[1]}{n}.*" for n in range(len(config.deepstack), listed))
@@ -246,7 +282,11 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
 def _vision_parts(first: str, config: VisionConfig, fused: bool) -> TensorNames:
     layer = f"{first}blocks.*"
     # Qwen2-VL's MLP is called `fc1` and `fc2`; what tells it from Qwen3-VL's are its positions.
-    plain = ("", "fc1", "fc2") if isinstance(config.positions, RotaryGrid) else ("", "linear_fc1", "linear_fc2")
+    plain = (
+        ("", "fc1", "fc2")
+        if isinstance(config.positions, RotaryGrid)
+        else ("", "linear_fc1", "linear_fc2")
+    )
     names = ("gate_proj", "up_proj", "down_proj") if config.gated else plain
     parts = {
         # Stored [width, channel, frame, row, column].

@@ -1,11 +1,12 @@
 """Read the header of a safetensors file, and accept exactly the files that the safetensors library accepts.
 
-But for one bound: a header of more than `MAX_VALUES`, some 300,000 tensors, would take gigabytes as Python's objects.
+But for one bound: a header of more than `MAX_VALUES`, some 300,000 tensors, would take gigabytes as
+Python's objects.
 
-A file is 8 bytes with the header's length, the header (JSON: by tensor its dtype, shape and bytes), and then the bytes
-of all tensors, which leave nothing out and lie nowhere twice. The library itself maps files, and says nothing of where
-a tensor lies. Its JSON is stricter than Python's: no NaN, no number beyond float64, no half of a surrogate pair, at
-most 127 levels.
+A file is 8 bytes with the header's length, the header (JSON: by tensor its dtype, shape and bytes),
+and then the bytes of all tensors, which leave nothing out and lie nowhere twice. The library itself
+maps files, and says nothing of where a tensor lies. Its JSON is stricter than Python's: no NaN, no
+number beyond float64, no half of a surrogate pair, at most 127 levels.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ MAX_INTEGER = 2**64 - 1  # of a shape, an offset, and a tensor's bits
 BITS = {
     "F4": 4,
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(
+        ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
+    ),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
@@ -71,7 +74,9 @@ def read_header(path: Path) -> dict[str, Stored]:
         _check_cover(tensors, 8 + length, size)
         return tensors
     except _Malformed as error:
-        raise UserError(f"{path} is no whole safetensors file: {error}; copy the checkpoint again") from None
+        raise UserError(
+            f"{path} is no whole safetensors file: {error}; copy the checkpoint again"
+        ) from None
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
 
@@ -80,11 +85,17 @@ def _entries(header: bytes) -> list[tuple[str, Any]]:
     """Parse a header to the name and description of every tensor."""
     # Each value but the first stands behind one of these.
     if sum(map(header.count, (b",", b"[", b"{"))) > MAX_VALUES:
-        raise _Malformed(f"its header has more than {MAX_VALUES:,} values, divide it into several files")
+        raise _Malformed(
+            f"its header has more than {MAX_VALUES:,} values, divide it into several files"
+        )
     try:
         text = header.decode()
         parsed = json.loads(
-            text, object_pairs_hook=tuple, parse_int=_integer, parse_float=_real, parse_constant=_constant
+            text,
+            object_pairs_hook=tuple,
+            parse_int=_integer,
+            parse_float=_real,
+            parse_constant=_constant,
         )
         if SURROGATE.search(text):
             json.dumps(parsed, ensure_ascii=False).encode()  # fails where one stands alone
@@ -93,7 +104,9 @@ def _entries(header: bytes) -> list[tuple[str, Any]]:
         if _depth(parsed) > MAX_DEPTH:
             raise ValueError("it is nested too deeply")
     except (ValueError, RecursionError) as error:
-        raise _Malformed(f"its header is no JSON of tensors ({str(error) or 'nested too deeply'})") from None
+        raise _Malformed(
+            f"its header is no JSON of tensors ({str(error) or 'nested too deeply'})"
+        ) from None
     metadata = [value for name, value in parsed if name == METADATA]
     if len(metadata) > 1 or not all(value is None or _is_texts(value) for value in metadata):
         raise _Malformed(f"{METADATA} is not one object of texts")
@@ -169,7 +182,9 @@ def _check_cover(tensors: dict[str, Stored], start: int, size: int) -> None:
     """Raise _Malformed unless the tensors are all the bytes from `start` on, each once."""
     for name, stored in sorted(tensors.items(), key=lambda pair: (pair[1].begin, pair[1].size)):
         if stored.begin != start:
-            raise _Malformed(f"{name!r} begins at byte {stored.begin}, not where the tensor before it ends, {start}")
+            raise _Malformed(
+                f"{name!r} begins at byte {stored.begin}, not where the tensor before it ends, {start}"
+            )
         start += stored.size
     if start != size:
         raise _Malformed(f"it has {size} bytes, and by its header {start}")

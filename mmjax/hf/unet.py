@@ -16,7 +16,8 @@ CLASS = "UNet2DConditionModel"
 PART = "unet"
 ATTENDING = {"CrossAttnDownBlock2D": True, "DownBlock2D": False}
 ATTENDING_UP = {"CrossAttnUpBlock2D": True, "UpBlock2D": False}
-# The values for which the computation here is right; all others, and fields without any, are refused.
+# The values for which the computation here is right; all others, and fields without any, are
+# refused.
 KNOWN = {
     "center_input_sample": (False,),
     "flip_sin_to_cos": (True,),
@@ -71,9 +72,15 @@ def read(folder: HfFolder) -> UnetConfig:
     widths = _numbers(fields, "block_out_channels")
     attending = _attending(fields)
     if len(attending) != len(widths):
-        raise UserError(f"{fields.where}: down_block_types are {len(attending)}, block_out_channels {len(widths)}")
+        raise UserError(
+            f"{fields.where}: down_block_types are {len(attending)}, block_out_channels {len(widths)}"
+        )
     heads = fields.get("attention_head_dim", (int, list))  # called so by mistake, for good
-    heads = _numbers(fields, "attention_head_dim") if isinstance(heads, list) else (heads,) * len(widths)
+    heads = (
+        _numbers(fields, "attention_head_dim")
+        if isinstance(heads, list)
+        else (heads,) * len(widths)
+    )
     size = fields.get("sample_size", (int, list))
     return UnetConfig(
         condition_width=fields.get("cross_attention_dim", int),
@@ -100,14 +107,19 @@ def _numbers(fields: Fields, name: str) -> tuple[int, ...]:
 def _attending(fields: Fields) -> tuple[bool, ...]:
     """Read which levels have attention, the same on the way down and up."""
     down, up = fields.get("down_block_types", list[str]), fields.get("up_block_types", list[str])
-    for name, kinds, known in (("down_block_types", down, ATTENDING), ("up_block_types", up, ATTENDING_UP)):
+    for name, kinds, known in (
+        ("down_block_types", down, ATTENDING),
+        ("up_block_types", up, ATTENDING_UP),
+    ):
         if unknown := [kind for kind in kinds if kind not in known]:
             raise UserError(
                 f"{fields.where}: {name} has {unknown[0]!r}, which is not supported; known: {', '.join(known)}"
             )
     attending = tuple(ATTENDING[kind] for kind in down)
     if attending != tuple(ATTENDING_UP[kind] for kind in reversed(up)):
-        raise UserError(f"{fields.where}: up_block_types={up} do not mirror down_block_types, which is not supported")
+        raise UserError(
+            f"{fields.where}: up_block_types={up} do not mirror down_block_types, which is not supported"
+        )
     return attending
 
 
@@ -146,17 +158,23 @@ def parts(config: UnetConfig) -> TensorNames:
         j = len(config.widths) - 1 - i
         located |= _level(f"down.level{i}", f"down_blocks.{i}", config, width, config.blocks)
         located |= _level(f"up.level{j}", f"up_blocks.{j}", config, width, config.blocks + 1)
-        located[f"down.level{i}.resample"] = convolution(f"down_blocks.{i}.downsamplers.0.conv", KERNEL)
+        located[f"down.level{i}.resample"] = convolution(
+            f"down_blocks.{i}.downsamplers.0.conv", KERNEL
+        )
         located[f"up.level{j}.resample"] = convolution(f"up_blocks.{j}.upsamplers.0.conv", KERNEL)
     return TensorNames(located)
 
 
-def _level(path: str, key: str, config: UnetConfig, width: int, blocks: int) -> dict[str, LeafTensors]:
+def _level(
+    path: str, key: str, config: UnetConfig, width: int, blocks: int
+) -> dict[str, LeafTensors]:
     """Locate a level's blocks, all of which may have attention."""
     located = {}
     for i in range(blocks):
         located |= _residual_block(f"{path}.residual.block{i}", f"{key}.resnets.{i}")
-        located |= _attention_block(f"{path}.attention.block{i}", f"{key}.attentions.{i}", config, width)
+        located |= _attention_block(
+            f"{path}.attention.block{i}", f"{key}.attentions.{i}", config, width
+        )
     return located
 
 
@@ -176,10 +194,15 @@ def _attention_block(path: str, key: str, config: UnetConfig, width: int) -> dic
     projections = {"enter": f"{key}.proj_in", "leave": f"{key}.proj_out"}
     located = {f"{path}.norm": norm(f"{key}.norm")}
     for ours, name in projections.items():
-        located[f"{path}.{ours}"] = linear(name) if config.linear_projections else convolution(name, PRODUCT)
+        located[f"{path}.{ours}"] = (
+            linear(name) if config.linear_projections else convolution(name, PRODUCT)
+        )
     products = {"query": "to_q", "key": "to_k", "value": "to_v", "output": "to_out.0"}
     for ours, name in (("self_attention", "attn1"), ("cross_attention", "attn2")):
-        located |= {f"{path}.{ours}.{product}": linear(f"{block}.{name}.{to}") for product, to in products.items()}
+        located |= {
+            f"{path}.{ours}.{product}": linear(f"{block}.{name}.{to}")
+            for product, to in products.items()
+        }
     hidden = UNET_MLP_FACTOR * width
     # GEGLU: what is gated, and behind it the gate.
     gated = fused_parts(linear(f"{block}.ff.net.0.proj"), up=hidden, gate=hidden)

@@ -26,7 +26,9 @@ NAMES = ({"query": "to_q", "key": "to_k", "value": "to_v", "output": "to_out.0"}
 def open_vae(path: str | Path) -> HfFolder:
     """Open the VAE of a diffusers folder, or its own folder. Raises UserError where there is none."""
     if not str(path):
-        raise UserError("a generator's latents.weights is empty; name the diffusers folder of the VAE that makes them")
+        raise UserError(
+            "a generator's latents.weights is empty; name the diffusers folder of the VAE that makes them"
+        )
     return open_part(path, PART, CLASS)
 
 
@@ -34,7 +36,10 @@ def read_vae(folder: HfFolder) -> VaeConfig:
     """Read the VAE that a config says. Raises UserError, by name, for what is not supported."""
     fields = folder.fields
     widths = _widths(fields)
-    for name, block in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
+    for name, block in (
+        ("down_block_types", "DownEncoderBlock2D"),
+        ("up_block_types", "UpDecoderBlock2D"),
+    ):
         fields.refuse(name, [block] * len(widths))
     fields.refuse("act_fn", "silu", "swish")
     for name in ("latents_mean", "latents_std"):
@@ -43,7 +48,9 @@ def read_vae(folder: HfFolder) -> VaeConfig:
     fields.refuse("out_channels", channels)
     groups = fields.get("norm_num_groups", int)
     if any(width % groups for width in widths):
-        raise UserError(f"{fields.where}: norm_num_groups={groups} does not divide block_out_channels={widths}")
+        raise UserError(
+            f"{fields.where}: norm_num_groups={groups} does not divide block_out_channels={widths}"
+        )
     return VaeConfig(
         widths=tuple(widths),
         blocks=fields.get("layers_per_block", int),
@@ -68,7 +75,14 @@ def _widths(fields: Fields) -> list[int]:
 def vae_latents(path: str | Path) -> VaeLatents:
     """Describe the latents that a folder's VAE makes, for a generator's config."""
     vae = read_vae(open_vae(path))
-    return VaeLatents(str(path), channels=vae.channels, factor=vae.factor, scale=vae.scale, shift=vae.shift, vae=vae)
+    return VaeLatents(
+        str(path),
+        channels=vae.channels,
+        factor=vae.factor,
+        scale=vae.scale,
+        shift=vae.shift,
+        vae=vae,
+    )
 
 
 def vae_fingerprint(weights: str | Path) -> str:
@@ -140,6 +154,8 @@ def config_fields(config: VaeConfig) -> dict[str, Any]:
     }
 
 
-def write_vae(folder: Path, config: VaeConfig, parameters: Mapping[tuple[str, ...], np.ndarray]) -> None:
+def write_vae(
+    folder: Path, config: VaeConfig, parameters: Mapping[tuple[str, ...], np.ndarray]
+) -> None:
     """Write a VAE as a folder that diffusers reads, from its parameters by path."""
     write_part(folder, config_fields(config), vae_tensors(config), parameters)

@@ -44,22 +44,30 @@ class Tower:
     read: Callable[[Fields], VisionConfig]  # all its layers
     marker: str  # a tensor that it has, below its prefix
     parts: Callable[[VisionConfig, str], TensorNames]  # below a prefix
-    unused: tuple[str, ...] = ()  # tensors of a pooling head, which the LLM's features do not need, below the prefix
+    # tensors of a pooling head, which the LLM's features do not need, below the prefix
+    unused: tuple[str, ...] = ()
 
 
-def vision_of(fields: Fields, feature_layer: int, final_norm: bool, connector: ConnectorConfig) -> VisionConfig:
+def vision_of(
+    fields: Fields, feature_layer: int, final_norm: bool, connector: ConnectorConfig
+) -> VisionConfig:
     """The tower that a vision config says, up to the layer whose output a connector reads.
 
-    feature_layer: as transformers counts: 0 the embedding, -1 the last layer. final_norm: whether the norm after the
-    last layer counts as part of it. Raises UserError for an unknown kind, or a layer that there is not.
+    feature_layer: as transformers counts: 0 the embedding, -1 the last layer. final_norm: whether
+    the norm after the last layer counts as part of it. Raises UserError for an unknown kind, or a
+    layer that there is not.
     """
     kind = kind_of(fields)
     tower = TOWERS_BY_KIND[kind].read(fields)
     # Of 24 layers, -2 is the output of the first 24 + 1 - 2 = 23.
     layers = feature_layer if feature_layer >= 0 else tower.layers + 1 + feature_layer
     if not 1 <= layers <= tower.layers:
-        raise UserError(f"{fields.where}: feature layer {feature_layer} is none of {tower.layers} layers")
-    return replace(tower, layers=layers, head_norm=tower.head_norm and final_norm, connector=connector)
+        raise UserError(
+            f"{fields.where}: feature layer {feature_layer} is none of {tower.layers} layers"
+        )
+    return replace(
+        tower, layers=layers, head_norm=tower.head_norm and final_norm, connector=connector
+    )
 
 
 def kind_of(fields: Fields) -> str:
@@ -94,14 +102,21 @@ def unused_in(config: VisionConfig, fields: Fields, prefix: str) -> tuple[str, .
     tower = TOWERS_BY_KIND[kind_of(fields)]
     full_tower = tower.read(fields)
     parts = tower.parts(config, prefix).by_module
-    per_layer = [part.key for leaves in parts.values() for part in leaves.values() if "*" in part.key]
+    per_layer = [
+        part.key for leaves in parts.values() for part in leaves.values() if "*" in part.key
+    ]
     # Layers behind the one whose output the LLM reads are in the checkpoint and in no model.
-    later = [key.replace("*", str(i)) for i in range(config.layers, full_tower.layers) for key in per_layer]
+    later = [
+        key.replace("*", str(i))
+        for i in range(config.layers, full_tower.layers)
+        for key in per_layer
+    ]
     final_norm = [] if config.head_norm else [part.key for part in parts.get("head", {}).values()]
     return (*later, *final_norm, *(f"{prefix}{name}" for name in tower.unused))
 
 
-# ------------------------------------------------------------------------------------------------- CLIP and SigLIP
+# -------------------------------------------------------------------------------------------------
+# CLIP and SigLIP
 
 
 def _clip(fields: Fields) -> VisionConfig:
@@ -158,17 +173,22 @@ def _patches(fields: Fields) -> tuple[int, LearnedGrid]:
     """The side of a patch and the grid of an image, both square where one number is given."""
     size, side = fields.get("image_size", (int, list)), fields.get("patch_size", (int, list))
     if isinstance(size, list) and len(size) != 2:
-        raise UserError(f"{fields.where}: image_size={size} must be one number, or height and width")
+        raise UserError(
+            f"{fields.where}: image_size={size} must be one number, or height and width"
+        )
     rows, columns = size if isinstance(size, list) else (size, size)
     sides = side if isinstance(side, list) else [side, side]
     if any(not isinstance(n, int) or n < 1 for n in (rows, columns, *sides)):
-        raise UserError(f"{fields.where}: image_size={size} and patch_size={side} must be whole numbers from 1")
+        raise UserError(
+            f"{fields.where}: image_size={size} and patch_size={side} must be whole numbers from 1"
+        )
     if len(set(sides)) != 1:
         raise UserError(f"{fields.where}: patch_size={sides} is not square, which is not supported")
     return sides[0], LearnedGrid(rows // sides[0], columns // sides[0])
 
 
-# ---------------------------------------------------------------------------------------------------------- Pixtral
+# --------------------------------------------------------------------------------------------------
+# Pixtral
 
 PIXTRAL_EPS = 1e-5  # of all its norms, written in no config
 
@@ -177,7 +197,8 @@ def axial_theta(fields: Fields, head_width: int) -> float:
     """Read the base of a tower's 2D RoPE. Raises UserError where it would turn heads of another width."""
     fields.refuse("head_dim", head_width)
     place = next(
-        (name for name in ("rope_scaling", "rope_parameters") if fields.get(name, dict, {})), "rope_parameters"
+        (name for name in ("rope_scaling", "rope_parameters") if fields.get(name, dict, {})),
+        "rope_parameters",
     )
     rope = Fields(fields.get(place, dict, {}), f"{fields.where}: {place}")
     rope.refuse("rope_type", "axial", "default")
@@ -207,7 +228,8 @@ def _pixtral(fields: Fields) -> VisionConfig:
     )
 
 
-# -------------------------------------------------------------------------------------------------------- InternViT
+# --------------------------------------------------------------------------------------------------
+# InternViT
 
 
 def _intern(fields: Fields) -> VisionConfig:
@@ -216,7 +238,9 @@ def _intern(fields: Fields) -> VisionConfig:
     plain = _intern_vit(fields, fields.get("attention_bias", bool), fields.get("use_qk_norm", bool))
     # The norm after the last layer is a LayerNorm whatever `norm_type` says.
     final = not fields.get("use_mean_pooling", bool)
-    return replace(plain, head_norm=final, head_norm_type="layer" if final and plain.norm == "rms" else "same")
+    return replace(
+        plain, head_norm=final, head_norm_type="layer" if final and plain.norm == "rms" else "same"
+    )
 
 
 def _intern_vit(fields: Fields, biased: bool, normed: bool) -> VisionConfig:
@@ -247,7 +271,8 @@ def _open_intern(fields: Fields) -> VisionConfig:
     return replace(plain, qk_norm_eps=plain.norm_eps)
 
 
-# ----------------------------------------------------------------------------------------------------------- DINOv2
+# --------------------------------------------------------------------------------------------------
+# DINOv2
 
 
 def _dinov2(fields: Fields) -> VisionConfig:
@@ -258,7 +283,9 @@ def _dinov2_with_registers(fields: Fields) -> VisionConfig:
     return _self_distilled(fields, "antialiased", fields.get("num_register_tokens", int))
 
 
-def _self_distilled(fields: Fields, interpolation: Literal["bicubic", "antialiased"], registers: int) -> VisionConfig:
+def _self_distilled(
+    fields: Fields, interpolation: Literal["bicubic", "antialiased"], registers: int
+) -> VisionConfig:
     width = fields.size("hidden_size")
     patch, grid = _patches(fields)
     if grid.rows != grid.columns:
@@ -295,14 +322,18 @@ def _self_distilled(fields: Fields, interpolation: Literal["bicubic", "antialias
 TOWERS_BY_KIND = {
     "clip_vision_model": Tower(_clip, "pre_layrnorm.weight", clip_parts),
     "evaclip_vision_model": Tower(_evaclip, "embeddings.class_embedding", clip_parts),
-    "siglip_vision_model": Tower(_siglip, "embeddings.position_embedding.weight", clip_parts, POOLING_HEAD),
+    "siglip_vision_model": Tower(
+        _siglip, "embeddings.position_embedding.weight", clip_parts, POOLING_HEAD
+    ),
     **dict.fromkeys(
         ("idefics3_vision", "smolvlm_vision"),
         Tower(_idefics3, "embeddings.position_embedding.weight", clip_parts),
     ),
     "pixtral": Tower(_pixtral, "patch_conv.weight", pixtral_parts),
     "dinov2": Tower(_dinov2, "embeddings.cls_token", dinov2_parts, MASK_TOKEN),
-    "dinov2_with_registers": Tower(_dinov2_with_registers, "embeddings.register_tokens", dinov2_parts, MASK_TOKEN),
+    "dinov2_with_registers": Tower(
+        _dinov2_with_registers, "embeddings.register_tokens", dinov2_parts, MASK_TOKEN
+    ),
     "internvl_vision": Tower(_intern, "embeddings.cls_token", intern_parts),
     "intern_vit_6b": Tower(_open_intern, "embeddings.class_embedding", open_intern_parts),
 }
@@ -311,7 +342,8 @@ TOWERS_BY_KIND = {
 def with_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
     """The tower with what the folder says of how its images are prepared; as it is where it says nothing.
 
-    Raises UserError where the processor's images are not those that the tower has positions and patches for.
+    Raises UserError where the processor's images are not those that the tower has positions and
+    patches for.
     """
     if not has_processor(folder.path) and folder.config["model_type"] != "internvl_chat":
         return vision
@@ -329,7 +361,9 @@ def with_pixtral_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
     """The tower with its images as the folder says; as Pixtral's processor prepares them where it says nothing."""
     texts = processor_defaults("PixtralProcessor")
     how = PixtralResize(
-        unit=vision.patch * vision.connector.merge, row_end=texts["image_break_token"], end=texts["image_end_token"]
+        unit=vision.patch * vision.connector.merge,
+        row_end=texts["image_break_token"],
+        end=texts["image_end_token"],
     )
     return with_images(folder, replace(vision, images=how, mean=CLIP_MEAN, std=CLIP_STD))
 
@@ -352,7 +386,8 @@ def _check_item_size(where: str, size: tuple[int, ...], vision: VisionConfig) ->
         )
 
 
-# ------------------------------------------------------------------------------------------------------ towers alone
+# --------------------------------------------------------------------------------------------------
+# towers alone
 
 # Kinds of folders, and the layer whose output is read: the last but one where LLaVA reads that.
 ALONE = {
@@ -383,7 +418,11 @@ def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
     tower = _tower_alone(fields)
     kind = kind_of(tower)
     prefix = find_tower(folder, kind)
-    name, config = next((name, e) for name, e in model.encoders.items() if e.weights and Path(e.weights) == folder.path)
+    name, config = next(
+        (name, e)
+        for name, e in model.encoders.items()
+        if e.weights and Path(e.weights) == folder.path
+    )
     unread = tuple(key for key in folder.tensors if not key.startswith(prefix))
     parts = vision_parts(config, kind, prefix)
     return Layout({name: parts}, {name: (prefix,)}, unread + unused_in(config, tower, prefix))
@@ -391,4 +430,6 @@ def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 def _tower_alone(fields: Fields) -> Fields:
     """Return the fields of a folder's tower, with its kind."""
-    return fields if fields.get("model_type", str) in TOWERS_BY_KIND else fields.inner("vision_config")
+    return (
+        fields if fields.get("model_type", str) in TOWERS_BY_KIND else fields.inner("vision_config")
+    )

@@ -20,12 +20,20 @@ def clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
     return TensorNames(
         {
             "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
-            # Stored `[width]`, ours is a table of one row: an order with a reshape turns one into the other.
-            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.class_embedding", (0,))},
-            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embedding.weight")},
+            # Stored `[width]`, ours is a table of one row: an order with a reshape turns one into
+            # the other.
+            "embed.class_token": {
+                "weight": TensorSlice(f"{prefix}embeddings.class_embedding", (0,))
+            },
+            "embed.positions": {
+                "weight": TensorSlice(f"{prefix}embeddings.position_embedding.weight")
+            },
             "embed.norm": norm(f"{prefix}pre_layrnorm"),
             f"layers.*.attention_{place}": norm(f"{layer}layer_norm1"),
-            **{f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{name}") for ours, name in named.items()},
+            **{
+                f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{name}")
+                for ours, name in named.items()
+            },
             f"layers.*.mlp_{place}": norm(f"{layer}layer_norm2"),
             "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
             "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
@@ -43,9 +51,15 @@ def pixtral_parts(config: VisionConfig, prefix: str) -> TensorNames:
             "embed.patches": convolution(f"{prefix}patch_conv", PATCHES),
             "embed.norm": norm(f"{prefix}ln_pre"),
             "layers.*.attention_norm": norm(f"{layer}attention_norm"),
-            **{f"layers.*.attention.{ours}": linear(f"{layer}attention.{name}") for ours, name in named.items()},
+            **{
+                f"layers.*.attention.{ours}": linear(f"{layer}attention.{name}")
+                for ours, name in named.items()
+            },
             "layers.*.mlp_norm": norm(f"{layer}ffn_norm"),
-            **{f"layers.*.mlp.{name}": linear(f"{layer}feed_forward.{name}_proj") for name in ("gate", "up", "down")},
+            **{
+                f"layers.*.mlp.{name}": linear(f"{layer}feed_forward.{name}_proj")
+                for name in ("gate", "up", "down")
+            },
         }
     )
 
@@ -56,11 +70,20 @@ def intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
     named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "projection_layer"}
     return TensorNames(
         {
-            "embed.patches": convolution(f"{prefix}embeddings.patch_embeddings.projection", PATCHES),
-            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.cls_token", (0, 1, 2))},
-            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embeddings", (0, 1, 2))},
+            "embed.patches": convolution(
+                f"{prefix}embeddings.patch_embeddings.projection", PATCHES
+            ),
+            "embed.class_token": {
+                "weight": TensorSlice(f"{prefix}embeddings.cls_token", (0, 1, 2))
+            },
+            "embed.positions": {
+                "weight": TensorSlice(f"{prefix}embeddings.position_embeddings", (0, 1, 2))
+            },
             "layers.*.attention_norm": norm(f"{layer}layernorm_before"),
-            **{f"layers.*.attention.{ours}": linear(f"{layer}attention.{name}") for ours, name in named.items()},
+            **{
+                f"layers.*.attention.{ours}": linear(f"{layer}attention.{name}")
+                for ours, name in named.items()
+            },
             "layers.*.attention.query_norm": norm(f"{layer}attention.q_norm"),
             "layers.*.attention.key_norm": norm(f"{layer}attention.k_norm"),
             "layers.*.attention_after": {"scale": TensorSlice(f"{layer}lambda_1")},
@@ -80,8 +103,12 @@ def open_intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
     return TensorNames(
         {
             "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
-            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.class_embedding", (0, 1, 2))},
-            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embedding", (0, 1, 2))},
+            "embed.class_token": {
+                "weight": TensorSlice(f"{prefix}embeddings.class_embedding", (0, 1, 2))
+            },
+            "embed.positions": {
+                "weight": TensorSlice(f"{prefix}embeddings.position_embedding", (0, 1, 2))
+            },
             "layers.*.attention_norm": norm(f"{layer}norm1"),
             **{f"layers.*.attention.{name}": third for name, third in thirds.items()},
             "layers.*.attention.output": linear(f"{layer}attn.proj"),
@@ -99,19 +126,34 @@ def open_intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
 def dinov2_parts(config: VisionConfig, prefix: str) -> TensorNames:
     """Name the tensors of DINOv2, with and without registers."""
     layer = f"{prefix}encoder.layer.*."
-    named = {name: f"attention.attention.{name}" for name in QKV} | {"output": "attention.output.dense"}
+    named = {name: f"attention.attention.{name}" for name in QKV} | {
+        "output": "attention.output.dense"
+    }
     mlp = {"up": linear(f"{layer}mlp.fc1"), "down": linear(f"{layer}mlp.fc2")}
     if config.gated:
-        mlp = fused_parts(linear(f"{layer}mlp.weights_in"), gate=config.mlp_width, up=config.mlp_width)
+        mlp = fused_parts(
+            linear(f"{layer}mlp.weights_in"), gate=config.mlp_width, up=config.mlp_width
+        )
         mlp["down"] = linear(f"{layer}mlp.weights_out")
     return TensorNames(
         {
-            "embed.patches": convolution(f"{prefix}embeddings.patch_embeddings.projection", PATCHES),
-            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.cls_token", (0, 1, 2))},
-            "embed.registers": {"weight": TensorSlice(f"{prefix}embeddings.register_tokens", (0, 1, 2))},
-            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embeddings", (0, 1, 2))},
+            "embed.patches": convolution(
+                f"{prefix}embeddings.patch_embeddings.projection", PATCHES
+            ),
+            "embed.class_token": {
+                "weight": TensorSlice(f"{prefix}embeddings.cls_token", (0, 1, 2))
+            },
+            "embed.registers": {
+                "weight": TensorSlice(f"{prefix}embeddings.register_tokens", (0, 1, 2))
+            },
+            "embed.positions": {
+                "weight": TensorSlice(f"{prefix}embeddings.position_embeddings", (0, 1, 2))
+            },
             "layers.*.attention_norm": norm(f"{layer}norm1"),
-            **{f"layers.*.attention.{ours}": linear(f"{layer}{theirs}") for ours, theirs in named.items()},
+            **{
+                f"layers.*.attention.{ours}": linear(f"{layer}{theirs}")
+                for ours, theirs in named.items()
+            },
             "layers.*.attention_after": {"scale": TensorSlice(f"{layer}layer_scale1.lambda1")},
             "layers.*.mlp_norm": norm(f"{layer}norm2"),
             **{f"layers.*.mlp.{name}": leaves for name, leaves in mlp.items()},

@@ -17,8 +17,8 @@ from mmjax.errors import UserError
 from mmjax.hf.folder import CHUNK, DTYPES, HfFolder
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# What checkpoints of vision- and audio-language models call their parts, and where these stand in the model now.
-# Longer prefixes come first, for the first one that fits is taken.
+# What checkpoints of vision- and audio-language models call their parts, and where these stand in
+# the model now. Longer prefixes come first, for the first one that fits is taken.
 MOVED = {
     "language_model.model.": "model.language_model.",
     "model.language_model.": "model.language_model.",
@@ -47,8 +47,12 @@ def module_path(key: str, names: ModuleNames) -> str:
         return next((path.replace(old, new) for old, new in RENAMED.items() if old in path), path)
     if path.startswith(WHOLE):
         return WHOLE + module_path(path.removeprefix(WHOLE), names)
-    path = path.replace("vision_tower.vision_model.", "vision_tower.")  # as CLIP and SigLIP were wrapped once
-    return next((new + path.removeprefix(old) for old, new in MOVED.items() if path.startswith(old)), f"model.{path}")
+    # as CLIP and SigLIP were wrapped once
+    path = path.replace("vision_tower.vision_model.", "vision_tower.")
+    return next(
+        (new + path.removeprefix(old) for old, new in MOVED.items() if path.startswith(old)),
+        f"model.{path}",
+    )
 
 
 def tensor_names(path: str) -> tuple[str, str]:
@@ -66,15 +70,19 @@ def adapter_config(
 ) -> str:
     """The adapter's config as JSON, from the adapter of every module by its path.
 
-    source: the checkpoint's folder. saved: paths of modules that the adapter has whole. decoder_only: the checkpoint is
-    a decoder's; modules then go by their last names, as they mostly do, for all layers have the same. The rank and
-    alpha that most modules have are the config's own, others are named. Where some scale by the root of the rank and
-    others do not, none does, with alphas that come to the same.
+    source: the checkpoint's folder. saved: paths of modules that the adapter has whole.
+    decoder_only: the checkpoint is a decoder's; modules then go by their last names, as they mostly
+    do, for all layers have the same. The rank and alpha that most modules have are the config's
+    own, others are named. Where some scale by the root of the rank and others do not, none does,
+    with alphas that come to the same.
     """
-    # PEFT has one switch for all modules, so mixed scalings are written as plain ones with other alphas.
+    # PEFT has one switch for all modules, so mixed scalings are written as plain ones with other
+    # alphas.
     stabilized = {lora.scaling == "sqrt_rank" for lora in adapters.values()} == {True}
     rank = {path: lora.rank for path, lora in adapters.items()}
-    alpha = {path: lora.alpha if stabilized else _plain_alpha(lora) for path, lora in adapters.items()}
+    alpha = {
+        path: lora.alpha if stabilized else _plain_alpha(lora) for path, lora in adapters.items()
+    }
     common_rank = _most_common(list(rank.values()))
     common_alpha = _most_common(list(alpha.values()))
     config = {
@@ -87,7 +95,9 @@ def adapter_config(
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": stabilized,
-        "target_modules": sorted({path.rpartition(".")[2] if decoder_only else path for path in adapters}),
+        "target_modules": sorted(
+            {path.rpartition(".")[2] if decoder_only else path for path in adapters}
+        ),
         "modules_to_save": list(saved) or None,
         "rank_pattern": {path: r for path, r in rank.items() if r != common_rank},
         "alpha_pattern": {path: a for path, a in alpha.items() if a != common_alpha},
@@ -110,7 +120,8 @@ WEIGHTS = (
 )
 ALIGNED = 8  # bytes: a header's length is a multiple, as of the library's own
 
-Changed = Callable[[str], np.ndarray | None]  # a tensor's new value by its name; None: it stays as it is
+# a tensor's new value by its name; None: it stays as it is
+Changed = Callable[[str], np.ndarray | None]
 
 
 @dataclass(frozen=True)
@@ -128,7 +139,11 @@ def write_tensors(path: Path, tensors: Mapping[str, NewTensor]) -> None:
     begin = 0
     for name, tensor in tensors.items():
         end = begin + math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     # JSON may end in spaces, and tensors then begin at multiples of 8.
@@ -164,7 +179,8 @@ def rewrite_tensors(folder: HfFolder, file: Path, out: Path, changed: Changed) -
 def copy_beside(folder: HfFolder, out: Path) -> list[str]:
     """Everything in a folder but weights, byte for byte, into another; the names of what was left out.
 
-    Left out are hidden files, and weights, with their index, that the folder does not take its tensors from.
+    Left out are hidden files, and weights, with their index, that the folder does not take its
+    tensors from.
     """
     read = {stored.file for stored in folder.tensors.values()}
     skipped = []
@@ -193,6 +209,8 @@ def _copy(source: BinaryIO, target: BinaryIO, end: int) -> None:
 def _write(file: BinaryIO, value: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:
     if value.shape != shape:
         raise ValueError(f"a tensor of shape {value.shape} does not go into one of shape {shape}")
-    stored = np.ascontiguousarray(value.astype(DTYPES[dtype], copy=False)).reshape(-1).view(np.uint8)
+    stored = (
+        np.ascontiguousarray(value.astype(DTYPES[dtype], copy=False)).reshape(-1).view(np.uint8)
+    )
     for begin in range(0, len(stored), CHUNK):
         file.write(memoryview(stored[begin : begin + CHUNK]))

@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from mmjax.config import BatchConfig, ChatFormat, Config, DataConfig, DynamicRope, MeshConfig, TrainingConfig
+from mmjax.config import (
+    BatchConfig,
+    ChatFormat,
+    Config,
+    DataConfig,
+    DynamicRope,
+    MeshConfig,
+    TrainingConfig,
+)
 from mmjax.config.loading import apply_overrides, resolve_callbacks
 from mmjax.config.model import module_names
 from mmjax.data.sources.opening import chat_for, open_sources
@@ -32,8 +40,10 @@ from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import parameter_shardings
 from mmjax.runtime.weights import load_pretrained
 
-_TEXT = ("text_config", "llm_config")  # keys of the LLM's config inside a multimodal checkpoint's config.json
-_CAST = {"weight", "a", "b"}  # parameters of the LLM that are cast to the activations' dtype wherever they are used
+# keys of the LLM's config inside a multimodal checkpoint's config.json
+_TEXT = ("text_config", "llm_config")
+# parameters of the LLM that are cast to the activations' dtype wherever they are used
+_CAST = {"weight", "a", "b"}
 
 
 @dataclass(frozen=True)
@@ -51,9 +61,10 @@ class CheckpointModel:
     ) -> CheckpointModel:
         """Open the folder of a run or of a Hugging Face checkpoint.
 
-        path: may be a checkpoint's name on the Hub. overrides: settings as `a.b=value`. step: of a run's checkpoint, by
-        default the newest. trust: execute and fetch what a run's config says, whoever wrote it. The mesh of a run was
-        for its training, so the default mesh replaces it. Raises UserError for a folder that is neither.
+        path: may be a checkpoint's name on the Hub. overrides: settings as `a.b=value`. step: of a
+        run's checkpoint, by default the newest. trust: execute and fetch what a run's config says,
+        whoever wrote it. The mesh of a run was for its training, so the default mesh replaces it.
+        Raises UserError for a folder that is neither.
         """
         path = checkpoint_folder(path)
         if _is_run(path):
@@ -61,7 +72,9 @@ class CheckpointModel:
             stored = replace(run.read_config(overrides), mesh=MeshConfig())
             return cls(path, apply_overrides(stored, overrides), run, step)
         if step is not None:
-            raise UserError(f"--step {step}: {path} is a Hugging Face checkpoint, not a run with several; leave it out")
+            raise UserError(
+                f"--step {step}: {path} is a Hugging Face checkpoint, not a run with several; leave it out"
+            )
         return cls(path, apply_overrides(_config_of(path.absolute()), overrides), None)
 
     def chat(self) -> Chat:
@@ -82,7 +95,9 @@ class CheckpointModel:
         if data.chat is not None or not data.alphabet or self.run is None:
             return self.chat()
         sources = open_sources(self.config, "test", self.path).values()
-        return AlphabetFormat(data.alphabet, any(isinstance(source, EmbeddedDataset) for source in sources))
+        return AlphabetFormat(
+            data.alphabet, any(isinstance(source, EmbeddedDataset) for source in sources)
+        )
 
     def positions(self) -> int | None:
         """Return the checkpoint's context length in tokens, `max_position_embeddings`; None where it is unknown.
@@ -95,7 +110,9 @@ class CheckpointModel:
         if not folder or not (Path(folder) / "config.json").is_file():
             return None
         config = read_json(Path(folder) / "config.json")
-        limit = _text_config(config).get("max_position_embeddings", config.get("max_position_embeddings"))
+        limit = _text_config(config).get(
+            "max_position_embeddings", config.get("max_position_embeddings")
+        )
         return limit if isinstance(limit, int) else None
 
     def programs(self) -> Path:
@@ -134,13 +151,17 @@ def _is_run(path: Path) -> bool:
             "give the run's own folder"
         )
     if not (path / "config.json").is_file():
-        raise UserError(f"{path} holds neither a run nor a Hugging Face checkpoint: it has no config.json")
+        raise UserError(
+            f"{path} holds neither a run nor a Hugging Face checkpoint: it has no config.json"
+        )
     config = read_json(path / "config.json")
     if "model_type" in config:
         return False
     if {"model", "training"} <= set(config):
         return True
-    raise UserError(f"{path / 'config.json'} is neither a run's nor a Hugging Face checkpoint's: it has no model_type")
+    raise UserError(
+        f"{path / 'config.json'} is neither a run's nor a Hugging Face checkpoint's: it has no model_type"
+    )
 
 
 def _config_of(path: Path) -> Config:
@@ -149,7 +170,9 @@ def _config_of(path: Path) -> Config:
     config = read_json(path / "config.json")
     # transformers 4 writes `torch_dtype`, 5 writes `dtype`; either may stand inside the LLM's part.
     keys = ("dtype", "torch_dtype")
-    stored = str(next((c[key] for c in (config, _text_config(config)) for key in keys if c.get(key)), ""))
+    stored = str(
+        next((c[key] for c in (config, _text_config(config)) for key in keys if c.get(key)), "")
+    )
     precision = "bfloat16" if stored.endswith("16") else "float32"
     return Config(
         name="checkpoint",
@@ -168,4 +191,6 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
 def _cast(params: Params, dtype: jnp.dtype) -> Params:
     """Cast the matrices of nested dicts, on their devices."""
     flat, structure = jax.tree.flatten_with_path(params)
-    return jax.tree.unflatten(structure, [x.astype(dtype) if path[-1].key in _CAST else x for path, x in flat])
+    return jax.tree.unflatten(
+        structure, [x.astype(dtype) if path[-1].key in _CAST else x for path, x in flat]
+    )

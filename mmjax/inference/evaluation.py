@@ -1,7 +1,8 @@
 """Evaluate a model on data sets: generated answers to their questions, scored, and the loss of their samples.
 
-One engine for `mmjax.evaluate` and for evaluation while training. Prompts lie one in a row, keys and values are cached
-(`generator.py`); while training all batches have one shape, so that its programs are compiled before the first step.
+One engine for `mmjax.evaluate` and for evaluation while training. Prompts lie one in a row, keys
+and values are cached (`generator.py`); while training all batches have one shape, so that its
+programs are compiled before the first step.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def without_thought(prediction: str, references: Sequence[str]) -> str:
 class Evaluator:
     """Answer questions and compute losses of fixed sets of samples.
 
-    Sources are named `<split>/<source>`. Those with a `question` method are asked; losses are of all.
+    Sources are named `<split>/<source>`. Those with a `question` method are asked; losses are of
+    all.
     """
 
     def __init__(
@@ -82,16 +84,19 @@ class Evaluator:
     ) -> None:
         """limits: by split, the most samples to use of each source. samples: by source, those to choose from.
 
-        max_tokens: of an answer, by default of the longest right one. batch_limits: what a rank computes together.
-        one_shape: give all batches one shape, for `compile`. loss_chunks: as in the training config; None: no losses.
-        progress: called with the number of samples that are done, after every batch. Raises UserError for a sample that
-        cannot be used where the config says that is fatal.
+        max_tokens: of an answer, by default of the longest right one. batch_limits: what a rank
+        computes together.
+        one_shape: give all batches one shape, for `compile`. loss_chunks: as in the training
+        config; None: no losses.
+        progress: called with the number of samples that are done, after every batch. Raises
+        UserError for a sample that cannot be used where the config says that is fatal.
         """
         self.sources = dict(sources)
         self._model = model
         self._batch_limits = batch_limits
         self._unusable = defaultdict[str, dict[int, str]](dict)
-        self._groups = defaultdict[str, set[str]](set)  # families and tasks of each split's questions
+        # families and tasks of each split's questions
+        self._groups = defaultdict[str, set[str]](set)
         self._fatal = config.data.on_bad_sample == "raise"
         self._mesh = mesh
         self._rules = rules
@@ -105,22 +110,37 @@ class Evaluator:
             limit = (limits or {}).get(name.split("/")[0])
             candidates = range(len(source)) if samples is None else samples[name]
             if hasattr(source, "question"):
-                groups, counted = self._groups[name.partition("/")[0]], lengths if max_tokens is None else None
+                groups, counted = (
+                    self._groups[name.partition("/")[0]],
+                    lengths if max_tokens is None else None,
+                )
                 check = partial(_check_question, source, name, counted, groups)
-                questions += [(name, index) for index in self._usable(name, source, candidates, check, limit)]
+                questions += [
+                    (name, index) for index in self._usable(name, source, candidates, check, limit)
+                ]
                 ends.add(ends_of(source))
             if loss_chunks is not None:
-                measured += [(name, index) for index in self._usable(name, source, candidates, source.facts, limit)]
+                measured += [
+                    (name, index)
+                    for index in self._usable(name, source, candidates, source.facts, limit)
+                ]
         self._asked = questions
         self._measured = measured
         decode: Callable[[Sequence[int]], str] = lambda tokens: ""  # noqa: E731 - each source decodes its own answers
         common_ends = ends.pop() if len(ends) == 1 else ()
         self._generator = Generator(
-            model, mesh, rules, common_ends, decode, max_tokens=max_tokens or max(lengths), batch_limits=batch_limits
+            model,
+            mesh,
+            rules,
+            common_ends,
+            decode,
+            max_tokens=max_tokens or max(lengths),
+            batch_limits=batch_limits,
         )
         prompts = {name: QuestionPrompts(source) for name, source in sources.items()}
         self._questions = self._generator.rows(
-            Selection([(prompts[name], index) for name, index in questions]), _by_split(questions) if one_shape else ()
+            Selection([(prompts[name], index) for name, index in questions]),
+            _by_split(questions) if one_shape else (),
         )
         self._samples = PromptRows(
             Selection([(sources[name], index) for name, index in measured]),
@@ -133,11 +153,15 @@ class Evaluator:
         )
         objective = TextObjective.of(model, config.loss, loss_chunks or 1)
 
-        def losses(params: Params, batch: Microbatch) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        def losses(
+            params: Params, batch: Microbatch
+        ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
             with activations_on(mesh, rules):
                 outputs, per_token, measures = objective(params, batch)
             by_token = {"loss": per_token, **measures, "weight": batch.text.weight}
-            return {name: x.sum(1) for name, x in by_token.items()}, image_sums(outputs.errors, batch.items)
+            return {name: x.sum(1) for name, x in by_token.items()}, image_sums(
+                outputs.errors, batch.items
+            )
 
         closed_over = (model.description, rules, config.loss, objective.chunks)
         context = None if model.description is None else repr(closed_over)
@@ -147,7 +171,11 @@ class Evaluator:
     @property
     def left_out(self) -> dict[str, str]:
         """Name the samples that cannot be used, as far as is known, with the reason."""
-        return {f"{name}[{n}]": why for name, unusable in self._unusable.items() for n, why in unusable.items()}
+        return {
+            f"{name}[{n}]": why
+            for name, unusable in self._unusable.items()
+            for n, why in unusable.items()
+        }
 
     def compile(self, params: Params) -> None:
         """Compile the programs by running each on its first batch."""
@@ -156,12 +184,18 @@ class Evaluator:
                 pass
         if self._measured:
             for _, batch in self._samples.batches([0], {}):
-                jax.block_until_ready(self._losses.run(params, put_rows(batch, self._mesh, self._rules)))
+                jax.block_until_ready(
+                    self._losses.run(params, put_rows(batch, self._mesh, self._rules))
+                )
 
     def metrics(self, split: str) -> tuple[str, ...]:
         """Name the scores that evaluating a split gives, but for the number of samples; none without samples."""
         measured = {name for name, _ in self._measured if name.startswith(f"{split}/")}
-        by_source = [f"loss/{name.partition('/')[2]}" for name in sorted(measured)] if len(measured) > 1 else []
+        by_source = (
+            [f"loss/{name.partition('/')[2]}" for name in sorted(measured)]
+            if len(measured) > 1
+            else []
+        )
         matches = [f"exact_match_{name}" for name in sorted(self._groups.get(split, ()))]
         losses = ["loss", *measures_of(self._loss)] if measured else []
         return tuple(f"{split}/{name}" for name in [*matches, *losses, *by_source])
@@ -176,13 +210,17 @@ class Evaluator:
         spoiled = dict[int, str]()
         answers = dict[int, Answer]()
         with activity(f"answering {split} questions".replace("  ", " "), len(numbers)) as under_way:
-            for number, answer in self._generator.answer_rows(params, self._questions, numbers, spoiled=spoiled):
+            for number, answer in self._generator.answer_rows(
+                params, self._questions, numbers, spoiled=spoiled
+            ):
                 answers[number] = answer
                 under_way.done = len(answers)
                 self._advance(1)
         self._note(self._asked, spoiled)
         answered: dict[str, list[Answered]] = {
-            name: [] for name, source in self.sources.items() if name.startswith(split) and hasattr(source, "question")
+            name: []
+            for name, source in self.sources.items()
+            if name.startswith(split) and hasattr(source, "question")
         }
         for number in numbers:
             name, sample = self._asked[number]
@@ -197,13 +235,17 @@ class Evaluator:
         sampler = ImageSampler(self._model, self._mesh, self._rules, sampling, self._batch_limits)
         images_by_source: dict[str, dict[int, list[np.ndarray]]] = {}
         for name, source in self.sources.items():
-            numbers = islice((n for n in range(len(source)) if self._has_pictures(source, n)), limit)
+            numbers = islice(
+                (n for n in range(len(source)) if self._has_pictures(source, n)), limit
+            )
             if not (samples := list(numbers)):
                 continue
             images = defaultdict[int, list[np.ndarray]](list)
             spoiled = dict[int, str]()
             with activity(f"making images of {name}", len(samples)) as under_way:
-                for image in sampler.images(params, Selection([(source, n) for n in samples]), spoiled):
+                for image in sampler.images(
+                    params, Selection([(source, n) for n in samples]), spoiled
+                ):
                     images[samples[image.prompt]].append(image.pixels)
                     under_way.done = len(images)
             self._note([(name, n) for n in samples], spoiled)
@@ -227,22 +269,31 @@ class Evaluator:
 
     def _has_pictures(self, source: Source, index: int) -> bool:
         try:
-            return any(module in self._model.config.generators for module, _ in source.facts(index).items)
+            return any(
+                module in self._model.config.generators for module, _ in source.facts(index).items
+            )
         except BadSample:
             return False
 
     def loss(self, params: Params, split: str = "") -> Scores:
         """Compute the mean loss per token over the samples of a split, or all.
 
-        Returns `loss`, `loss/<source>` where there are several, what else the config's loss measures, and
-        `image_loss/<generator>`, the mean error of its patches; nothing without samples.
+        Returns `loss`, `loss/<source>` where there are several, what else the config's loss
+        measures, and `image_loss/<generator>`, the mean error of its patches; nothing without
+        samples.
         """
         images = defaultdict[str, np.ndarray](lambda: np.zeros(2))  # by generator: errors, patches
         sums = defaultdict[str, Counter[str]](Counter)  # by source
         for name, _, values in self._sample_losses(params, split, images):
             sums[name].update(values)
-        means = {name.split("/", 1)[1]: s["loss"] / s["weight"] for name, s in sums.items() if s["weight"] > 0}
-        of_images = {f"image_loss/{name}": float(s[0] / s[1]) for name, s in images.items() if s[1] > 0}
+        means = {
+            name.split("/", 1)[1]: s["loss"] / s["weight"]
+            for name, s in sums.items()
+            if s["weight"] > 0
+        }
+        of_images = {
+            f"image_loss/{name}": float(s[0] / s[1]) for name, s in images.items() if s[1] > 0
+        }
         if not means:
             return of_images
         total = {name: sum(s[name] for s in sums.values()) for name in next(iter(sums.values()))}
@@ -261,7 +312,9 @@ class Evaluator:
         sums = defaultdict[str, dict[int, dict[str, float]]](dict)
         for name, sample, values in self._sample_losses(params):
             weight = values["weight"]
-            sums[name][sample] = {key: sum(values[m] for m in names) / weight for key, names in measures.items()}
+            sums[name][sample] = {
+                key: sum(values[m] for m in names) / weight for key, names in measures.items()
+            }
         return sums
 
     def _sample_losses(
@@ -272,9 +325,14 @@ class Evaluator:
         spoiled = dict[int, str]()
         with activity(f"computing the {split or 'mean'} loss", len(numbers)) as under_way:
             for number, batch in self._samples.batches(numbers, spoiled):
-                values, of_images = jax.device_get(self._losses.run(params, put_rows(batch, self._mesh, self._rules)))
+                values, of_images = jax.device_get(
+                    self._losses.run(params, put_rows(batch, self._mesh, self._rules))
+                )
                 for row in np.flatnonzero(number >= 0):
-                    yield *self._measured[number[row]], {name: float(x[row]) for name, x in values.items()}
+                    yield (
+                        *self._measured[number[row]],
+                        {name: float(x[row]) for name, x in values.items()},
+                    )
                 for name, of_generator in of_images.items() if images is not None else ():
                     images[name] += of_generator
                 under_way.done += int((number >= 0).sum())
@@ -282,7 +340,12 @@ class Evaluator:
         self._note(self._measured, spoiled)
 
     def _usable(
-        self, name: str, source: Source, candidates: Sequence[int], check: Callable[[int], object], limit: int | None
+        self,
+        name: str,
+        source: Source,
+        candidates: Sequence[int],
+        check: Callable[[int], object],
+        limit: int | None,
     ) -> list[int]:
         """Return the samples of a source that pass the check, and note the others."""
         usable, unusable = select_usable(candidates, check, limit)
@@ -326,12 +389,16 @@ class Evaluator:
         )
 
 
-def _check_question(source: QuestionSource, name: str, lengths: list[int] | None, groups: set[str], index: int) -> None:
+def _check_question(
+    source: QuestionSource, name: str, lengths: list[int] | None, groups: set[str], index: int
+) -> None:
     """Raise BadSample where a question cannot be asked; take in the length of its answer, its family and its task."""
     source.facts(index)
     question = source.question(index)
     if not isinstance(question.prompt.segments[-1], Text):
-        raise UserError(f"the prompt of sample {index} ends with an item; it must end with the question's text")
+        raise UserError(
+            f"the prompt of sample {index} ends with an item; it must end with the question's text"
+        )
     groups |= set(_family_and_task(question, name))
     if lengths is not None:
         lengths.append(answer_tokens(source, index))
@@ -368,5 +435,6 @@ def evaluation_sources(config: Config, splits: Sequence[str], folder: Path) -> d
 def readable(prompt: Sample, source: QuestionSource) -> str:
     """Render a prompt as text, its items as <encoder>."""
     return " ".join(
-        decode_answer(source, s.tokens.tolist()) if isinstance(s, Text) else f"<{s.encoder}>" for s in prompt.segments
+        decode_answer(source, s.tokens.tolist()) if isinstance(s, Text) else f"<{s.encoder}>"
+        for s in prompt.segments
     )

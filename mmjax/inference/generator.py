@@ -37,7 +37,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
-            raise UserError(f"temperature={self.temperature}: choose 0 (the most likely token) or more")
+            raise UserError(
+                f"temperature={self.temperature}: choose 0 (the most likely token) or more"
+            )
         if self.top_k < 0:
             raise UserError(f"top_k={self.top_k}: choose 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:
@@ -45,7 +47,9 @@ class Sampling:
         if not 0 <= self.seed < 2**31:
             raise UserError(f"seed={self.seed}: choose 0 to {2**31 - 1}")
         if not self.temperature and (self.top_k or self.top_p < 1):
-            raise UserError("top_k and top_p choose nothing at temperature 0; give a temperature as well")
+            raise UserError(
+                "top_k and top_p choose nothing at temperature 0; give a temperature as well"
+            )
 
 
 def choose(sampling: Sampling, logits: jax.Array, row: jax.Array, place: jax.Array) -> jax.Array:
@@ -74,9 +78,12 @@ def keep(sampling: Sampling, scores: jax.Array) -> jax.Array:
     if sampling.top_p < 1:
         ordered = jnp.sort(scores, axis=-1, descending=True)
         share = jax.nn.softmax(ordered, axis=-1)
-        # Shares 0.5, 0.3, 0.2 with top_p = 0.6: those before each sum to 0, 0.5, 0.8, so the first two stay.
+        # Shares 0.5, 0.3, 0.2 with top_p = 0.6: those before each sum to 0, 0.5, 0.8, so the first
+        # two stay.
         likelier = jnp.cumsum(share, axis=-1) - share
-        threshold = jnp.min(jnp.where(likelier < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+        threshold = jnp.min(
+            jnp.where(likelier < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True
+        )
         scores = jnp.where(scores < threshold, -jnp.inf, scores)
     return scores
 
@@ -108,9 +115,10 @@ class Writing(NamedTuple):
 class Generator:
     """Answers prompts with a model on a mesh. A few programs are compiled, for as many shapes as prompts have.
 
-    ends: tokens that end an answer. decode: what tokens say, up to such a one. max_tokens: tokens of an answer.
-    Several processes with one mesh over all their devices must ask the same, and each gets all the answers; with a mesh
-    over its own devices alone (`jax.local_devices()`), a process asks what it likes.
+    ends: tokens that end an answer. decode: what tokens say, up to such a one. max_tokens: tokens
+    of an answer. Several processes with one mesh over all their devices must ask the same, and each
+    gets all the answers; with a mesh over its own devices alone (`jax.local_devices()`), a process
+    asks what it likes.
     """
 
     def __init__(
@@ -134,18 +142,23 @@ class Generator:
         self._sampling = sampling or Sampling()
         encoders_per_rank = row_ranks(mesh, rules.item_rows) // row_ranks(mesh, rules.rows)
         context = row_ranks(mesh, rules.length)
-        self.topology = Topology(row_ranks(mesh, rules.rows), encoders_per_rank=encoders_per_rank, context=context)
+        self.topology = Topology(
+            row_ranks(mesh, rules.rows), encoders_per_rank=encoders_per_rank, context=context
+        )
         shown = (None, replicated(mesh))
         closed_over = (model.description, rules, self._ends, self._sampling, max_tokens)
         jit = partial(CachedProgram, None if model.description is None else repr(closed_over), mesh)
         self._begin = jit(self._on_mesh(self._begun), out_shardings=shown)
         self._go_on = jit(self._on_mesh(self._written), out_shardings=shown, donate_argnums=1)
 
-    def answers(self, params: Params, prompts: Source, numbers: Sequence[int] | None = None) -> list[Answer]:
+    def answers(
+        self, params: Params, prompts: Source, numbers: Sequence[int] | None = None
+    ) -> list[Answer]:
         """The answers to these prompts of a source, or to all, in their order.
 
-        `prompts` are samples whose text ends where the answer begins, as of `AskedPrompts`, or `Prompts(source)` of a
-        source with questions. Raises UserError for one that cannot be used, naming it.
+        `prompts` are samples whose text ends where the answer begins, as of `AskedPrompts`, or
+        `Prompts(source)` of a source with questions. Raises UserError for one that cannot be used,
+        naming it.
         """
         answers = dict(self.answered(params, prompts, numbers))
         return [answers[n] for n in range(len(answers))]
@@ -160,9 +173,10 @@ class Generator:
     ) -> Iterator[tuple[int, Answer]]:
         """The same as they come, a batch at a time: the place of each in `numbers`, and the answer.
 
-        every: give answers that are not finished too, again and again after so many tokens. spoiled: gets the places of
-        prompts that turn out unreadable, and why; without it they are errors. What is drawn at random
-        depends on the seed and the prompt's number in its source, not on what else is asked.
+        every: give answers that are not finished too, again and again after so many tokens.
+        spoiled: gets the places of prompts that turn out unreadable, and why; without it they are
+        errors. What is drawn at random depends on the seed and the prompt's number in its source,
+        not on what else is asked.
         """
         numbers = range(len(prompts)) if numbers is None else numbers
         rows = self.rows(Selection([(prompts, n) for n in numbers]))
@@ -193,11 +207,16 @@ class Generator:
         seeds: by prompt, what distinguishes its random draws. every, spoiled: as in `answered`.
         """
         for prompt, batch in rows.batches(numbers, spoiled):
-            seed = np.array([seeds[n] if seeds is not None and n >= 0 else 0 for n in prompt], np.int32)
+            seed = np.array(
+                [seeds[n] if seeds is not None and n >= 0 else 0 for n in prompt], np.int32
+            )
             for tokens, ended in self._tokens(params, batch, seed, every or self._max_tokens):
                 for row in np.flatnonzero(prompt >= 0):
                     answer = tokens[row][tokens[row] != NOTHING].tolist()
-                    yield int(prompt[row]), Answer(self._decode(answer), tuple(answer), bool(ended[row]))
+                    yield (
+                        int(prompt[row]),
+                        Answer(self._decode(answer), tuple(answer), bool(ended[row])),
+                    )
 
     def _tokens(
         self, params: Params, batch: Microbatch, row: np.ndarray, every: int
@@ -220,17 +239,26 @@ class Generator:
 
         return on_mesh
 
-    def _begun(self, params: Params, batch: Microbatch, row: jax.Array) -> tuple[Writing, tuple[jax.Array, jax.Array]]:
+    def _begun(
+        self, params: Params, batch: Microbatch, row: jax.Array
+    ) -> tuple[Writing, tuple[jax.Array, jax.Array]]:
         """The prompts read and the first token of every answer chosen."""
         logits, cache = self._model.prefill(params, batch, self._max_tokens)
         nobody = jnp.logical_not(jnp.any(batch.text.sample >= 0, axis=1))
         tokens = jnp.full((len(row), self._max_tokens), NOTHING, jnp.int32)
         state = Writing(
-            cache=cache, row=row, token=jnp.zeros_like(row), written=tokens, ended=nobody, count=jnp.int32(0)
+            cache=cache,
+            row=row,
+            token=jnp.zeros_like(row),
+            written=tokens,
+            ended=nobody,
+            count=jnp.int32(0),
         )
         return _shown(self._chosen(state, logits))
 
-    def _written(self, params: Params, state: Writing, until: jax.Array) -> tuple[Writing, tuple[jax.Array, jax.Array]]:
+    def _written(
+        self, params: Params, state: Writing, until: jax.Array
+    ) -> tuple[Writing, tuple[jax.Array, jax.Array]]:
         """Answers of at most `until` tokens."""
 
         def more(state: Writing) -> jax.Array:

@@ -75,22 +75,28 @@ class ImageSampler:
         self._batch_limits = batch_limits
         encoders_per_rank = row_ranks(mesh, rules.item_rows) // row_ranks(mesh, rules.rows)
         context = mesh.shape[CONTEXT]
-        self._topology = Topology(row_ranks(mesh, rules.rows), encoders_per_rank=encoders_per_rank, context=context)
+        self._topology = Topology(
+            row_ranks(mesh, rules.rows), encoders_per_rank=encoders_per_rank, context=context
+        )
         self._vaes: dict[str, Vae] = {}  # of generators, loaded when first needed
         self._sample = jax.jit(self._sampled, out_shardings=replicated(mesh))
 
-    def images(self, params: Params, prompts: Source, spoiled: dict[int, str] | None = None) -> Iterator[SampledImage]:
+    def images(
+        self, params: Params, prompts: Source, spoiled: dict[int, str] | None = None
+    ) -> Iterator[SampledImage]:
         """Yield the images of all prompts, a batch at a time.
 
-        prompts: samples with places of images to be made. spoiled: gets prompts that cannot be read, and why; without
-        it they are errors.
+        prompts: samples with places of images to be made. spoiled: gets prompts that cannot be
+        read, and why; without it they are errors.
         """
         config = self._model.config
         rows = PromptRows(prompts, config, self._topology, 0, self._batch_limits)
         for _, batch in rows.batches(spoiled=spoiled):
             latents = jax.device_get(self._sample(params, put_rows(batch, self._mesh, self._rules)))
             for name, patches in latents.items():
-                sampled = list(latents_of_images(config.generators[name], batch.items[name], patches))
+                sampled = list(
+                    latents_of_images(config.generators[name], batch.items[name], patches)
+                )
                 pixels = self._pixels(name, [image.latents for image in sampled])
                 for image, picture in zip(sampled, pixels, strict=True):
                     yield SampledImage(image.prompt, image.number, name, picture)
@@ -112,7 +118,9 @@ class ImageSampler:
     def _sampled(self, params: Params, batch: Microbatch) -> dict[str, Any]:
         noise = np.array([self._sampling.seed, 0], np.uint32)
         with activations_on(self._mesh, self._rules):
-            return self._model.sample_images(params, batch, noise, self._sampling.steps, self._sampling.guidance)
+            return self._model.sample_images(
+                params, batch, noise, self._sampling.steps, self._sampling.guidance
+            )
 
 
 class SampledLatents(NamedTuple):
@@ -123,15 +131,21 @@ class SampledLatents(NamedTuple):
     latents: np.ndarray  # float32 [h, w, c]
 
 
-def latents_of_images(generator: Generator, items: ItemBatch, patches: np.ndarray) -> Iterator[SampledLatents]:
+def latents_of_images(
+    generator: Generator, items: ItemBatch, patches: np.ndarray
+) -> Iterator[SampledLatents]:
     """Cut the images' latents out of a generator's rows `[R, L, F]`, by prompt and number."""
     places = []
     for row in range(len(patches)):
         for number in range(int(items.item[row].max(initial=-1)) + 1):
             slots = np.flatnonzero(items.item[row] == number)
-            places.append((int(items.owner[row, slots[0]]), int(items.offset[row, slots[0]]), row, slots))
+            places.append(
+                (int(items.owner[row, slots[0]]), int(items.offset[row, slots[0]]), row, slots)
+            )
     # A prompt's images follow each other by the offsets of their first patches in it.
-    for prompt, images in groupby(sorted(places, key=lambda place: place[:2]), key=lambda place: place[0]):
+    for prompt, images in groupby(
+        sorted(places, key=lambda place: place[:2]), key=lambda place: place[0]
+    ):
         for number, (_, _, row, slots) in enumerate(images):
             rows, columns = (items.coordinates[row, slots].max(0) + 1)[[ROW, COLUMN]]
             size = generator.patch
@@ -144,7 +158,9 @@ def contact_sheet(images: Sequence[np.ndarray], columns: int = 0) -> np.ndarray:
     columns = columns or math.ceil(math.sqrt(len(images)))
     height, width = (max(image.shape[axis] for image in images) for axis in (0, 1))
     rows = -(-len(images) // columns)
-    sheet = np.zeros((rows * (height + BORDER) + BORDER, columns * (width + BORDER) + BORDER, 3), np.uint8)
+    sheet = np.zeros(
+        (rows * (height + BORDER) + BORDER, columns * (width + BORDER) + BORDER, 3), np.uint8
+    )
     for number, image in enumerate(images):
         y, x = (
             BORDER + place * (side + BORDER)

@@ -27,7 +27,11 @@ def user_prompts(served: CheckpointModel, prompt: UserPrompt) -> UserPromptSourc
     """Return a user's prompt as a source of one sample."""
     config = served.config
     return UserPromptSource(
-        [prompt], served.prompt_format(), config.model.encoders, served.functions(), config.data.limits
+        [prompt],
+        served.prompt_format(),
+        config.model.encoders,
+        served.functions(),
+        config.data.limits,
     )
 
 
@@ -61,7 +65,11 @@ class LoadedModel:
         self._generator = lru_cache(maxsize=4)(self._make_generator)
 
     def answers(
-        self, prompts: Source, sampling: Sampling | None = None, max_tokens: int = DEFAULT_MAX_TOKENS, every: int = 0
+        self,
+        prompts: Source,
+        sampling: Sampling | None = None,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        every: int = 0,
     ) -> Iterator[Answer]:
         """Yield the answer to the only prompt of a source; unfinished too, after every so many tokens.
 
@@ -73,18 +81,32 @@ class LoadedModel:
     def _make_generator(self, sampling: Sampling | None, max_tokens: int) -> Generator:
         decode: Callable[[Sequence[int]], str] = self._format.decode_answer
         ends = self._format.ends
-        return Generator(self.model, self.mesh, self.rules, ends, decode, sampling=sampling, max_tokens=max_tokens)
+        return Generator(
+            self.model,
+            self.mesh,
+            self.rules,
+            ends,
+            decode,
+            sampling=sampling,
+            max_tokens=max_tokens,
+        )
 
 
 def choose_mesh(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
     """Choose the config's mesh, or else tensor parallelism over as many devices as divide every head count."""
     devices = choose_devices(config.device)
     if config.mesh != MeshConfig():
-        check_layout("mesh", replace(config.mesh, **mesh_sizes(config.mesh, len(devices))), config.model)
+        check_layout(
+            "mesh", replace(config.mesh, **mesh_sizes(config.mesh, len(devices))), config.model
+        )
         return config.mesh, devices
     # One question is one row, so more devices than share its layers would have nothing to do.
     towers = [config.model.llm, *config.model.encoders.values()]
     counts = [count for tower in towers for count in head_counts(tower)]
-    counts += [g.heads for g in config.model.generators.values() if isinstance(g, DiffusionTransformerConfig)]
+    counts += [
+        g.heads
+        for g in config.model.generators.values()
+        if isinstance(g, DiffusionTransformerConfig)
+    ]
     tensor = math.gcd(len(devices), *counts)
     return MeshConfig(data=1, tensor=tensor), devices[:tensor]

@@ -36,13 +36,21 @@ class UserPictureSource(UserPromptSource):
         conversation = self._prompts[index].conversation
         if isinstance(self._chat, Chat):
             # As in training, where the assistant answers with an image, up to that image.
-            answered = Conversation((*conversation.messages, Message(ASSISTANT, (MediaPlace("image"),))))
+            answered = Conversation(
+                (*conversation.messages, Message(ASSISTANT, (MediaPlace("image"),)))
+            )
             segments = self._media.place(index, partial(self._chat.sample, answered)).segments
-            end = next(k for k, s in enumerate(segments) if isinstance(s, Item) and s.encoder == self._generator)
+            end = next(
+                k
+                for k, s in enumerate(segments)
+                if isinstance(s, Item) and s.encoder == self._generator
+            )
             return Sample(segments[: end + 1])
         prompt = self._media.place(index, partial(self._chat.prompt, conversation))
         # An image to be made stands in branch 0, which sees no other branch.
-        segments = tuple(replace(s, branch=0) if isinstance(s, Text) else s for s in prompt.segments)
+        segments = tuple(
+            replace(s, branch=0) if isinstance(s, Text) else s for s in prompt.segments
+        )
         items = sum(isinstance(s, Item) for s in segments)
         return Sample((*segments, Item(self._generator, items)))
 
@@ -57,11 +65,21 @@ def picture_size(model: ModelConfig, size: str) -> tuple[int, int]:
     """
     generator: Generator | None = next(iter(model.generators.values()), None)
     if generator is None:
-        raise UserError("--out: this model makes no images (it has no model.generators); leave it out for an answer")
-    sides = tuple(int(side) for side in size.split("x") if side.isdecimal()) if size else _only_size(generator)
+        raise UserError(
+            "--out: this model makes no images (it has no model.generators); leave it out for an answer"
+        )
+    sides = (
+        tuple(int(side) for side in size.split("x") if side.isdecimal())
+        if size
+        else _only_size(generator)
+    )
     if len(sides) != 2 or not all(sides):
         remedy = "give one as HEIGHTxWIDTH, in pixels"
-        raise UserError(f"--size {size}: {remedy}" if size else f"--size: the generator makes several sizes; {remedy}")
+        raise UserError(
+            f"--size {size}: {remedy}"
+            if size
+            else f"--size: the generator makes several sizes; {remedy}"
+        )
     try:
         latent_grid(generator, sides)
     except BadMedia as bad:

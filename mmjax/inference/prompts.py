@@ -43,7 +43,14 @@ from mmjax.data.sample import (
     split_markers,
     with_place,
 )
-from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, MediaSizes, SampleMedia, text_tokens
+from mmjax.data.sources.processors import (
+    PROBES,
+    Functions,
+    MediaProcessors,
+    MediaSizes,
+    SampleMedia,
+    text_tokens,
+)
 from mmjax.data.storage.files import FileRef, InlineBytes
 from mmjax.data.toy.dataset import END, decode_characters
 from mmjax.errors import BadMedia, UserError
@@ -57,7 +64,9 @@ class UserPrompt:
     media: tuple[bytes, ...] = ()
 
 
-def make_prompt(question: str, files: Mapping[Medium, Sequence[bytes]], system: str = "") -> UserPrompt:
+def make_prompt(
+    question: str, files: Mapping[Medium, Sequence[bytes]], system: str = ""
+) -> UserPrompt:
     """Build a prompt of one question, with media at its `<image>`, `<audio>` and `<video>`, or before it.
 
     Raises UserError for an empty question, or where its places and the files differ in number.
@@ -72,8 +81,11 @@ def make_prompt(question: str, files: Mapping[Medium, Sequence[bytes]], system: 
             )
     if not MARKER.sub("", question).strip():
         raise UserError("the question is empty; say what to ask")
-    # Media of unmarked kinds first, in the order of `files`, then the question with the marked ones in their places.
-    parts: list[str | MediaPlace] = [MediaPlace(kind) for kind in files if kind not in marked for _ in files[kind]]
+    # Media of unmarked kinds first, in the order of `files`, then the question with the marked ones
+    # in their places.
+    parts: list[str | MediaPlace] = [
+        MediaPlace(kind) for kind in files if kind not in marked for _ in files[kind]
+    ]
     parts += split_markers(question)
     unplaced = {kind: iter(of_kind) for kind, of_kind in files.items()}
     media = tuple(next(unplaced[part.kind]) for part in parts if isinstance(part, MediaPlace))
@@ -131,7 +143,9 @@ class UserPromptSource:
             raise BadSample(str(bad)) from None
 
     def sample(self, index: int) -> Sample:
-        return self._media.place(index, partial(self._chat.prompt, self._prompts[index].conversation))
+        return self._media.place(
+            index, partial(self._chat.prompt, self._prompts[index].conversation)
+        )
 
     def item(self, index: int, number: int) -> np.ndarray:
         return self._media.item(index, number)
@@ -141,7 +155,11 @@ class UserPromptSource:
         prompt = self._prompts[index]
         sizes = []
         for place, encoded in zip(prompt.conversation.media(), prompt.media, strict=True):
-            for kind in (place.kind, SOUND) if place.kind == "video" and self._reads_sound else (place.kind,):
+            for kind in (
+                (place.kind, SOUND)
+                if place.kind == "video" and self._reads_sound
+                else (place.kind,)
+            ):
                 first, second = PROBES[kind](io.BytesIO(encoded))
                 check_media_size(kind, (first, second), self._limits)
                 sizes.append((kind, (first, second)))
@@ -154,8 +172,9 @@ class UserPromptSource:
 class QuestionSource(Source, Protocol):
     """A source whose samples can be asked as questions.
 
-    Where tokens are not characters it also has `answer_tokens(index)`, the length of an answer with its end token,
-    `decode(tokens)`, the text up to there, and `ends`, the tokens that end an answer.
+    Where tokens are not characters it also has `answer_tokens(index)`, the length of an answer with
+    its end token, `decode(tokens)`, the text up to there, and `ends`, the tokens that end an
+    answer.
     """
 
     def question(self, index: int) -> Question: ...
@@ -163,7 +182,11 @@ class QuestionSource(Source, Protocol):
 
 def answer_tokens(source: QuestionSource, index: int) -> int:
     """Return the number of tokens of the answer to a question, its end token included."""
-    return source.answer_tokens(index) if hasattr(source, "answer_tokens") else len(source.question(index).answer) + 1
+    return (
+        source.answer_tokens(index)
+        if hasattr(source, "answer_tokens")
+        else len(source.question(index).answer) + 1
+    )
 
 
 def decode_answer(source: QuestionSource, tokens: Sequence[int]) -> str:
@@ -173,7 +196,13 @@ def decode_answer(source: QuestionSource, tokens: Sequence[int]) -> str:
 
 def ends_of(source: QuestionSource) -> tuple[int, ...]:
     """Return the tokens that end an answer; none where only `decode_characters` knows them."""
-    return tuple(source.ends) if hasattr(source, "ends") else () if hasattr(source, "decode") else (END,)
+    return (
+        tuple(source.ends)
+        if hasattr(source, "ends")
+        else ()
+        if hasattr(source, "decode")
+        else (END,)
+    )
 
 
 @dataclass(frozen=True)
@@ -191,7 +220,9 @@ class QuestionPrompts:
 
     def facts(self, index: int) -> SampleLengths:
         """Return the sample's items with the question's text."""
-        return replace(self.source.facts(index), text_tokens=text_tokens(self.sample(index)), branches=None)
+        return replace(
+            self.source.facts(index), text_tokens=text_tokens(self.sample(index)), branches=None
+        )
 
     def sample(self, index: int) -> Sample:
         """Return the question."""
@@ -292,10 +323,10 @@ def _read_item(prompts: Source, model: ModelConfig, index: int, number: int) -> 
 class PromptRows:
     """Batches of a source's samples, each in a row of its own with its items on the same rank.
 
-    prompts: samples whose text ends where the answer begins, or whole samples whose loss is wanted. max_answer:
-    tokens that an answer may take. groups: sets of prompts that will be asked together; all batches then have one
-    shape, that of the largest, so that one program serves them all. Without groups prompts of similar length share a
-    shape.
+    prompts: samples whose text ends where the answer begins, or whole samples whose loss is wanted.
+    max_answer: tokens that an answer may take. groups: sets of prompts that will be asked together;
+    all batches then have one shape, that of the largest, so that one program serves them all.
+    Without groups prompts of similar length share a shape.
     """
 
     def __init__(
@@ -314,7 +345,8 @@ class PromptRows:
         self._batch_limits = batch_limits or BatchLimits()
         # Items are encoded where their prompt is, so nothing travels.
         self._topology = replace(topology, peers=1, ranks_per_node=1)
-        self._unit = math.lcm(UNIT, topology.context)  # of the columns, so that devices can have as many each
+        # of the columns, so that devices can have as many each
+        self._unit = math.lcm(UNIT, topology.context)
         read_item = partial(_read_item, prompts, model)
         self._reader = Reader(
             sample=prompts.sample,
@@ -351,8 +383,8 @@ class PromptRows:
     ) -> Iterator[tuple[np.ndarray, Microbatch]]:
         """Yield all prompts, or these, with those of similar length together.
 
-        With each batch int64 `[rows]`: the prompt in each row, or -1. One that cannot be read goes into `spoiled` with
-        the reason; without that it is a UserError that names it.
+        With each batch int64 `[rows]`: the prompt in each row, or -1. One that cannot be read goes
+        into `spoiled` with the reason; without that it is a UserError that names it.
         """
         chosen = np.arange(len(self)) if numbers is None else np.asarray(numbers, np.int64)
         for chunk in self._chunks(chosen):
@@ -368,11 +400,19 @@ class PromptRows:
             prompt = np.full(len(packed.text.token), -1)
             readable = ~np.isin(chunk.prompts, list(spoiled or ()))
             prompt[plan.row[plan.part_start[:-1]]] = np.where(readable, chunk.prompts, -1)
-            yield prompt, packed._replace(items={n: batch for n, batch in packed.items.items() if n in present})
+            yield (
+                prompt,
+                packed._replace(
+                    items={n: batch for n, batch in packed.items.items() if n in present}
+                ),
+            )
 
     def _chunks(self, prompts: np.ndarray) -> Iterator[_Chunk]:
         """Divide prompts into batches, those of similar length together."""
-        columns = np.array([round_up_to_step(int(n), self._unit) for n in self._index.llm_tokens[prompts]], np.int64)
+        columns = np.array(
+            [round_up_to_step(int(n), self._unit) for n in self._index.llm_tokens[prompts]],
+            np.int64,
+        )
         if self.one_shape:
             columns[:] = self.one_shape[0][LLM]
         for length in np.unique(columns).tolist():
@@ -383,7 +423,10 @@ class PromptRows:
 
     def _capacity(self, columns: int) -> int:
         """Return the number of prompts with rows of this length that a rank answers together: a power of two."""
-        rows = min(self._batch_limits.rows, max(1, self._batch_limits.tokens // (columns + self._max_answer)))
+        rows = min(
+            self._batch_limits.rows,
+            max(1, self._batch_limits.tokens // (columns + self._max_answer)),
+        )
         return 1 << rows.bit_length() - 1
 
     def _chunk(self, prompts: np.ndarray, columns: int) -> _Chunk:
@@ -400,15 +443,24 @@ class PromptRows:
         rows = [_power_of_two(-(-len(prompts) // ranks))]
         for k, name in enumerate(self._arrays.modules, start=1):
             items = np.flatnonzero(parts.module == k)
-            length = self.one_shape[0][k] if self.one_shape else self._row_length(name, k, parts.length[items])
+            length = (
+                self.one_shape[0][k]
+                if self.one_shape
+                else self._row_length(name, k, parts.length[items])
+            )
             row[items], offset[items] = _first_fit(parts.length[items], rank[items], length)
             lengths.append(length)
-            rows.append(encoders_per_rank * _power_of_two(-(-int(row[items].max(initial=0) + 1) // encoders_per_rank)))
+            rows.append(
+                encoders_per_rank
+                * _power_of_two(-(-int(row[items].max(initial=0) + 1) // encoders_per_rank))
+            )
         if self.one_shape:
             rows = [max(pair) for pair in zip(rows, self.one_shape[1], strict=True)]
         return _Chunk(prompts, columns, parts, rank, row, offset, tuple(lengths), tuple(rows))
 
-    def _common_shape(self, groups: Sequence[np.ndarray]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _common_shape(
+        self, groups: Sequence[np.ndarray]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the row lengths and rows of every module that hold any batch of these groups."""
         parts = self._index.parts()
         lengths = [round_up_to_step(self.longest, self._unit)]
@@ -416,7 +468,8 @@ class PromptRows:
             lengths.append(self._row_length(name, k, parts.length[parts.module == k]))
         self.one_shape = tuple(lengths), (0,) * len(lengths)
         needed = np.array([chunk.rows for group in groups for chunk in self._chunks(group)])
-        needed[:, ~np.isin(np.arange(len(lengths)), parts.module)] = 0  # encoders that no prompt needs
+        # encoders that no prompt needs
+        needed[:, ~np.isin(np.arange(len(lengths)), parts.module)] = 0
         return tuple(lengths), tuple(needed.max(0).tolist())
 
     def _plan(self, chunk: _Chunk) -> MicrobatchPlan:
@@ -459,7 +512,9 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _first_fit(length: np.ndarray, rank: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
+def _first_fit(
+    length: np.ndarray, rank: np.ndarray, row_length: int
+) -> tuple[np.ndarray, np.ndarray]:
     """For each item the row on its rank, and where it begins there."""
     row, offset = np.zeros(len(length), np.int32), np.zeros(len(length), np.int64)
     filled: dict[int, list[int]] = {}  # by rank, how far each of its rows is taken

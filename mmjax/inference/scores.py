@@ -26,7 +26,9 @@ class Scored:
 
 def exact_match(answers: Sequence[Scored]) -> float:
     """The share that is, but for white space around it, one of the right answers."""
-    return float(np.mean([a.prediction.strip() in {right.strip() for right in a.right} for a in answers]))
+    return float(
+        np.mean([a.prediction.strip() in {right.strip() for right in a.right} for a in answers])
+    )
 
 
 def anls(answers: Sequence[Scored]) -> float:
@@ -42,8 +44,9 @@ def anls(answers: Sequence[Scored]) -> float:
 def vqa_accuracy(answers: Sequence[Scored]) -> float:
     """Accuracy as VQA has it (Antol et al. 2015): 1 where three people or more gave this answer, less where fewer did.
 
-    Averaged over all but one of the people, each left out in turn; of fewer than three answers any is wholly right.
-    Articles, punctuation, case and apostrophes do not count, and number words are digits.
+    Averaged over all but one of the people, each left out in turn; of fewer than three answers any
+    is wholly right. Articles, punctuation, case and apostrophes do not count, and number words are
+    digits.
     """
 
     def accuracy(a: Scored) -> float:
@@ -52,7 +55,8 @@ def vqa_accuracy(answers: Sequence[Scored]) -> float:
         if len(right) < AGREEING:
             return float(prediction in right)
         same = right.count(prediction)
-        # Two of ten people gave it: 1/3 without one of these two, 2/3 without one of the eight, 0.6 on average.
+        # Two of ten people gave it: 1/3 without one of these two, 2/3 without one of the eight, 0.6
+        # on average.
         return float(np.mean([min(1.0, (same - (one == prediction)) / AGREEING) for one in right]))
 
     return float(np.mean([accuracy(a) for a in answers]))
@@ -66,7 +70,9 @@ def word_error_rate(answers: Sequence[Scored]) -> float:
     errors = words = 0
     for a in answers:
         prediction = _words(a.prediction)
-        distances = [(Levenshtein.distance(prediction, right), len(right)) for right in map(_words, a.right)]
+        distances = [
+            (Levenshtein.distance(prediction, right), len(right)) for right in map(_words, a.right)
+        ]
         error, length = min(distances, key=lambda pair: pair[0] / max(pair[1], 1))
         errors += error
         words += length
@@ -127,7 +133,9 @@ class Answered:
     def __str__(self) -> str:
         right = self.prediction == self.answer
         question = self.question.replace("\n", "\\n")
-        return f"{question}  ->  {self.prediction!r}" + ("" if right else f"  (it is {self.answer!r})")
+        return f"{question}  ->  {self.prediction!r}" + (
+            "" if right else f"  (it is {self.answer!r})"
+        )
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,11 @@ class Replies:
     def json_lines(self, source: str) -> Iterator[Mapping[str, object]]:
         """Yield one JSON object for every question, asked or not."""
         for a in self.answered:
-            line = {"sample": f"{source}[{a.sample}]", "said": a.prediction, "right": list(a.references)}
+            line = {
+                "sample": f"{source}[{a.sample}]",
+                "said": a.prediction,
+                "right": list(a.references),
+            }
             yield line if a.ended else line | {"ended": False}
         for sample, reason in self.left_out.items():
             yield {"sample": f"{source}[{sample}]", "left_out": reason}
@@ -168,6 +180,7 @@ def chance(answered: Sequence[Answered]) -> Scores:
     for a in answered:
         answers[a.family][a.task][a.answer] += 1
     return {
-        f"chance_{family}": sum(max(c.values()) for c in tasks.values()) / sum(c.total() for c in tasks.values())
+        f"chance_{family}": sum(max(c.values()) for c in tasks.values())
+        / sum(c.total() for c in tasks.values())
         for family, tasks in sorted(answers.items())
     }

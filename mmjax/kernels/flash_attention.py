@@ -1,8 +1,9 @@
 """Flash attention under a mask spec, forward and backward, in Pallas for GPUs (Triton).
 
-FlashAttention-2 (Dao 2023) with lists of blocks as data: `plan_blocks` finds once per batch and tower which pairs of
-blocks hold anything, and kernels visit those alone. In pairs that are allowed as a whole no mask is evaluated. Queries
-and keys have a kernel each in the backward pass, without atomic additions, so results are repeatable to the bit.
+FlashAttention-2 (Dao 2023) with lists of blocks as data: `plan_blocks` finds once per batch and
+tower which pairs of blocks hold anything, and kernels visit those alone. In pairs that are allowed
+as a whole no mask is evaluated. Queries and keys have a kernel each in the backward pass, without
+atomic additions, so results are repeatable to the bit.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Scores(NamedTuple):
 class BlockPlan(NamedTuple):
     """All that the kernels need of a mask: made once for all layers of a tower.
 
-    q_fields, k_fields: int32 [B, 6, T]; lists of key blocks for each query block of both its kernels, and the reverse.
-    With `index` all arrays hold several masks, [B, masks, ...], and the kernels take that one: of what backward keeps
-    for each layer only the index is its own.
+    q_fields, k_fields: int32 [B, 6, T]; lists of key blocks for each query block of both its
+    kernels, and the reverse. With `index` all arrays hold several masks, [B, masks, ...], and the
+    kernels take that one: of what backward keeps for each layer only the index is its own.
     """
 
     q_fields: Array
@@ -61,9 +62,12 @@ def plan_blocks(mask: MaskSpec, tiles: KernelTiles, k_mask: MaskSpec | None = No
     q_mask = pad_mask(mask, _padded(mask.pos.shape[1], tiles))
     k_mask = q_mask if k_mask is None else pad_mask(k_mask, _padded(k_mask.pos.shape[1], tiles))
     by_query = {
-        (t.q, t.k): BlockLists.of(*block_pairs(q_mask, k_mask, t.q, t.k)) for t in (tiles.forward, tiles.d_query)
+        (t.q, t.k): BlockLists.of(*block_pairs(q_mask, k_mask, t.q, t.k))
+        for t in (tiles.forward, tiles.d_query)
     }
-    by_key = (pairs.swapaxes(1, 2) for pairs in block_pairs(q_mask, k_mask, tiles.d_key.q, tiles.d_key.k))
+    by_key = (
+        pairs.swapaxes(1, 2) for pairs in block_pairs(q_mask, k_mask, tiles.d_key.q, tiles.d_key.k)
+    )
     forward, d_query = (by_query[t.q, t.k] for t in (tiles.forward, tiles.d_query))
     return BlockPlan(_pack(q_mask), _pack(k_mask), forward, d_query, BlockLists.of(*by_key))
 
@@ -113,7 +117,8 @@ def flash_gradients(
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s m h"], Float[Array, "b s m h"]]:
     """Compute what these keys contribute to the gradients of q, k and v, float32.
 
-    lse: over all keys that the queries attend, as of `flash_forward`. delta: sum over channels of output * gradient.
+    lse: over all keys that the queries attend, as of `flash_forward`. delta: sum over channels of
+    output * gradient.
     """
     lengths = q.shape[1], k.shape[1]
     q, d_out = (_pad(x, plan.q_fields.shape[-1]) for x in (q, d_out))
@@ -184,7 +189,18 @@ def _visit(count: Any, body: Callable[[bool, Array, Any], Any], carry: Any) -> A
 
 
 def _forward_kernel(
-    q_ref, k_ref, v_ref, q_fields, k_fields, order, count, out_ref, lse_ref, *, scores: Scores, width: int
+    q_ref,
+    k_ref,
+    v_ref,
+    q_fields,
+    k_fields,
+    order,
+    count,
+    out_ref,
+    lse_ref,
+    *,
+    scores: Scores,
+    width: int,
 ):
     """Compute the output of a block of queries, and log2 of their sums of exponents; -inf where nothing is attended."""
     tiles = scores.tiles.forward
@@ -192,7 +208,9 @@ def _forward_kernel(
     q = load(q_ref)
     q_mask = _tokens(q_fields, pl.program_id(0) * tiles.q, tiles.q)
 
-    def body(masked: bool, step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def body(
+        masked: bool, step: Array, carry: tuple[Array, Array, Array]
+    ) -> tuple[Array, Array, Array]:
         out, row_max, total = carry
         start = order[step] * tiles.k
         keys = pl.ds(start, tiles.k)
@@ -240,7 +258,8 @@ def _d_query_kernel(
         if masked:
             weights = jnp.where(allowed(q_mask, _tokens(k_fields, start, tiles.k)), weights, 0.0)
         d_weights = _dot(d_out, load(v_ref.at[pl.ds(start, tiles.k), :]).T)
-        # d score = weight * (d weight - delta), delta being the sum over keys of weight * d weight = out . d_out.
+        # d score = weight * (d weight - delta), delta being the sum over keys of weight * d weight
+        # = out . d_out.
         d_scores = weights * (d_weights - delta[:, None])
         if slope is not None:
             d_scores = d_scores * slope
@@ -271,7 +290,9 @@ def _d_key_kernel(
             s, slope = _capped(_dot(k, q.T), scores)
             weights = jnp.exp2(s - lse_ref[head, queries][None, :])
             if masked:
-                weights = jnp.where(allowed(_tokens(q_fields, start, tiles.q), k_mask).T, weights, 0.0)
+                weights = jnp.where(
+                    allowed(_tokens(q_fields, start, tiles.q), k_mask).T, weights, 0.0
+                )
             d_v = d_v + _dot(weights.astype(d_out.dtype), d_out)
             d_scores = weights * (_dot(v, d_out.T) - delta_ref[head, queries][None, :])
             if slope is not None:
@@ -296,7 +317,9 @@ class _Specs(NamedTuple):
 
     def block(self, tokens: int) -> pl.BlockSpec:
         """Return one block of one head, `[tokens, padded]`."""
-        return pl.BlockSpec((None, tokens, None, self.padded), lambda i, head, row: (row, i, head, 0))
+        return pl.BlockSpec(
+            (None, tokens, None, self.padded), lambda i, head, row: (row, i, head, 0)
+        )
 
     def keys(self) -> pl.BlockSpec:
         """Return all keys of a query head's group, `[T, padded]`."""
@@ -306,7 +329,8 @@ class _Specs(NamedTuple):
     def queries(self) -> pl.BlockSpec:
         """Return all queries of a key head's group, `[T, group, padded]`."""
         return pl.BlockSpec(
-            (None, self.queries_length, self.group, self.padded), lambda i, head, row: (row, 0, head, 0)
+            (None, self.queries_length, self.group, self.padded),
+            lambda i, head, row: (row, 0, head, 0),
         )
 
     def per_token(self, tokens: int) -> pl.BlockSpec:
@@ -315,13 +339,18 @@ class _Specs(NamedTuple):
 
     def per_query(self) -> pl.BlockSpec:
         """Return one number for each query of a key head's group, `[group, T]`."""
-        return pl.BlockSpec((None, self.group, self.queries_length), lambda i, head, row: (row, head, 0))
+        return pl.BlockSpec(
+            (None, self.group, self.queries_length), lambda i, head, row: (row, head, 0)
+        )
 
     def mask(self, lists: BlockLists) -> list[pl.BlockSpec]:
         """Return the mask's fields of the row's queries and keys, and the lists of the block."""
         lengths = self.queries_length, self.keys_length
         return [
-            *(pl.BlockSpec((None, _FIELDS, length), lambda i, head, row: (row, 0, 0)) for length in lengths),
+            *(
+                pl.BlockSpec((None, _FIELDS, length), lambda i, head, row: (row, 0, 0))
+                for length in lengths
+            ),
             pl.BlockSpec((None, None, lists.order.shape[2]), lambda i, head, row: (row, i, 0)),
             pl.BlockSpec((None, None, 2), lambda i, head, row: (row, i, 0)),
         ]
@@ -349,7 +378,10 @@ def padded_forward(
         grid=(length // tiles.q, heads, rows),
         in_specs=[specs.block(tiles.q), specs.keys(), specs.keys(), *specs.mask(plan.forward)],
         out_specs=[specs.block(tiles.q), specs.per_token(tiles.q)],
-        out_shape=[jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct((rows, heads, length), jnp.float32)],
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, dtype),
+            jax.ShapeDtypeStruct((rows, heads, length), jnp.float32),
+        ],
         **_launch(tiles, scores, "flash_attention_forward"),
     )(q, k, v, plan.q_fields, plan.k_fields, *plan.forward)
 
@@ -409,7 +441,9 @@ def _flash(q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores) -> Arr
     return padded_forward(q, k, v, plan, scores, q.dtype)[0]
 
 
-def _flash_forward(q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores) -> tuple[Array, tuple]:
+def _flash_forward(
+    q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores
+) -> tuple[Array, tuple]:
     out, lse = padded_forward(q, k, v, plan, scores, q.dtype)
     # The names that remat policies save, so that these do not run the kernel again.
     out = checkpoint_name(out, "attention_output")

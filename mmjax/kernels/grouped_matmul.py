@@ -1,7 +1,8 @@
 """Products of groups of rows with a matrix of their own, for experts: a Pallas kernel for GPUs (Triton).
 
-`jax.lax.ragged_dot` computes the same, but XLA for GPUs multiplies all rows with every group's matrix. A program here
-multiplies one tile of one group's rows; which rows is data, so that group sizes need no padding and no capacity.
+`jax.lax.ragged_dot` computes the same, but XLA for GPUs multiplies all rows with every group's
+matrix. A program here multiplies one tile of one group's rows; which rows is data, so that group
+sizes need no padding and no capacity.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ class MatmulTiles(NamedTuple):
     stages: int
 
 
-# TILES of outputs and gradients of rows; GRADIENT_TILES of gradients of matrices, where rows are summed (`k`). The
-# fastest on an H200 of those tried (docs/measurements/gpu.md).
+# TILES of outputs and gradients of rows; GRADIENT_TILES of gradients of matrices, where rows are
+# summed (`k`). The fastest on an H200 of those tried (docs/measurements/gpu.md).
 TILES = MatmulTiles(128, 256, 64, 8, 3)
 GRADIENT_TILES = MatmulTiles(128, 256, 64, 8, 3)
-FLOAT32_TILES = MatmulTiles(32, 32, 32, 4, 2)  # of all kernels: Triton unrolls float32 products, slow to compile
+# of all kernels: Triton unrolls float32 products, slow to compile
+FLOAT32_TILES = MatmulTiles(32, 32, 32, 4, 2)
 
 
 class Visits(NamedTuple):
     """Tiles of rows: whose group, and their first and end rows; int32 `[tiles]`.
 
-    The rows behind the last group are tiles of a group `E`, and have no product; tiles that are not needed are empty.
+    The rows behind the last group are tiles of a group `E`, and have no product; tiles that are not
+    needed are empty.
     """
 
     group: Array
@@ -48,7 +51,8 @@ class Visits(NamedTuple):
     def of(cls, sizes: Int[Array, " e"], rows: int, size: int) -> Visits:
         """Cut groups of these sizes into tiles of at most `size` rows.
 
-        Sizes (3, 5) of 9 rows in tiles of 4: groups (0, 1, 1, 2), starts (0, 3, 7, 8), ends (3, 7, 8, 9).
+        Sizes (3, 5) of 9 rows in tiles of 4: groups (0, 1, 1, 2), starts (0, 3, 7, 8), ends (3, 7,
+        8, 9).
         """
         sizes = jnp.append(sizes, rows - sizes.sum())
         ends = jnp.cumsum(sizes)
@@ -68,21 +72,28 @@ def takes(width: int, output: int) -> bool:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmul(
-    x: Float[Array, "t k"], weights: Float[Array, "e k n"], sizes: Int[Array, " e"], interpret: bool = False
+    x: Float[Array, "t k"],
+    weights: Float[Array, "e k n"],
+    sizes: Int[Array, " e"],
+    interpret: bool = False,
 ) -> Float[Array, "t n"]:
     """Multiply contiguous groups of rows with the group's matrix, in the dtype of `x`; sums are float32.
 
-    Rows behind the last group give zeros. interpret: run as JAX operations, on any device. `k` and `n` are multiples
-    of 32 (`takes`).
+    Rows behind the last group give zeros. interpret: run as JAX operations, on any device. `k` and
+    `n` are multiples of 32 (`takes`).
     """
     return _multiply(x, weights, sizes, False, interpret)
 
 
-def _forward(x: Array, weights: Array, sizes: Array, interpret: bool) -> tuple[Array, tuple[Array, Array, Array]]:
+def _forward(
+    x: Array, weights: Array, sizes: Array, interpret: bool
+) -> tuple[Array, tuple[Array, Array, Array]]:
     return _multiply(x, weights, sizes, False, interpret), (x, weights, sizes)
 
 
-def _backward(interpret: bool, residuals: tuple[Array, Array, Array], d_out: Array) -> tuple[Array, Array, None]:
+def _backward(
+    interpret: bool, residuals: tuple[Array, Array, Array], d_out: Array
+) -> tuple[Array, Array, None]:
     x, weights, sizes = residuals
     d_x = _multiply(d_out, weights, sizes, True, interpret)
     return d_x, _weight_gradients(x, d_out, sizes, weights.dtype, interpret), None
@@ -157,7 +168,9 @@ def _multiply(x: Array, weights: Array, sizes: Array, transposed: bool, interpre
     return multiplied[:rows]
 
 
-def _weight_gradients(x: Array, d_out: Array, sizes: Array, dtype: jnp.dtype, interpret: bool) -> Array:
+def _weight_gradients(
+    x: Array, d_out: Array, sizes: Array, dtype: jnp.dtype, interpret: bool
+) -> Array:
     """Compute the gradient of every group's matrix: over its rows, the sum of x' d_out; zeros where it has none."""
     (_, width), output = x.shape, d_out.shape[1]
     experts = len(sizes)

@@ -1,9 +1,10 @@
 """Flash attention under a mask spec for NVIDIA Hopper, forward and backward, in Pallas Mosaic GPU.
 
-As FlashAttention-3 (Shah et al. 2024): one warpgroup streams blocks into shared memory (TMA), two others multiply
-(wgmma), taking turns, so that one's softmax hides behind the other's products. As in `flash_attention` lists of blocks
-are data and results are repeatable to the bit. Blocks that are allowed in part carry their mask as bits, made once per
-batch for all layers and heads: six fields for each column would not fit in a thread's registers.
+As FlashAttention-3 (Shah et al. 2024): one warpgroup streams blocks into shared memory (TMA), two
+others multiply (wgmma), taking turns, so that one's softmax hides behind the other's products. As
+in `flash_attention` lists of blocks are data and results are repeatable to the bit. Blocks that are
+allowed in part carry their mask as bits, made once per batch for all layers and heads: six fields
+for each column would not fit in a thread's registers.
 """
 
 from __future__ import annotations
@@ -24,12 +25,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from mmjax.kernels.flash_attention import Scores, padded_forward, padded_gradients
-from mmjax.kernels.masked_tiles import COMPUTING, KEYS, QUERIES, ROWS, TILE, WORDS, TileLists, TilePlan
+from mmjax.kernels.masked_tiles import (
+    COMPUTING,
+    KEYS,
+    QUERIES,
+    ROWS,
+    TILE,
+    WORDS,
+    TileLists,
+    TilePlan,
+)
 from mmjax.kernels.masks import select_mask
 
 _LOG2_E = math.log2(math.e)
 _STAGES = 2  # of a ring of blocks in shared memory
-_D_KEYS = 64  # of a block in the gradient of queries: a half of what is listed, for its accumulators' sake
+# of a block in the gradient of queries: a half of what is listed, for its accumulators' sake
+_D_KEYS = 64
 
 
 def hopper_attention(
@@ -41,12 +52,14 @@ def hopper_attention(
 ) -> Float[Array, "b t n h"]:
     """Compute self-attention of `n` query heads over `m` key-value heads, under the mask that `plan` was made from.
 
-    q, k, v: of 2 bytes a number, at most 128 channels a head. A query that may attend nothing gets 0. Softmax and sums
-    are float32. scores.tiles: of the Triton kernel, which takes masks that leave no room for their bits.
+    q, k, v: of 2 bytes a number, at most 128 channels a head. A query that may attend nothing gets
+    0. Softmax and sums are float32. scores.tiles: of the Triton kernel, which takes masks that
+    leave no room for their bits.
     """
     length, width = q.shape[1], q.shape[3]
     plan = select_mask(plan)
-    extra = plan.triton.q_fields.shape[-1] - length, -width % 16  # products take multiples of 16 channels
+    # products take multiples of 16 channels
+    extra = plan.triton.q_fields.shape[-1] - length, -width % 16
     q, k, v = (jnp.pad(x, ((0, 0), (0, extra[0]), (0, 0), (0, extra[1]))) for x in (q, k, v))
     return _attend(q, k, v, plan, scores)[:, :length, :, :width]
 
@@ -56,7 +69,9 @@ def _attend(q: Array, k: Array, v: Array, plan: TilePlan, scores: Scores) -> Arr
     return _run(_forward, padded_forward, plan, scores, q, k, v)[0]
 
 
-def _attend_forward(q: Array, k: Array, v: Array, plan: TilePlan, scores: Scores) -> tuple[Array, tuple]:
+def _attend_forward(
+    q: Array, k: Array, v: Array, plan: TilePlan, scores: Scores
+) -> tuple[Array, tuple]:
     out, lse = _run(_forward, padded_forward, plan, scores, q, k, v)
     # The names that remat policies save, so that these do not run the kernel again.
     out = checkpoint_name(out, "attention_output")
@@ -64,7 +79,9 @@ def _attend_forward(q: Array, k: Array, v: Array, plan: TilePlan, scores: Scores
     return out, (q, k, v, plan, out, lse)
 
 
-def _attend_backward(scores: Scores, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
+def _attend_backward(
+    scores: Scores, residuals: tuple, d_out: Array
+) -> tuple[Array, Array, Array, None]:
     q, k, v, plan, out, lse = residuals
     delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
     return *_run(_gradients, padded_gradients, plan, scores, q, k, v, d_out, lse, delta), None
@@ -74,7 +91,11 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _run(
-    kernel: Callable[..., Any], triton: Callable[..., Any], plan: TilePlan, scores: Scores, *arrays: Array
+    kernel: Callable[..., Any],
+    triton: Callable[..., Any],
+    plan: TilePlan,
+    scores: Scores,
+    *arrays: Array,
 ) -> tuple[Array, ...]:
     """Run the kernel, or Triton's where the bits of some row have no room."""
     dtype = arrays[0].dtype
@@ -83,10 +104,13 @@ def _run(
     if all(x.bits.shape[1] == math.prod(x.blocks.order.shape[1:]) for x in lists):
         return hopper(*arrays)  # room for all there can be
     fits = (plan.by_query.fits & plan.by_key.fits).all()
-    return lax.cond(fits, hopper, partial(triton, plan=plan.triton, scores=scores, dtype=dtype), *arrays)
+    return lax.cond(
+        fits, hopper, partial(triton, plan=plan.triton, scores=scores, dtype=dtype), *arrays
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ kernels
+# --------------------------------------------------------------------------------------------------
+# kernels
 
 _TILED = plgpu.Layout.WGMMA  # of an accumulator over the threads of a warpgroup
 _PER_ROW = _TILED.reduce(1)
@@ -107,7 +131,9 @@ class _Program(NamedTuple):
 
     @classmethod
     def of(cls, order: Any, count: Any, first: Any, bits: Any, parts: int = 1) -> _Program:
-        row, head, tile, warpgroup = (lax.axis_index(name) for name in ("row", "head", "tile", "warpgroup"))
+        row, head, tile, warpgroup = (
+            lax.axis_index(name) for name in ("row", "head", "tile", "warpgroup")
+        )
         unmasked, live = (parts * count[row, tile, i] for i in range(2))
         return cls(row, head, tile, warpgroup, (order, first, bits), parts, unmasked, live)
 
@@ -128,7 +154,9 @@ class _Program(NamedTuple):
         words = plgpu.load(bits.at[index], layout=_TILED, optimized=False)
         if self.parts == 1:
             return words
-        return lax.shift_right_logical(words, lax.rem(step, jnp.int32(self.parts)) * (columns // WORDS))
+        return lax.shift_right_logical(
+            words, lax.rem(step, jnp.int32(self.parts)) * (columns // WORDS)
+        )
 
     def visit(self, body: Callable[[bool, Array, Any], Any], carry: Any) -> Any:
         """Fold `body(masked, step, carry)` over the blocks allowed as a whole, then over those allowed in part."""
@@ -178,7 +206,8 @@ def _stream(steps: Array, *rings: tuple[_Ring, Callable[[Array], tuple[Any, ...]
 
             ring.load(slot, *source(step))
 
-    for slot in range(_STAGES):  # a barrier must not be left behind with an arrival that nobody waited for
+    # a barrier must not be left behind with an arrival that nobody waited for
+    for slot in range(_STAGES):
 
         @pl.when(steps > slot)
         def _(slot: int = slot) -> None:
@@ -203,7 +232,9 @@ def _allowed(words: Array, columns: int, interpret: bool) -> Array:
         shifts = jnp.arange(columns // WORDS)[None, :, None]
         return (((words[:, None, :] >> shifts) & 1) != 0).reshape(shape)
 
-    @plgpu.inline_mgpu(arg_types=(_TILED,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.bool_, _TILED))
+    @plgpu.inline_mgpu(
+        arg_types=(_TILED,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.bool_, _TILED)
+    )
     def unpack(_: Any, words: Any) -> Any:
         registers = np.empty(_TILED.to_mgpu().registers_shape(shape), dtype=object)
         for bit in range(columns // WORDS):
@@ -264,10 +295,14 @@ def _shared(blocks: int, rows: int, width: int, dtype: jnp.dtype) -> Any:
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(8 * width * itemsize)
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))
-    return plgpu.SMEM((blocks, rows, width), dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+    return plgpu.SMEM(
+        (blocks, rows, width), dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle))
+    )
 
 
-def _kernel(body: Callable[..., None], name: str, grid: tuple[int, ...], scores: Scores, **types: Any) -> Callable:
+def _kernel(
+    body: Callable[..., None], name: str, grid: tuple[int, ...], scores: Scores, **types: Any
+) -> Callable:
     """Make a kernel of a grid of (heads, tiles, rows), each of two warpgroups that multiply and one that loads."""
     return plgpu.kernel(
         body,
@@ -283,7 +318,9 @@ def _kernel(body: Callable[..., None], name: str, grid: tuple[int, ...], scores:
     )
 
 
-def _forward(q: Array, k: Array, v: Array, *, plan: TilePlan, scores: Scores) -> tuple[Array, Array]:
+def _forward(
+    q: Array, k: Array, v: Array, *, plan: TilePlan, scores: Scores
+) -> tuple[Array, Array]:
     """Compute the output, and float32 `[B, N, T]`, log2 of the sums of exponents; -inf where nothing is attended."""
     rows, length, heads, width = q.shape
     group = heads // k.shape[2]
@@ -303,7 +340,9 @@ def _forward(q: Array, k: Array, v: Array, *, plan: TilePlan, scores: Scores) ->
             plgpu.set_max_registers(232, action="increase")
             warpgroup = program.warpgroup
             q_tile = q_smem.at[warpgroup]
-            plgpu.copy_gmem_to_smem(q_ref.at[row, program.rows(), head], q_tile, q_loaded.at[warpgroup])
+            plgpu.copy_gmem_to_smem(
+                q_ref.at[row, program.rows(), head], q_tile, q_loaded.at[warpgroup]
+            )
             plgpu.barrier_wait(q_loaded.at[warpgroup])
 
             @pl.when(live > 0)
@@ -312,7 +351,9 @@ def _forward(q: Array, k: Array, v: Array, *, plan: TilePlan, scores: Scores) ->
 
             pl.when(warpgroup == 1)(next_turn)
 
-            def visit(masked: bool, step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            def visit(
+                masked: bool, step: Array, carry: tuple[Array, Array, Array]
+            ) -> tuple[Array, Array, Array]:
                 out, row_max, total = carry
                 slot = _slot(step)
 
@@ -328,7 +369,8 @@ def _forward(q: Array, k: Array, v: Array, *, plan: TilePlan, scores: Scores) ->
                 if masked:
                     s = jnp.where(_allowed(words, KEYS, scores.interpret), s, -jnp.inf)
                 new_max = jnp.maximum(row_max, s.max(axis=1) * factor)
-                # Queries that have seen nothing yet have the maximum -inf, and -inf - -inf would be NaN.
+                # Queries that have seen nothing yet have the maximum -inf, and -inf - -inf would be
+                # NaN.
                 base = jnp.where(new_max == -jnp.inf, 0.0, new_max) if masked else new_max
                 rescale = jnp.exp2(row_max - base)
                 weights = jnp.exp2(s * factor - _across(base, pairs))
@@ -336,7 +378,9 @@ def _forward(q: Array, k: Array, v: Array, *, plan: TilePlan, scores: Scores) ->
                 total = total * rescale + weights.sum(axis=1)
                 weights = weights.astype(dtype)
                 if not scores.interpret:  # all of this in this warpgroup's turn
-                    out, total, new_max, weights = lax.optimization_barrier((out, total, new_max, weights))
+                    out, total, new_max, weights = lax.optimization_barrier(
+                        (out, total, new_max, weights)
+                    )
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(values.loaded.at[slot])
                 plgpu.barrier_wait(turn)
@@ -346,7 +390,9 @@ def _forward(q: Array, k: Array, v: Array, *, plan: TilePlan, scores: Scores) ->
                     def _() -> None:
                         plgpu.barrier_wait(keys.loaded.at[_slot(step + 1)])
 
-                out = _add_product(out, weights, values.blocks.at[slot], scores.interpret, await_keys)
+                out = _add_product(
+                    out, weights, values.blocks.at[slot], scores.interpret, await_keys
+                )
                 plgpu.barrier_arrive(values.free.at[slot])
                 return out, new_max, total
 
@@ -375,10 +421,18 @@ def _forward(q: Array, k: Array, v: Array, *, plan: TilePlan, scores: Scores) ->
         "hopper_attention_forward",
         (heads, length // TILE, rows),
         scores,
-        out_type=(jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct((rows, heads, length), jnp.float32)),
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, dtype),
+            jax.ShapeDtypeStruct((rows, heads, length), jnp.float32),
+        ),
         scratch_types=[
             *(_shared(COMPUTING, ROWS, width, dtype), plgpu.SMEM((COMPUTING, ROWS), jnp.float32)),
-            *(plgpu.Barrier(num_barriers=COMPUTING), ring, ring, plgpu.Barrier(num_arrivals=COMPUTING)),
+            *(
+                plgpu.Barrier(num_barriers=COMPUTING),
+                ring,
+                ring,
+                plgpu.Barrier(num_arrivals=COMPUTING),
+            ),
         ],
     )(q, k, v, *_operands(plan.by_query))
 
@@ -388,7 +442,15 @@ def _operands(lists: TileLists) -> tuple[Array, ...]:
 
 
 def _gradients(
-    q: Array, k: Array, v: Array, d_out: Array, lse: Array, delta: Array, *, plan: TilePlan, scores: Scores
+    q: Array,
+    k: Array,
+    v: Array,
+    d_out: Array,
+    lse: Array,
+    delta: Array,
+    *,
+    plan: TilePlan,
+    scores: Scores,
 ) -> tuple[Array, Array, Array]:
     """Compute the gradients of q, k and v."""
     arrays = q, k, v, d_out, lse, delta
@@ -396,7 +458,14 @@ def _gradients(
 
 
 def _d_query(
-    q: Array, k: Array, v: Array, d_out: Array, lse: Array, delta: Array, lists: TileLists, scores: Scores
+    q: Array,
+    k: Array,
+    v: Array,
+    d_out: Array,
+    lse: Array,
+    delta: Array,
+    lists: TileLists,
+    scores: Scores,
 ) -> Array:
     """Compute the gradient of queries."""
     rows, length, heads, width = q.shape
@@ -404,7 +473,20 @@ def _d_query(
     dtype = q.dtype
     pairs = (ROWS, _D_KEYS)
 
-    def body(q_ref, k_ref, v_ref, order, count, first, bits, d_out_ref, lse_ref, delta_ref, d_q_ref, *scratch):
+    def body(
+        q_ref,
+        k_ref,
+        v_ref,
+        order,
+        count,
+        first,
+        bits,
+        d_out_ref,
+        lse_ref,
+        delta_ref,
+        d_q_ref,
+        *scratch,
+    ):
         q_smem, d_out_smem, tile_loaded, keys, values = scratch
         program = _Program.of(order, count, first, bits, KEYS // _D_KEYS)
         row, head = program.row, program.head
@@ -432,7 +514,11 @@ def _d_query(
                     plgpu.barrier_wait(values.loaded.at[slot])
                     plgpu.wgmma(d_weights, d_out_tile, values.blocks.at[slot].transpose((1, 0)))
                     words = program.words(step, _D_KEYS) if masked else None
-                    first = products[...] if scores.interpret else plgpu.wgmma_accumulator_load(products, wait_n=1)
+                    first = (
+                        products[...]
+                        if scores.interpret
+                        else plgpu.wgmma_accumulator_load(products, wait_n=1)
+                    )
                     return first, d_weights[...], words
 
                 accumulator = plgpu.ACC(pairs, jnp.float32)
@@ -445,7 +531,9 @@ def _d_query(
                 d_scores = weights * (d_weights - _across(delta, pairs))
                 if slope is not None:
                     d_scores = d_scores * slope
-                d_q = _add_product(d_q, d_scores.astype(dtype), keys.blocks.at[slot], scores.interpret)
+                d_q = _add_product(
+                    d_q, d_scores.astype(dtype), keys.blocks.at[slot], scores.interpret
+                )
                 plgpu.barrier_arrive(keys.free.at[slot])
                 return d_q
 
@@ -467,12 +555,25 @@ def _d_query(
         (heads, length // TILE, rows),
         scores,
         out_type=jax.ShapeDtypeStruct(q.shape, dtype),
-        scratch_types=[tile, tile, plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING), ring, ring],
+        scratch_types=[
+            tile,
+            tile,
+            plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING),
+            ring,
+            ring,
+        ],
     )(q, k, v, *_operands(lists), d_out, lse, delta)
 
 
 def _d_key(
-    q: Array, k: Array, v: Array, d_out: Array, lse: Array, delta: Array, lists: TileLists, scores: Scores
+    q: Array,
+    k: Array,
+    v: Array,
+    d_out: Array,
+    lse: Array,
+    delta: Array,
+    lists: TileLists,
+    scores: Scores,
 ) -> tuple[Array, Array]:
     """Compute the gradients of keys and values, over all query heads of their group."""
     rows, length, heads, width = q.shape
@@ -480,7 +581,21 @@ def _d_key(
     dtype = q.dtype
     pairs = (ROWS, QUERIES)  # transposed, so that no product needs a transposed accumulator
 
-    def body(q_ref, k_ref, v_ref, order, count, first, bits, d_out_ref, lse_ref, delta_ref, d_k_ref, d_v_ref, *scratch):
+    def body(
+        q_ref,
+        k_ref,
+        v_ref,
+        order,
+        count,
+        first,
+        bits,
+        d_out_ref,
+        lse_ref,
+        delta_ref,
+        d_k_ref,
+        d_v_ref,
+        *scratch,
+    ):
         k_smem, v_smem, tile_loaded, queries, gradients = scratch
         program = _Program.of(order, count, first, bits)
         row, live = program.row, program.live
@@ -496,7 +611,9 @@ def _d_key(
             plgpu.barrier_wait(tile_loaded.at[warpgroup])
 
             def of_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-                def visit(masked: bool, step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                def visit(
+                    masked: bool, step: Array, carry: tuple[Array, Array]
+                ) -> tuple[Array, Array]:
                     d_k, d_v = carry
                     slot = _slot(head * live + step)
                     plgpu.barrier_wait(queries.loaded.at[slot])
@@ -511,15 +628,21 @@ def _d_key(
                     s, factor, slope = _capped(products, scores)
                     weights = jnp.exp2(s * factor - _across(lse, pairs, 1))
                     if masked:
-                        weights = jnp.where(_allowed(words, QUERIES, scores.interpret), weights, 0.0)
+                        weights = jnp.where(
+                            _allowed(words, QUERIES, scores.interpret), weights, 0.0
+                        )
                     plgpu.barrier_wait(gradients.loaded.at[slot])
-                    d_v, d_weights = add_and_multiply(d_v, weights.astype(dtype), gradients.blocks.at[slot])
+                    d_v, d_weights = add_and_multiply(
+                        d_v, weights.astype(dtype), gradients.blocks.at[slot]
+                    )
                     delta = plgpu.load(gradients.numbers.at[slot], layout=_PER_COLUMN)
                     d_scores = weights * (d_weights - _across(delta, pairs, 1))
                     if slope is not None:
                         d_scores = d_scores * slope
                     plgpu.barrier_arrive(gradients.free.at[slot])
-                    d_k = _add_product(d_k, d_scores.astype(dtype), queries.blocks.at[slot], scores.interpret)
+                    d_k = _add_product(
+                        d_k, d_scores.astype(dtype), queries.blocks.at[slot], scores.interpret
+                    )
                     plgpu.barrier_arrive(queries.free.at[slot])
                     return d_k, d_v
 
@@ -535,7 +658,9 @@ def _d_key(
                     plgpu.wgmma(refs[1], v_tile, d_out.transpose((1, 0)))
                     plgpu.wgmma(refs[0], weights, d_out)
 
-                return pl.run_state(multiply)((plgpu.ACC.init(d_v), plgpu.ACC.init(_zeros(pairs, _TILED))))
+                return pl.run_state(multiply)(
+                    (plgpu.ACC.init(d_v), plgpu.ACC.init(_zeros(pairs, _TILED)))
+                )
 
             zeros = _zeros((ROWS, width), _TILED)
             d_k, d_v = lax.fori_loop(0, group, of_head, (zeros, zeros))
@@ -556,7 +681,9 @@ def _d_key(
 
                 return source
 
-            _stream(group * live, (queries, of(q_ref, lse_ref)), (gradients, of(d_out_ref, delta_ref)))
+            _stream(
+                group * live, (queries, of(q_ref, lse_ref)), (gradients, of(d_out_ref, delta_ref))
+            )
 
         pl.when(program.warpgroup < COMPUTING)(compute)
         pl.when(program.warpgroup == COMPUTING)(load)
@@ -569,5 +696,11 @@ def _d_key(
         (k.shape[2], length // TILE, rows),
         scores,
         out_type=(jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
-        scratch_types=[tile, tile, plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING), ring, ring],
+        scratch_types=[
+            tile,
+            tile,
+            plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING),
+            ring,
+            ring,
+        ],
     )(q, k, v, *_operands(lists), d_out, lse, delta)

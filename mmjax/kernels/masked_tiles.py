@@ -1,7 +1,7 @@
 """Blocks that the Hopper kernels visit, and the masks of those that are allowed in part, as bits.
 
-Made once per batch for all layers and heads: a mask's six fields for each column of a block would not fit in the
-registers of a thread, one bit does.
+Made once per batch for all layers and heads: a mask's six fields for each column of a block would
+not fit in the registers of a thread, one bit does.
 """
 
 from __future__ import annotations
@@ -22,22 +22,28 @@ ROWS = 64  # of a tile for one warpgroup: those of a product
 COMPUTING = 2  # warpgroups that multiply
 TILE = COMPUTING * ROWS  # queries, or keys in the gradients of keys, of a program
 KEYS = 128  # of a block that a tile of queries visits
-QUERIES = 64  # of a block that a tile of keys visits: its four accumulators leave no registers for more
+# of a block that a tile of keys visits: its four accumulators leave no registers for more
+QUERIES = 64
 WORDS = 8  # of bits for each row of a block: a thread holds pairs of columns that are 8 apart
-# Blocks that are allowed in part for each tile and 128 columns, for which there is room. Packed samples, windows and
-# items of any lengths take at most 6; masks that take more, as kinds that see each other at random, run in Triton.
+# Blocks that are allowed in part for each tile and 128 columns, for which there is room. Packed
+# samples, windows and items of any lengths take at most 6; masks that take more, as kinds that see
+# each other at random, run in Triton.
 MASKED_BLOCKS = 16
 OLDEST_JAX = (0, 11, 2)  # whose Mosaic GPU has all that the kernels use
 
 
-def unsupported(capability: str | None, length: int, head_width: int, itemsize: int, max_block: int) -> str | None:
+def unsupported(
+    capability: str | None, length: int, head_width: int, itemsize: int, max_block: int
+) -> str | None:
     """Say why the Hopper kernels do not run rows of this length on a device of this compute capability, if so."""
     reasons = {
         f"compute capability {capability}": capability != "9.0",
         f"JAX {jax.__version__}": jax.__version_info__[:3] < OLDEST_JAX,
-        f"heads of {head_width} channels": not 16 <= head_width <= 128,  # wider ones do not fit in registers
+        # wider ones do not fit in registers
+        f"heads of {head_width} channels": not 16 <= head_width <= 128,
         f"numbers of {itemsize} bytes": itemsize != 2,
-        f"blocks of {max_block} tokens": max_block < TILE,  # of windows, which leave half a tile idle
+        # of windows, which leave half a tile idle
+        f"blocks of {max_block} tokens": max_block < TILE,
         f"rows of {length} tokens": length <= TILE // 2,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -46,8 +52,8 @@ def unsupported(capability: str | None, length: int, head_width: int, itemsize: 
 class TileLists(NamedTuple):
     """Blocks that each tile visits, and the masks of those that are allowed in part, in the order of the lists.
 
-    bits: int32 [B, capacity, TILE, 8]; bit j of word e of a row is column 8 j + e. first: int32 [B, tiles], the first
-    mask of a tile. fits: bool [B], whether there is room for all.
+    bits: int32 [B, capacity, TILE, 8]; bit j of word e of a row is column 8 j + e. first: int32 [B,
+    tiles], the first mask of a tile. fits: bool [B], whether there is room for all.
     """
 
     blocks: BlockLists
@@ -76,13 +82,19 @@ class TileLists(NamedTuple):
         take = partial(jnp.take_along_axis, axis=1)
         step = number - take(first, tile) + take(blocks.count[..., 0], tile)
         block = take(blocks.order.reshape(rows, -1), tile * across + jnp.clip(step, 0, across - 1))
-        return cls(blocks, first.astype(jnp.int32), pack_bits(evaluate(tile, block)), end[:, -1] <= capacity)
+        return cls(
+            blocks,
+            first.astype(jnp.int32),
+            pack_bits(evaluate(tile, block)),
+            end[:, -1] <= capacity,
+        )
 
 
 class TilePlan(NamedTuple):
     """All that the kernels need of a mask: made once for all layers of a tower.
 
-    triton: for masks with no room for all bits. With `index` all arrays hold several masks, as a BlockPlan's.
+    triton: for masks with no room for all bits. With `index` all arrays hold several masks, as a
+    BlockPlan's.
     """
 
     by_query: TileLists  # of output and gradient of queries

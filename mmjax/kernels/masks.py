@@ -1,7 +1,8 @@
 """Attention masks as a few integers per token, and the pairs of blocks in which a mask allows anything.
 
-`allowed` is the one definition of the mask. Kernels visit the pairs of blocks of queries and keys in `BlockLists`: full
-pairs, in which nothing is masked, and partial ones, in which `allowed` is evaluated (as FlexAttention's BlockMask).
+`allowed` is the one definition of the mask. Kernels visit the pairs of blocks of queries and keys
+in `BlockLists`: full pairs, in which nothing is masked, and partial ones, in which `allowed` is
+evaluated (as FlexAttention's BlockMask).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class MaskSpec(NamedTuple):
     span: Array  # item whose tokens attend each other bidirectionally, 0 = none
     kind: Array  # one bit: this token's modality (bit 0 = text)
     sees: Array  # bits of the kinds that this query may attend causally
-    reach: Array | None = None  # sliding window: causal keys, the query itself included; None: unlimited
+    # sliding window: causal keys, the query itself included; None: unlimited
+    reach: Array | None = None
 
 
 def encoder_mask(item: Int[Array, "b t"]) -> MaskSpec:
@@ -41,7 +43,8 @@ def encoder_mask(item: Int[Array, "b t"]) -> MaskSpec:
 def allowed(q: MaskSpec, k: MaskSpec) -> Bool[Array, "*b q k"]:
     """Evaluate the mask: queries on the last axis but one, keys on the last.
 
-    A query attends keys of its own sample: those of its span, and earlier ones of a kind that it sees, in its window.
+    A query attends keys of its own sample: those of its span, and earlier ones of a kind that it
+    sees, in its window.
     """
     q = jax.tree.map(lambda x: x[..., :, None], q)
     k = jax.tree.map(lambda x: x[..., None, :], k)
@@ -55,7 +58,8 @@ def allowed(q: MaskSpec, k: MaskSpec) -> Bool[Array, "*b q k"]:
 class BlockLists(NamedTuple):
     """For each block of one side, the blocks of the other: those allowed as a whole first, then those in part.
 
-    order: int32 [*B, X, Y]; count: int32 [*B, X, 2], how many are allowed as a whole, and how many at all.
+    order: int32 [*B, X, Y]; count: int32 [*B, X, 2], how many are allowed as a whole, and how many
+    at all.
     """
 
     order: Array
@@ -92,23 +96,28 @@ def block_pairs(
 ) -> tuple[Bool[Array, "b x y"], Bool[Array, "b x y"]]:
     """Find the pairs of blocks that are allowed as a whole, and those that may hold an allowed pair of tokens.
 
-    Both are conservative, as they compare the ranges of the fields in two blocks: a pair that is called whole is, one
-    that is not called live holds nothing. q_size and k_size divide the length.
+    Both are conservative, as they compare the ranges of the fields in two blocks: a pair that is
+    called whole is, one that is not called live holds nothing. q_size and k_size divide the length.
     """
     q = _BlockRanges.of(q_mask, q_size)
     k = _BlockRanges.of(k_mask, k_size)
     same_span = _overlap(q.span, k.span)
-    # A causal pair needs a key that is not behind the last query, in its window, and a kind that some query sees.
+    # A causal pair needs a key that is not behind the last query, in its window, and a kind that
+    # some query sees.
     causal = k.pos.low[:, None, :] <= q.pos.high[:, :, None]
     causal &= (q.any_sees[:, :, None] & k.any_kind[:, None, :]) != 0
     causal &= k.pos.high[:, None, :] > q.horizon.low[:, :, None]
-    same_sample = _overlap(q.sample, k.sample) & ((q.any_sample[:, :, None] & k.any_sample[:, None, :]) != 0)
+    same_sample = _overlap(q.sample, k.sample) & (
+        (q.any_sample[:, :, None] & k.any_sample[:, None, :]) != 0
+    )
     live = same_sample & (same_span | causal)
-    # All queries and keys are of one sample, and either of one span, or every query is behind every key.
+    # All queries and keys are of one sample, and either of one span, or every query is behind every
+    # key.
     one_span = _equal(q.all_span, k.all_span) & (q.all_span.low != 0)[:, :, None]
     all_causal = k.pos.high[:, None, :] <= q.pos.low[:, :, None]
     all_causal &= k.pos.low[:, None, :] > q.horizon.high[:, :, None]
-    # One bit that all queries see and all keys have: kinds are single bits, so the keys are of one kind.
+    # One bit that all queries see and all keys have: kinds are single bits, so the keys are of one
+    # kind.
     all_causal &= (q.all_sees[:, :, None] & k.all_kind[:, None, :]) != 0
     one_sample = _equal(q.all_sample, k.all_sample) & (q.all_sample.low >= 0)[:, :, None]
     return one_sample & (one_span | all_causal), live
@@ -126,7 +135,8 @@ class _BlockRanges(NamedTuple):
     pos: _Range
     span: _Range  # of tokens that have one
     horizon: _Range  # the last position that a query cannot see any more
-    any_sample: Array  # one bit for each sample, by its number modulo 32: a range may span samples that have no token
+    # one bit for each sample, by its number modulo 32: a range may span samples that have no token
+    any_sample: Array
     any_sees: Array
     any_kind: Array
     all_sample: _Range
@@ -156,7 +166,9 @@ class _BlockRanges(NamedTuple):
             pos=ranges(mask.pos, valid),
             span=ranges(mask.span, valid & (mask.span != 0)),
             horizon=ranges(mask.pos - reach, valid),
-            any_sample=jnp.bitwise_or.reduce(blocks(jnp.where(valid, 1 << (mask.sample & 31), 0)), axis=-1),
+            any_sample=jnp.bitwise_or.reduce(
+                blocks(jnp.where(valid, 1 << (mask.sample & 31), 0)), axis=-1
+            ),
             any_sees=jnp.bitwise_or.reduce(blocks(mask.sees), axis=-1),
             any_kind=jnp.bitwise_or.reduce(blocks(mask.kind), axis=-1),
             all_sample=ranges(mask.sample),

@@ -22,33 +22,45 @@ class KernelTiles(NamedTuple):
     d_key: Tiles
 
 
-# Tokens of a block, also of attention in XLA operations. On a CPU core rows of several samples take .4 to .65 of the
-# time with 256, and a long sample .85 to 1.1 of it (docs/measurements/first_run.md).
+# Tokens of a block, also of attention in XLA operations. On a CPU core rows of several samples take
+# .4 to .65 of the time with 256, and a long sample .85 to 1.1 of it
+# (docs/measurements/first_run.md).
 MAX_BLOCK = 128
-# In float32, whose products Triton unrolls into single additions, larger blocks take the compiler minutes.
+# In float32, whose products Triton unrolls into single additions, larger blocks take the compiler
+# minutes.
 MAX_FLOAT32_BLOCK = 32
-# By head width up to and including. The fastest on an H200 of those tried (docs/measurements/gpu.md) up to 128.
+# By head width up to and including. The fastest on an H200 of those tried
+# (docs/measurements/gpu.md) up to 128.
 TILES = {
     128: KernelTiles(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     256: KernelTiles(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2)),
 }
 
 
-def tiles_for(head_width: int, length: int, max_block: int = MAX_BLOCK, itemsize: int = 2) -> KernelTiles:
+def tiles_for(
+    head_width: int, length: int, max_block: int = MAX_BLOCK, itemsize: int = 2
+) -> KernelTiles:
     """Choose tiles for heads of this width, of at most `max_block` tokens (16 or more), in short rows the row's.
 
     itemsize: bytes of a number of the queries and keys.
     """
     widths = [width for width in TILES if head_width <= width]
     if not widths:
-        raise ValueError(f"heads of {head_width} channels are wider than the kernel takes, {max(TILES)}")
-    limit = max(16, min(padded_width(length), max_block, MAX_FLOAT32_BLOCK if itemsize > 2 else MAX_BLOCK))
-    return KernelTiles._make(t._replace(q=min(t.q, limit), k=min(t.k, limit)) for t in TILES[min(widths)])
+        raise ValueError(
+            f"heads of {head_width} channels are wider than the kernel takes, {max(TILES)}"
+        )
+    limit = max(
+        16, min(padded_width(length), max_block, MAX_FLOAT32_BLOCK if itemsize > 2 else MAX_BLOCK)
+    )
+    return KernelTiles._make(
+        t._replace(q=min(t.q, limit), k=min(t.k, limit)) for t in TILES[min(widths)]
+    )
 
 
 def window_block(window: int) -> int:
     """Choose the longest block, in tokens, of a tower whose layers attend in squares of `window` x `window` patches."""
-    # A block of more tokens than a square has would hold several, each of which sees a part of the block's keys.
+    # A block of more tokens than a square has would hold several, each of which sees a part of the
+    # block's keys.
     return min(1 << (window**2).bit_length() - 1, MAX_BLOCK)
 
 

@@ -21,30 +21,40 @@ def token_losses(logits: jax.Array, text: TextBatch) -> jax.Array:
     return _weighted(log_sum, target_logits, text)
 
 
-def losses_in_chunks(hidden: jax.Array, table: jax.Array, text: TextBatch, chunks: int, cap: float = 0.0) -> jax.Array:
+def losses_in_chunks(
+    hidden: jax.Array, table: jax.Array, text: TextBatch, chunks: int, cap: float = 0.0
+) -> jax.Array:
     """Compute `token_losses` from `hidden` and `table`, with the logits of one part of the vocabulary at a time.
 
-    Parts of the vocabulary and not of the positions: each has a part of the table's gradient to itself, so no gradient
-    is reduced over the devices more than once. Backward makes each part's logits again. `chunks` must divide a shard of
-    the vocabulary. cap: of the logits. A table `[p, v, d]` has a copy for every part of the rows, along `data`.
+    Parts of the vocabulary and not of the positions: each has a part of the table's gradient to
+    itself, so no gradient is reduced over the devices more than once. Backward makes each part's
+    logits again. `chunks` must divide a shard of the vocabulary. cap: of the logits. A table `[p,
+    v, d]` has a copy for every part of the rows, along `data`.
     """
     if chunks == 1:
         return token_losses(logits_of(hidden, table, cap), text)
     # In float32 outside, so that the parts' gradients of the activations add up in float32.
     wide = hidden.astype(jnp.float32)
 
-    # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
+    # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier
+    # against that.
     @partial(jax.checkpoint, prevent_cse=False)
-    def chunk_loss(wide: jax.Array, part: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def chunk_loss(
+        wide: jax.Array, part: jax.Array, token: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         logits = logits_of(wide, part, cap, hidden.dtype)
         return jax.nn.logsumexp(logits, axis=-1), _target_logits(logits, token, text.target)
 
     def cut(table: jax.Array) -> jax.Array:
         return cut_in_shards(table, chunks, "vocab", "embed")
 
-    tables = cut(table) if table.ndim == 2 else jax.vmap(cut, out_axes=1, spmd_axis_name="data")(table)
+    tables = (
+        cut(table) if table.ndim == 2 else jax.vmap(cut, out_axes=1, spmd_axis_name="data")(table)
+    )
     parts = tables, cut_in_shards(jnp.arange(table.shape[-2]), chunks, "vocab")
-    _, (log_sums, target_logits) = jax.lax.scan(lambda _, part: (None, chunk_loss(wide, *part)), None, parts)
+    _, (log_sums, target_logits) = jax.lax.scan(
+        lambda _, part: (None, chunk_loss(wide, *part)), None, parts
+    )
     return _weighted(jax.nn.logsumexp(log_sums, axis=0), target_logits.sum(0), text)
 
 
@@ -52,8 +62,8 @@ def _target_logits(logits: jax.Array, token: jax.Array, target: jax.Array) -> ja
     """Return the logit of each position's target, 0 where it is none of these tokens, which follow each other."""
     if on_one_cpu():
         return _gathered_logits(logits, token, target)
-    # By a product, which is fused with the logits' other uses. Gathering would need them all in memory, and the zeros
-    # of a selection are an array as large.
+    # By a product, which is fused with the logits' other uses. Gathering would need them all in
+    # memory, and the zeros of a selection are an array as large.
     return (logits * (token == target[..., None])).sum(-1)
 
 
@@ -74,7 +84,8 @@ def _gathered_logits_backward(
 
 
 _gathered_logits.defvjp(
-    lambda logits, token, target: (_gathered_logits(logits, token, target), (token, target)), _gathered_logits_backward
+    lambda logits, token, target: (_gathered_logits(logits, token, target), (token, target)),
+    _gathered_logits_backward,
 )
 
 

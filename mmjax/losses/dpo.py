@@ -1,7 +1,8 @@
 """Direct preference optimisation: compare a chosen answer with a rejected one.
 
-The loss of a pair is -log sigmoid(beta * ((c - c_ref) - (r - r_ref))), where c and r are sums of log-probabilities of
-the chosen answer's tokens and the rejected one's (Rafailov et al. 2023, equation 7).
+The loss of a pair is -log sigmoid(beta * ((c - c_ref) - (r - r_ref))), where c and r are sums of
+log-probabilities of the chosen answer's tokens and the rejected one's (Rafailov et al. 2023,
+equation 7).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from mmjax.batch import FIRST_BRANCH_BIT, TextBatch
 from mmjax.config.losses import Dpo
 from mmjax.losses.sample_totals import sample_totals
 
-CHOSEN, REJECTED = (1 << FIRST_BRANCH_BIT + k for k in range(2))  # `TextBatch.kind` of a pair's answers
+# `TextBatch.kind` of a pair's answers
+CHOSEN, REJECTED = (1 << FIRST_BRANCH_BIT + k for k in range(2))
 
 
 def measures(config: Dpo) -> dict[str, str]:
@@ -27,13 +29,17 @@ def token_losses(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute at every token `[R, T]` its pair's loss and measures.
 
-    log_probs, reference: of every token `[R, T]`, 0 where it isn't trained; of the reference only the sum over an
-    answer counts, wherever in it.
+    log_probs, reference: of every token `[R, T]`, 0 where it isn't trained; of the reference only
+    the sum over an answer counts, wherever in it.
     """
     chosen, rejected = text.kind == CHOSEN, text.kind == REJECTED
     ratios = log_probs - reference
     trained = (text.weight > 0).astype(jnp.float32)
-    of_answers = [jnp.where(answer, x, 0.0) for x in (ratios, log_probs, trained) for answer in (chosen, rejected)]
+    of_answers = [
+        jnp.where(answer, x, 0.0)
+        for x in (ratios, log_probs, trained)
+        for answer in (chosen, rejected)
+    ]
     better, worse, better_log_prob, worse_log_prob, *counts = sample_totals(of_answers, text)
     lengths = [jnp.maximum(n, 1) if config.loss_type == "sigmoid_norm" else 1.0 for n in counts]
     losses = -jax.nn.log_sigmoid(config.beta * (better / lengths[0] - worse / lengths[1]))

@@ -1,6 +1,7 @@
 """Policy optimisation by rewards of answers that a model has drawn: PPO's clipped objective of every token.
 
-Schulman et al. 2017, equation 7; advantages are the data's (GRPO, Shao et al. 2024; DAPO, Yu et al. 2025).
+Schulman et al. 2017, equation 7; advantages are the data's (GRPO, Shao et al. 2024; DAPO, Yu et al.
+2025).
 """
 
 from __future__ import annotations

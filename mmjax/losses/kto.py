@@ -1,9 +1,9 @@
 """Kahneman-Tversky optimisation: make good answers likelier than the reference does, and bad ones less likely.
 
-The loss of an answer is w * (1 - sigmoid(beta * s * ((y - y_ref) - kl))), where y is the sum of log-probabilities of
-its tokens, s is 1 for a good answer and -1 for a bad one, and w is the weight of its kind (Ethayarajh et al. 2024,
-equations 7 and 8). kl is the mean of y - y_ref over the microbatch's samples, each with another record's answer, but at
-least 0; it has no gradient.
+The loss of an answer is w * (1 - sigmoid(beta * s * ((y - y_ref) - kl))), where y is the sum of
+log-probabilities of its tokens, s is 1 for a good answer and -1 for a bad one, and w is the weight
+of its kind (Ethayarajh et al. 2024, equations 7 and 8). kl is the mean of y - y_ref over the
+microbatch's samples, each with another record's answer, but at least 0; it has no gradient.
 """
 
 from __future__ import annotations
@@ -15,13 +15,22 @@ from mmjax.batch import FIRST_BRANCH_BIT, TextBatch
 from mmjax.config.losses import Kto
 from mmjax.losses.sample_totals import sample_totals
 
-JUDGED, MISMATCHED = (1 << FIRST_BRANCH_BIT + k for k in range(2))  # `TextBatch.kind` of a sample's answers
+# `TextBatch.kind` of a sample's answers
+JUDGED, MISMATCHED = (1 << FIRST_BRANCH_BIT + k for k in range(2))
 
 
 def measures(config: Kto) -> dict[str, str]:
     """Name what is measured beside the loss: in means over good answers, over bad ones, and over all."""
-    of_kinds = {f"{what}/{kind}": f"share/{kind}" for kind in ("chosen", "rejected") for what in ("rewards", "logps")}
-    of_all = ["share/chosen", "share/rejected", *(["kl", "logps/kl"] if config.loss_type == "kto" else [])]
+    of_kinds = {
+        f"{what}/{kind}": f"share/{kind}"
+        for kind in ("chosen", "rejected")
+        for what in ("rewards", "logps")
+    }
+    of_all = [
+        "share/chosen",
+        "share/rejected",
+        *(["kl", "logps/kl"] if config.loss_type == "kto" else []),
+    ]
     return of_kinds | dict.fromkeys(of_all, "")
 
 
@@ -30,8 +39,8 @@ def token_losses(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute at every token `[R, T]` its answer's loss and measures.
 
-    log_probs, reference: of every token `[R, T]`, 0 where it isn't trained; of the reference only the sum over an
-    answer counts, wherever in it.
+    log_probs, reference: of every token `[R, T]`, 0 where it isn't trained; of the reference only
+    the sum over an answer counts, wherever in it.
     """
     label = text.loss_inputs["labels"]
     judged, mismatched = text.kind == JUDGED, (text.kind == MISMATCHED) & (text.weight > 0)
@@ -52,6 +61,9 @@ def token_losses(
     losses = weight * (1 - jax.nn.sigmoid(config.beta * label * (ratio - kl)))
     for kind, is_kind in (("chosen", label > 0), ("rejected", label < 0)):
         share = is_kind.astype(jnp.float32)
-        values |= {f"rewards/{kind}": config.beta * ratio * share, f"logps/{kind}": log_prob * share}
+        values |= {
+            f"rewards/{kind}": config.beta * ratio * share,
+            f"logps/{kind}": log_prob * share,
+        }
         values[f"share/{kind}"] = share
     return losses, values

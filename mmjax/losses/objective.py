@@ -1,7 +1,8 @@
 """Compute what a step trains on of text: cross-entropy, or a loss of several answers to a prompt.
 
-Such answers are branches of one sample: what they share is encoded and attended once, and no answer sees another. Their
-log-probabilities come from one forward pass, those of a frozen reference from the data or from a second pass.
+Such answers are branches of one sample: what they share is encoded and attended once, and no answer
+sees another. Their log-probabilities come from one forward pass, those of a frozen reference from
+the data or from a second pass.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def mean_measures(loss: LossConfig, sums: Mapping[str, Any], weight: float) -> d
     if isinstance(loss, CrossEntropy):
         return {}
     weights = {
-        name: sums[divisor] if divisor else weight for name, divisor in ANSWER_LOSSES[loss.kind].measures(loss).items()
+        name: sums[divisor] if divisor else weight
+        for name, divisor in ANSWER_LOSSES[loss.kind].measures(loss).items()
     }
     return {name: float(sums[name] / total) for name, total in weights.items() if total > 0}
 
@@ -60,7 +62,10 @@ class TextObjective:
         reference = None
         if loss.repeats_forward:
             config = replace(model.config, lora={})
-            cuts = {name: tuple(run.start for run in runs if run.start) for name, runs in model.runs.items()}
+            cuts = {
+                name: tuple(run.start for run in runs if run.start)
+                for name, runs in model.runs.items()
+            }
             reference = Model.build(config, model.dtype, cuts, model.functions)
         return cls(model, loss, chunks, reference)
 
@@ -95,15 +100,19 @@ class TextObjective:
     ) -> tuple[Values, Callable[[jax.Array], jax.Array], Outputs | None]:
         """Run a stage as `Stage.run`; also return the outputs of the frozen reference, where there is one.
 
-        What the reference's pass makes for other stages is among the values, under the name of what the stage makes for
-        them with `REFERENCE` behind it.
+        What the reference's pass makes for other stages is among the values, under the name of what
+        the stage makes for them with `REFERENCE` behind it.
         """
         if self.reference is None:
             return *stage.run(params, inputs, batch, noise, accumulators), None
         once, twice = stage.split({*self.model.config.encoders} - self.repeated)
         reference = twice.of(self.reference)
         frozen = restrict(params, self.reference.abstract)
-        twins = {name.removesuffix(REFERENCE): x for name, x in inputs.items() if name.endswith(REFERENCE)}
+        twins = {
+            name.removesuffix(REFERENCE): x
+            for name, x in inputs.items()
+            if name.endswith(REFERENCE)
+        }
         inputs = {name: x for name, x in inputs.items() if not name.endswith(REFERENCE)}
         inputs |= once.of(self.reference).run(frozen, inputs, batch)[0]
         values, seed = twice.run(params, inputs, batch, noise, accumulators)
@@ -128,7 +137,9 @@ class TextObjective:
             stored = text.loss_inputs.get("reference_log_probs", jnp.zeros_like(log_probs))
         compute = ANSWER_LOSSES[self.loss.kind].token_losses
         losses, measures = compute(log_probs, jnp.where(trained, stored, 0.0), text, self.loss)
-        losses, measures = jax.tree.map(lambda x: jnp.where(trained, text.weight * x, 0.0), (losses, measures))
+        losses, measures = jax.tree.map(
+            lambda x: jnp.where(trained, text.weight * x, 0.0), (losses, measures)
+        )
         return losses, jax.lax.stop_gradient(measures)
 
     def _cross_entropy(self, outputs: Outputs, text: TextBatch) -> jax.Array:

@@ -1,8 +1,8 @@
 """Odds ratio preference optimisation: learn the chosen answer, and by the ratio of its odds to the rejected one's.
 
-The loss of a pair is -c - beta * log sigmoid(log odds(c) - log odds(r)), where c and r are the mean log-probabilities
-of the chosen answer's tokens and the rejected one's, and odds(x) = exp(x) / (1 - exp(x)) (Hong et al. 2024, equations 3
-to 7). There is no reference.
+The loss of a pair is -c - beta * log sigmoid(log odds(c) - log odds(r)), where c and r are the mean
+log-probabilities of the chosen answer's tokens and the rejected one's, and odds(x) = exp(x) / (1 -
+exp(x)) (Hong et al. 2024, equations 3 to 7). There is no reference.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ def token_losses(
     """
     trained = (text.weight > 0).astype(jnp.float32)
     answers = text.kind == CHOSEN, text.kind == REJECTED
-    sums = sample_totals([jnp.where(answer, x, 0.0) for x in (log_probs, trained) for answer in answers], text)
-    better, worse = (total / jnp.maximum(count, 1) for total, count in zip(sums[:2], sums[2:], strict=True))
+    sums = sample_totals(
+        [jnp.where(answer, x, 0.0) for x in (log_probs, trained) for answer in answers], text
+    )
+    better, worse = (
+        total / jnp.maximum(count, 1) for total, count in zip(sums[:2], sums[2:], strict=True)
+    )
     log_odds = _log_odds(better) - _log_odds(worse)
     ratio = jax.nn.log_sigmoid(log_odds)
     values = {

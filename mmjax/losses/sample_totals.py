@@ -15,7 +15,9 @@ def sample_totals(values: Sequence[jax.Array], text: TextBatch) -> jax.Array:
     """Add up each of these arrays `[R, T]` over the tokens of every sample: `[n, R, T]`, at all of its tokens."""
 
     def totals(sums: jax.Array, sample: jax.Array) -> jax.Array:
-        is_last = jnp.concatenate([sample[:, 1:] != sample[:, :-1], jnp.ones_like(sample[:, :1], bool)], axis=1)
+        is_last = jnp.concatenate(
+            [sample[:, 1:] != sample[:, :-1], jnp.ones_like(sample[:, :1], bool)], axis=1
+        )
         last = jnp.where(is_last, _running_sums(sums, sample), 0.0)
         return _running_sums(last[..., ::-1], sample[:, ::-1])[..., ::-1]
 
@@ -24,7 +26,8 @@ def sample_totals(values: Sequence[jax.Array], text: TextBatch) -> jax.Array:
 
 def _running_sums(values: jax.Array, sample: jax.Array) -> jax.Array:
     """Add up from each sample's first token to every position, `[n, R, T]`; a sample's tokens stand side by side."""
-    # By 1, 2, 4, ... tokens, so that no rounding depends on what else is in the row, and NaN passes to no other sample.
+    # By 1, 2, 4, ... tokens, so that no rounding depends on what else is in the row, and NaN passes
+    # to no other sample.
     step = 1
     while step < sample.shape[1]:
         earlier = jnp.where(sample[:, step:] == sample[:, :-step], values[..., :-step], 0.0)

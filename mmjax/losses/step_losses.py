@@ -1,6 +1,7 @@
 """Sum token losses by data source and find the samples with the highest losses, inside the step.
 
-A sample's loss is the mean over its tokens, which stand side by side in one row, so that nothing is computed twice.
+A sample's loss is the mean over its tokens, which stand side by side in one row, so that nothing is
+computed twice.
 """
 
 from __future__ import annotations
@@ -26,23 +27,30 @@ class ExpertSums(NamedTuple):
     tokens: jax.Array  # float32 [layers, experts]: that each expert got, in each layer that has any
     balance: jax.Array  # float32 []: mean of the microbatches' balance losses by their loss weight
     z: jax.Array  # float32 []: the same of the router's z losses
-    extra_turns: jax.Array  # float32 []: in which tokens went to the devices of their experts, beyond one a layer
+    # float32 []: in which tokens went to the devices of their experts, beyond one a layer
+    extra_turns: jax.Array
 
 
 class Losses(NamedTuple):
     """The losses of a step's microbatches; of a stage, those that it makes."""
 
-    loss: jax.Array | None = None  # float32 [sources]: weighted sum over each source's tokens; None: no LLM's loss
+    # float32 [sources]: weighted sum over each source's tokens; None: no LLM's loss
+    loss: jax.Array | None = None
     weight: jax.Array | None = None  # float32 [sources]: sum of the loss weights
-    worst_samples: jax.Array | None = None  # int32 [MAX_WORST]: ids with the highest losses, in descending order
-    worst_losses: jax.Array | None = None  # float32 [MAX_WORST]: theirs; 0 = no sample, Inf = not finite
+    # int32 [MAX_WORST]: ids with the highest losses, in descending order
+    worst_samples: jax.Array | None = None
+    # float32 [MAX_WORST]: theirs; 0 = no sample, Inf = not finite
+    worst_losses: jax.Array | None = None
     not_finite: jax.Array | None = None  # int32 []: number of samples whose loss is not finite
     experts: ExpertSums | None = None
     images: Mapping[str, jax.Array] = {}  # float32 [2] by generator: sum of errors, patches
-    measures: Mapping[str, jax.Array] = {}  # float32 [] by name: sums over tokens of what the loss measures
+    # float32 [] by name: sums over tokens of what the loss measures
+    measures: Mapping[str, jax.Array] = {}
 
 
-def zero_losses(model: ModelConfig, towers: Sequence[str], sources: int, measures: Sequence[str]) -> Losses | None:
+def zero_losses(
+    model: ModelConfig, towers: Sequence[str], sources: int, measures: Sequence[str]
+) -> Losses | None:
     """Make zeros to add the losses of these towers to; None where there are none."""
     if not towers:
         return None
@@ -85,7 +93,8 @@ def add_losses(total: Losses | None, part: Losses | None) -> Losses | None:
 def expert_sums(routing: Routing | None, share: jax.Array) -> ExpertSums | None:
     """Compute a microbatch's part of a step's sums; None where there are no experts. share: of the step's loss weight.
 
-    The balance loss is of all tokens of a microbatch, wherever they lie: a product of sums over its tokens.
+    The balance loss is of all tokens of a microbatch, wherever they lie: a product of sums over its
+    tokens.
     """
     if routing is None:
         return None
@@ -107,23 +116,28 @@ def step_loss(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute a microbatch's part of the step's loss: the sum of its tokens' losses / the weight of the whole step.
 
-    Also returns the sums of losses and of weights by source, float32 `[sources]`. total_weight: over all microbatches
-    and ranks, so that any split of the same rows gives one loss.
+    Also returns the sums of losses and of weights by source, float32 `[sources]`. total_weight:
+    over all microbatches and ranks, so that any split of the same rows gives one loss.
     """
     one_hot = (text.source[..., None] == jnp.arange(sources)).astype(jnp.float32)
     by_source = jnp.einsum("rt,rts->s", losses, one_hot)
     weight = jnp.einsum("rt,rts->s", text.weight, one_hot)
-    total_weight = jnp.where(total_weight > 0, total_weight, 1)  # a step may have nothing but images to make
+    # a step may have nothing but images to make
+    total_weight = jnp.where(total_weight > 0, total_weight, 1)
     return losses.sum() / total_weight, by_source, weight
 
 
 def image_loss(
-    errors: Mapping[str, jax.Array], items: Mapping[str, ItemBatch], totals: Mapping[str, jax.Array], model: ModelConfig
+    errors: Mapping[str, jax.Array],
+    items: Mapping[str, ItemBatch],
+    totals: Mapping[str, jax.Array],
+    model: ModelConfig,
 ) -> tuple[jax.Array | float, dict[str, jax.Array]]:
     """Compute a microbatch's part of what generators add to the loss that is trained on.
 
-    Each generator's is the mean error over the patches of the whole step, times its weight. Also returns the sums of
-    errors and the number of patches by generator, float32 `[2]`. totals: patches of the whole step.
+    Each generator's is the mean error over the patches of the whole step, times its weight. Also
+    returns the sums of errors and the number of patches by generator, float32 `[2]`. totals:
+    patches of the whole step.
     """
     loss: jax.Array | float = 0.0
     sums = image_sums(errors, items)
@@ -132,22 +146,25 @@ def image_loss(
     return loss, sums
 
 
-def image_sums(errors: Mapping[str, jax.Array], items: Mapping[str, ItemBatch]) -> dict[str, jax.Array]:
+def image_sums(
+    errors: Mapping[str, jax.Array], items: Mapping[str, ItemBatch]
+) -> dict[str, jax.Array]:
     """Sum the errors of every generator's patches and count these, float32 `[2]`."""
     return {
-        name: jnp.stack([error.sum(), (items[name].item >= 0).sum(dtype=jnp.float32)]) for name, error in errors.items()
+        name: jnp.stack([error.sum(), (items[name].item >= 0).sum(dtype=jnp.float32)])
+        for name, error in errors.items()
     }
 
 
 def worst_samples(losses: jax.Array, text: TextBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Find the samples of a microbatch with the highest losses, by its tokens' weighted losses `[R, T]`.
 
-    Returns ids int32 `[MAX_WORST]` in the length index and losses float32 `[MAX_WORST]`, as `highest_losses`, and the
-    number of samples whose loss is not finite, int32 `[]`. A sample's loss is the mean over its weighted tokens, Inf
-    where it is not finite.
+    Returns ids int32 `[MAX_WORST]` in the length index and losses float32 `[MAX_WORST]`, as
+    `highest_losses`, and the number of samples whose loss is not finite, int32 `[]`. A sample's
+    loss is the mean over its weighted tokens, Inf where it is not finite.
     """
-    # Each rank names the worst of its own rows, and only these are compared over the ranks: the same for any mesh,
-    # since of equal losses the first counts both times.
+    # Each rank names the worst of its own rows, and only these are compared over the ranks: the
+    # same for any mesh, since of equal losses the first counts both times.
     rows = (losses, text.weight, text.sample, text.owner)
     on = active()
     if on is None:
@@ -163,7 +180,9 @@ def worst_samples(losses: jax.Array, text: TextBatch) -> tuple[jax.Array, jax.Ar
             rows = [jnp.take_along_axis(x, order, axis=1) for x in rows[:4]]
         return jax.tree.map(lambda x: x[None], _worst_of_rows(*rows))
 
-    run_on_ranks = jax.shard_map(worst_of_rank, mesh=on.mesh, in_specs=over, out_specs=over, check_vma=False)
+    run_on_ranks = jax.shard_map(
+        worst_of_rank, mesh=on.mesh, in_specs=over, out_specs=over, check_vma=False
+    )
     ids, means, not_finite = run_on_ranks(*rows)
     return *highest_losses(ids.reshape(-1), means.reshape(-1)), not_finite.sum(dtype=jnp.int32)
 
@@ -177,7 +196,9 @@ def _worst_of_rows(
     counts = last & (sample >= 0) & (weight > 0)
     mean = jnp.where(counts, loss / weight, 0.0)
     mean = jnp.where(jnp.isfinite(mean), mean, jnp.inf)
-    return *highest_losses(owner.reshape(-1), mean.reshape(-1)), (mean == jnp.inf).sum(dtype=jnp.int32)
+    return *highest_losses(owner.reshape(-1), mean.reshape(-1)), (mean == jnp.inf).sum(
+        dtype=jnp.int32
+    )
 
 
 def highest_losses(ids: jax.Array, losses: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -187,10 +208,14 @@ def highest_losses(ids: jax.Array, losses: jax.Array) -> tuple[jax.Array, jax.Ar
     return jnp.where(losses > 0, jnp.pad(ids, (0, missing))[order], 0), losses
 
 
-def _running_sums(losses: jax.Array, weights: jax.Array, sample: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _running_sums(
+    losses: jax.Array, weights: jax.Array, sample: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Add up from each sample's first token to every position `[R, T]`: at its last, the sums are the sample's."""
     # A scan, by which NaN does not pass from one sample to the next.
-    begins = jnp.concatenate([jnp.ones_like(sample[:, :1], bool), sample[:, 1:] != sample[:, :-1]], axis=1)
+    begins = jnp.concatenate(
+        [jnp.ones_like(sample[:, :1], bool), sample[:, 1:] != sample[:, :-1]], axis=1
+    )
 
     def combine(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return a[0] | b[0], *(jnp.where(b[0], y, x + y) for x, y in zip(a[1:], b[1:], strict=True))

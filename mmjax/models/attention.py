@@ -1,7 +1,8 @@
 """Attention under a mask spec, which encodes in a few integers per token who attends whom, with three backends.
 
-All mask exactly: another sample's content enters as a product with an exact zero, so it cannot change a bit. Softmax
-and accumulation are float32 whatever the inputs are. On a mesh each device computes its own rows, heads and tokens.
+All mask exactly: another sample's content enters as a product with an exact zero, so it cannot
+change a bit. Softmax and accumulation are float32 whatever the inputs are. On a mesh each device
+computes its own rows, heads and tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ def _on_gpu() -> bool:
 
 
 def describe_kernel(
-    head_width: int, length: int, heads: tuple[int, int], dtype: jnp.dtype, max_block: int = MAX_BLOCK
+    head_width: int,
+    length: int,
+    heads: tuple[int, int],
+    dtype: jnp.dtype,
+    max_block: int = MAX_BLOCK,
 ) -> str:
     """Name the kernel of attention on a GPU, and why it is not the one for Hopper."""
     if _context_form(length, heads) == "gather":
@@ -70,7 +75,9 @@ def describe_kernel(
     return f"Triton ({reason})" if reason else "Mosaic GPU for Hopper"
 
 
-def _unsupported_on_hopper(head_width: int, length: int, dtype: jnp.dtype, max_block: int) -> str | None:
+def _unsupported_on_hopper(
+    head_width: int, length: int, dtype: jnp.dtype, max_block: int
+) -> str | None:
     capability = getattr(first_device(), "compute_capability", None)
     return unsupported(capability, length, head_width, jnp.dtype(dtype).itemsize, max_block)
 
@@ -85,8 +92,8 @@ def plan_attention(
 ) -> Plan | None:
     """Plan attention under this mask for all layers of a tower; None where there is nothing to plan.
 
-    heads: of queries, and of keys. dtype: of both. The kernel gets the blocks that it visits; where keys arrive over
-    the context axis, every backend gets the masks of what arrives.
+    heads: of queries, and of keys. dtype: of both. The kernel gets the blocks that it visits; where
+    keys arrive over the context axis, every backend gets the masks of what arrives.
     """
     flash = chosen_backend(backend) == "flash"
     in_pieces = _context_form(mask.pos.shape[1], heads) == "gather"
@@ -113,7 +120,9 @@ def plan_attention(
     )(mask)
 
 
-def _tiles(head_width: int, length: int, dtype: jnp.dtype, max_block: int, in_pieces: bool) -> KernelTiles:
+def _tiles(
+    head_width: int, length: int, dtype: jnp.dtype, max_block: int, in_pieces: bool
+) -> KernelTiles:
     """Choose the kernel's tiles for rows of this length, or for one device's part of them."""
     length = length // active().mesh.shape[CONTEXT] if in_pieces else length
     return tiles_for(head_width, length, max_block, jnp.dtype(dtype).itemsize)
@@ -132,14 +141,16 @@ def attention(
 ) -> Float[Array, "b t n h"]:
     """Compute self-attention of `n` query heads over `m` key-value heads (n a multiple of m).
 
-    A query that may attend nothing gets 0. plan: of `plan_attention` for the same dtype and `max_block`, else it is
-    A query that may attend nothing gets 0. plan: of `plan_attention` for the same dtype and `max_block`, else it is
-    made here. `flash` runs as a kernel on GPUs, on Hopper as one of its own, and interpreted elsewhere. Where keys
-    arrive over the context axis, `dense` is `blockwise`. Raises ValueError for an unknown backend, and where m does not
-    divide n.
+    A query that may attend nothing gets 0. plan: of `plan_attention` for the same dtype and
+    `max_block`, else it is A query that may attend nothing gets 0. plan: of `plan_attention` for
+    the same dtype and `max_block`, else it is made here. `flash` runs as a kernel on GPUs, on
+    Hopper as one of its own, and interpreted elsewhere. Where keys arrive over the context axis,
+    `dense` is `blockwise`. Raises ValueError for an unknown backend, and where m does not divide n.
     """
     if backend not in get_args(Backend):
-        raise ValueError(f"unknown attention backend {backend!r}; known: {', '.join(get_args(Backend))}")
+        raise ValueError(
+            f"unknown attention backend {backend!r}; known: {', '.join(get_args(Backend))}"
+        )
     heads = q.shape[2], k.shape[2]
     if heads[0] % heads[1]:
         raise ValueError(f"{heads[0]} query heads are no multiple of {heads[1]} key-value heads")
@@ -184,8 +195,8 @@ def _context_form(length: int, heads: tuple[int, int]) -> ContextAttention | Non
 def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, tokens: Any) -> Array:
     """Call `function(q, k, v, tokens)` on each device with its rows, heads and tokens.
 
-    tokens: arrays `[rows, ...]` of all tokens, or a ContextPlan. SPMD would give each device the blocks that any device
-    must visit, and it cannot partition a kernel.
+    tokens: arrays `[rows, ...]` of all tokens, or a ContextPlan. SPMD would give each device the
+    blocks that any device must visit, and it cannot partition a kernel.
     """
     current = active()
     if current is None:
@@ -194,30 +205,49 @@ def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, to
     def spec(x: Array, *axes: str | None) -> PartitionSpec:
         return sharding(current.mesh, current.rules, x.shape, axes).spec
 
-    # Heads of queries are cut only where those of keys are too, so that a group stays together; and none where the
-    # devices that would share them have rows of their own.
+    # Heads of queries are cut only where those of keys are too, so that a group stays together; and
+    # none where the devices that would share them have rows of their own.
     by_rows = not set(current.rules.rows).isdisjoint(current.rules.kv_heads)
     heads = "kv_heads" if not by_rows and spec(k, None, None, "kv_heads", None)[2] else None
     q_spec = spec(q, "rows", "length", heads, None)
     k_spec = spec(k, "rows", "length", heads, None)
-    # Gradients are summed over the axes that a spec leaves out; those of one device are named, to need no all-reduce.
-    named = {axis for entry in q_spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
-    single = tuple(axis for axis, size in current.mesh.shape.items() if size == 1 and axis not in named)
+    # Gradients are summed over the axes that a spec leaves out; those of one device are named, to
+    # need no all-reduce.
+    named = {
+        axis for entry in q_spec for axis in ((entry,) if isinstance(entry, str) else entry or ())
+    }
+    single = tuple(
+        axis for axis, size in current.mesh.shape.items() if size == 1 and axis not in named
+    )
     q_spec, k_spec = (PartitionSpec(x[0], x[1], x[2], single or None) for x in (q_spec, k_spec))
     if isinstance(tokens, ContextPlan):
         flash, stacked = isinstance(tokens.pieces[0], BlockPlan), tokens.index is not None
         ragged = tokens.needed is not None
         token_specs = plan_specs(current.mesh.shape[CONTEXT], q_spec[0], flash, ragged, stacked)
     else:
-        token_specs = jax.tree.map(lambda x: spec(x, *("rows", *(None,) * x.ndim)[: x.ndim]), tokens)
+        token_specs = jax.tree.map(
+            lambda x: spec(x, *("rows", *(None,) * x.ndim)[: x.ndim]), tokens
+        )
     return jax.shard_map(
-        function, mesh=current.mesh, in_specs=(q_spec, k_spec, k_spec, token_specs), out_specs=q_spec, check_vma=False
+        function,
+        mesh=current.mesh,
+        in_specs=(q_spec, k_spec, k_spec, token_specs),
+        out_specs=q_spec,
+        check_vma=False,
     )(q, k, v, tokens)
 
 
-def _blockwise_rows(q: Array, k: Array, v: Array, mask: MaskSpec, block: int, scoring: Scoring) -> Array:
+def _blockwise_rows(
+    q: Array, k: Array, v: Array, mask: MaskSpec, block: int, scoring: Scoring
+) -> Array:
     """Apply `blockwise_attention` to one row after the other, each of which visits its own blocks alone."""
-    return _by_row(lambda q, k, v, mask: blockwise_attention(q, k, v, mask, mask, block, scoring), q, k, v, mask)
+    return _by_row(
+        lambda q, k, v, mask: blockwise_attention(q, k, v, mask, mask, block, scoring),
+        q,
+        k,
+        v,
+        mask,
+    )
 
 
 def _dense_rows(q: Array, k: Array, v: Array, mask: MaskSpec, scoring: Scoring) -> Array:
@@ -235,8 +265,12 @@ def _by_row(function: Callable[..., Any], *arrays: Any) -> Any:
 def _blockwise_kernel(block: int, scoring: Scoring) -> Kernel:
     """Make the kernel of pieces from XLA operations."""
 
-    def forward(q: Array, k: Array, v: Array, local: MaskSpec, piece: MaskSpec) -> tuple[Array, Array]:
-        return _by_row(partial(blockwise_forward, block=block, scoring=scoring), q, k, v, local, piece)
+    def forward(
+        q: Array, k: Array, v: Array, local: MaskSpec, piece: MaskSpec
+    ) -> tuple[Array, Array]:
+        return _by_row(
+            partial(blockwise_forward, block=block, scoring=scoring), q, k, v, local, piece
+        )
 
     def gradients(
         q: Array, k: Array, v: Array, local: MaskSpec, piece: MaskSpec, *of_output: Array
@@ -252,7 +286,9 @@ def _blockwise_kernel(block: int, scoring: Scoring) -> Kernel:
 def _flash_kernel(scores: Scores) -> Kernel:
     """Make the kernel of pieces from the GPU's."""
 
-    def forward(q: Array, k: Array, v: Array, local: BlockPlan, piece: BlockPlan) -> tuple[Array, Array]:
+    def forward(
+        q: Array, k: Array, v: Array, local: BlockPlan, piece: BlockPlan
+    ) -> tuple[Array, Array]:
         return flash_forward(q, k, v, piece, scores)
 
     def gradients(

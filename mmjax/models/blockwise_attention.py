@@ -48,16 +48,21 @@ def dense_attention(
     """Compute attention with all scores at once: the reference, and the fastest for short rows."""
     b, t, n, h = q.shape
     m = k.shape[2]
-    # b = row, t and s = query and key token, m = key-value head, g = query head of its group, h = channel.
+    # b = row, t and s = query and key token, m = key-value head, g = query head of its group, h =
+    # channel.
     grouped = q.reshape(b, t, m, n // m, h)
     products = jnp.einsum("btmgh,bsmh->bmgts", grouped, k, preferred_element_type=jnp.float32)
     scores = _masked(scoring.scores(products, h), q_mask, k_mask)
-    # The softmax does not change with what is subtracted, so its gradient need not go through the maximum.
+    # The softmax does not change with what is subtracted, so its gradient need not go through the
+    # maximum.
     row_max = jax.lax.stop_gradient(_finite(jnp.max(scores, axis=-1, keepdims=True)))
     weights = jnp.exp(scores - row_max)
-    # A query that attends nothing has weights and total 0: dividing by 1 instead makes its output 0, not NaN.
+    # A query that attends nothing has weights and total 0: dividing by 1 instead makes its output
+    # 0, not NaN.
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = jnp.einsum("bmgts,bsmh->bmgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "bmgts,bsmh->bmgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
     out = jnp.einsum("bmgth->btmgh", out / jnp.where(total == 0, 1, total)).reshape(b, t, n, h)
     return checkpoint_name(out.astype(q.dtype), "attention_output")
 
@@ -73,8 +78,9 @@ def blockwise_attention(
 ) -> Float[Array, "b t n h"]:
     """Compute the same values as `dense_attention` block by block, visiting only pairs of blocks with allowed pairs.
 
-    FlashAttention's recomputation (Dao et al. 2022): the backward pass gets the output and one float per query and
-    head, and recomputes the scores. Any `t` and `s`: the last blocks are padded inside.
+    FlashAttention's recomputation (Dao et al. 2022): the backward pass gets the output and one
+    float per query and head, and recomputes the scores. Any `t` and `s`: the last blocks are padded
+    inside.
     """
     arrays = _to_blocks(q, k, v, q_mask, k_mask, block)
     return _from_query_blocks(_flash(*arrays, scoring), q.shape[1])
@@ -109,15 +115,22 @@ def blockwise_gradients(
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s m h"], Float[Array, "b s m h"]]:
     """Compute what these keys contribute to the gradients of q, k and v, float32.
 
-    lse: of the scores over all keys that the queries attend. delta: sum over channels of output * its gradient.
+    lse: of the scores over all keys that the queries attend. delta: sum over channels of output *
+    its gradient.
     """
     heads = k.shape[2]
     q_size = min(block, q.shape[1])
     d_out = _query_blocks(d_out, q_size, heads)
-    lse, delta = (_query_blocks(x.swapaxes(1, 2)[..., None], q_size, heads)[..., 0] for x in (lse, delta))
+    lse, delta = (
+        _query_blocks(x.swapaxes(1, 2)[..., None], q_size, heads)[..., 0] for x in (lse, delta)
+    )
     blocks = _to_blocks(q, k, v, q_mask, k_mask, block)
     d_q, d_k, d_v = _gradients(*blocks, scoring, d_out, lse, delta)
-    return _from_query_blocks(d_q, q.shape[1]), _from_key_blocks(d_k, k.shape[1]), _from_key_blocks(d_v, k.shape[1])
+    return (
+        _from_query_blocks(d_q, q.shape[1]),
+        _from_key_blocks(d_k, k.shape[1]),
+        _from_key_blocks(d_v, k.shape[1]),
+    )
 
 
 def _finite(x: Array) -> Array:
@@ -136,7 +149,9 @@ def _blocks(x: Array, size: int, fill: int = 0) -> Array:
 def _query_blocks(x: Array, size: int, kv_heads: int) -> Float[Array, "c b m g q h"]:
     """Cut `[B, T, N, H]` into blocks of queries, heads grouped by the key-value head that they share."""
     b, _, n, h = x.shape
-    return jnp.einsum("cbqmgh->cbmgqh", _blocks(x, size).reshape(-1, b, size, kv_heads, n // kv_heads, h))
+    return jnp.einsum(
+        "cbqmgh->cbmgqh", _blocks(x, size).reshape(-1, b, size, kv_heads, n // kv_heads, h)
+    )
 
 
 def _from_query_blocks(x: Float[Array, "c b m g q h"], length: int) -> Float[Array, "b t n h"]:
@@ -167,7 +182,9 @@ def _to_blocks(
 
 def _mask_blocks(mask: MaskSpec, size: int) -> MaskSpec:
     """Apply `_blocks` to every field; what fills the last block up is padding."""
-    return jax.tree.map(lambda x: _blocks(x, size), mask)._replace(sample=_blocks(mask.sample, size, fill=-1))
+    return jax.tree.map(lambda x: _blocks(x, size), mask)._replace(
+        sample=_blocks(mask.sample, size, fill=-1)
+    )
 
 
 def _live_blocks(q: MaskSpec, k: MaskSpec) -> Bool[Array, "q k"]:
@@ -190,15 +207,20 @@ def _visits(live: Bool[Array, "x y"]) -> tuple[Int[Array, "x y"], Int[Array, " x
 
 def _scores(q: Array, k: Array, scoring: Scoring) -> Float[Array, "b m g q s"]:
     """Compute the scores of one pair of blocks, before masking."""
-    return scoring.scores(jnp.einsum("bmgqh,bmsh->bmgqs", q, k, preferred_element_type=jnp.float32), q.shape[-1])
+    return scoring.scores(
+        jnp.einsum("bmgqh,bmsh->bmgqs", q, k, preferred_element_type=jnp.float32), q.shape[-1]
+    )
 
 
-def _masked(scores: Float[Array, "b m g q s"], q_mask: MaskSpec, k_mask: MaskSpec) -> Float[Array, "b m g q s"]:
+def _masked(
+    scores: Float[Array, "b m g q s"], q_mask: MaskSpec, k_mask: MaskSpec
+) -> Float[Array, "b m g q s"]:
     """Set the scores of pairs that are not allowed to -inf."""
     return jnp.where(allowed(q_mask, k_mask)[:, None, None], scores, -jnp.inf)
 
 
-# Traced once for arrays of these shapes, though every layer and both passes ask for it; a program gets its equations.
+# Traced once for arrays of these shapes, though every layer and both passes ask for it; a program
+# gets its equations.
 @partial(jax.jit, static_argnums=5, inline=True)
 def _forward(
     q: Array, k: Array, v: Array, q_masks: MaskSpec, k_masks: MaskSpec, scoring: Scoring
@@ -206,17 +228,26 @@ def _forward(
     """Run the online softmax: float32 output like `q`, and log-sum-exp `[blocks, B, M, G, q]`, or -inf."""
     order, count = _visits(_live_blocks(q_masks, k_masks))
 
-    def one_block(q_i: Array, q_mask: MaskSpec, order_i: Array, count_i: Array) -> tuple[Array, Array]:
+    def one_block(
+        q_i: Array, q_mask: MaskSpec, order_i: Array, count_i: Array
+    ) -> tuple[Array, Array]:
         def visit(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             row_max, total, out = carry
             j = order_i[step]
-            scores = _masked(_scores(q_i, k[j], scoring), q_mask, jax.tree.map(lambda x: x[j], k_masks))
+            scores = _masked(
+                _scores(q_i, k[j], scoring), q_mask, jax.tree.map(lambda x: x[j], k_masks)
+            )
             new_max = jnp.maximum(row_max, scores.max(-1))
             base = _finite(new_max)
             weights = jnp.exp(scores - base[..., None])
             # What was summed so far is relative to the old maximum.
             rescale = jnp.exp(row_max - base)
-            values = jnp.einsum("bmgqs,bmsh->bmgqh", weights.astype(v.dtype), v[j], preferred_element_type=jnp.float32)
+            values = jnp.einsum(
+                "bmgqs,bmsh->bmgqh",
+                weights.astype(v.dtype),
+                v[j],
+                preferred_element_type=jnp.float32,
+            )
             return new_max, total * rescale + weights.sum(-1), out * rescale[..., None] + values
 
         row_max = jnp.full(q_i.shape[:-1], -jnp.inf, jnp.float32)
@@ -225,7 +256,8 @@ def _forward(
         out = out / jnp.where(total == 0, 1, total)[..., None]
         return out, _finite(row_max) + jnp.log(total)
 
-    # One block of queries after the other, so that only the scores of one pair of blocks exist at a time.
+    # One block of queries after the other, so that only the scores of one pair of blocks exist at a
+    # time.
     return jax.lax.map(lambda xs: one_block(*xs), (q, q_masks, order, count))
 
 
@@ -246,14 +278,18 @@ def _gradients(
     lse = _finite(lse)  # where a query attends nothing, every weight is exp(-inf) = 0 all the same
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    def one_block(d_q: Array, xs: tuple[Array | MaskSpec, ...]) -> tuple[Array, tuple[Array, Array]]:
+    def one_block(
+        d_q: Array, xs: tuple[Array | MaskSpec, ...]
+    ) -> tuple[Array, tuple[Array, Array]]:
         k_j, v_j, k_mask, order_j, count_j = xs
 
         def visit(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             d_q, d_k, d_v = carry
             i = order_j[step]
             scores = _scores(q[i], k_j, scoring)
-            weights = jnp.exp(_masked(scores, jax.tree.map(lambda x: x[i], q_masks), k_mask) - lse[i][..., None])
+            weights = jnp.exp(
+                _masked(scores, jax.tree.map(lambda x: x[i], q_masks), k_mask) - lse[i][..., None]
+            )
             d_v = d_v + product("bmgqs,bmgqh->bmsh", weights.astype(v.dtype), d_out[i])
             d_weights = product("bmgqh,bmsh->bmgqs", d_out[i], v_j)
             derivative = scoring.derivative(scores, q.shape[-1])
@@ -265,8 +301,11 @@ def _gradients(
         d_q, d_k, d_v = jax.lax.fori_loop(0, count_j, visit, (d_q, zero, zero))
         return d_q, (d_k, d_v)
 
-    # Scanned over blocks of keys: each adds to the gradient of all queries, and yields that of its own keys and values.
-    d_q, (d_k, d_v) = jax.lax.scan(one_block, jnp.zeros(q.shape, jnp.float32), (k, v, k_masks, order, count))
+    # Scanned over blocks of keys: each adds to the gradient of all queries, and yields that of its
+    # own keys and values.
+    d_q, (d_k, d_v) = jax.lax.scan(
+        one_block, jnp.zeros(q.shape, jnp.float32), (k, v, k_masks, order, count)
+    )
     return d_q, d_k, d_v
 
 
@@ -274,8 +313,8 @@ def _backward(
     scoring: Scoring, residuals: tuple[Array | MaskSpec, ...], d_out: Array
 ) -> tuple[Array, Array, Array, None, None]:
     q, k, v, q_masks, k_masks, out, lse = residuals
-    # Softmax backward: d_scores = weights * (d_weights - delta), delta being the sum of weights * d_weights over keys,
-    # which is the sum of out * d_out over channels.
+    # Softmax backward: d_scores = weights * (d_weights - delta), delta being the sum of weights *
+    # d_weights over keys, which is the sum of out * d_out over channels.
     products = as_matrix(out).astype(jnp.float32) * as_matrix(d_out).astype(jnp.float32)
     delta = jnp.sum(products, axis=-1).reshape(out.shape[:-1])
     gradients = _gradients(q, k, v, q_masks, k_masks, scoring, d_out, lse, delta)
@@ -283,7 +322,9 @@ def _backward(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _flash(q: Array, k: Array, v: Array, q_masks: MaskSpec, k_masks: MaskSpec, scoring: Scoring) -> Array:
+def _flash(
+    q: Array, k: Array, v: Array, q_masks: MaskSpec, k_masks: MaskSpec, scoring: Scoring
+) -> Array:
     """Attend over blocks `[blocks, B, heads, tokens, H]`, with a backward pass that needs no saved scores."""
     return _forward(q, k, v, q_masks, k_masks, scoring)[0].astype(q.dtype)
 

@@ -22,11 +22,13 @@ TORCH_EPS = 1e-5  # of PyTorch's LayerNorm where a config says none
 class Connector(nnx.Module):
     """A norm, concatenation or mean of each group of neighbours, a matrix, an MLP or one matrix, and learned positions.
 
-    A group is `merge ** len(axes)` contiguous positions; `axes` are the coordinates that are merged and that the table
-    names: (1, 2) = (y, x) for images, (0,) = time for audio. Padded members of a group count as zeros.
+    A group is `merge ** len(axes)` contiguous positions; `axes` are the coordinates that are merged
+    and that the table
+    names: (1, 2) = (y, x) for images, (0,) = time for audio. Padded members of a group count as
+    zeros.
 
-    deepstack: encoder layers whose outputs are taken beside the last one's. Each has a connector of its own in
-    `deeper`, by its number, with a norm after the merge (Qwen3-VL).
+    deepstack: encoder layers whose outputs are taken beside the last one's. Each has a connector of
+    its own in `deeper`, by its number, with a norm after the merge (Qwen3-VL).
     """
 
     def __init__(
@@ -48,26 +50,45 @@ class Connector(nnx.Module):
         eps = c.norm_eps or eps
         self.norm_merged = c.norm.startswith("merged")
         width = merged if self.norm_merged else inputs
-        norms = {"layer": partial(LayerNorm, width, eps), "rms": partial(RMSNorm, width, eps, c.norm_offset)}
+        norms = {
+            "layer": partial(LayerNorm, width, eps),
+            "rms": partial(RMSNorm, width, eps, c.norm_offset),
+        }
         self.norm = None if c.norm == "none" else norms[c.norm.removeprefix("merged_")]()
         hidden = c.mlp_width
         bias = c.merger_bias
-        self.merger = Linear(merged, c.merger_width, ("mlp", "embed"), rngs, bias=bias) if c.merger_width else None
+        self.merger = (
+            Linear(merged, c.merger_width, ("mlp", "embed"), rngs, bias=bias)
+            if c.merger_width
+            else None
+        )
         features = c.merger_width or merged
-        self.projection = Linear(features, features, ("mlp", "embed"), rngs) if c.projection else None
+        self.projection = (
+            Linear(features, features, ("mlp", "embed"), rngs) if c.projection else None
+        )
         self.projection_norm = LayerNorm(features, TORCH_EPS) if c.projection else None
-        make_mlp = partial(MLP, features, hidden, outputs, c.activation, rngs, gated=c.gated, biases=c.biases)
+        make_mlp = partial(
+            MLP, features, hidden, outputs, c.activation, rngs, gated=c.gated, biases=c.biases
+        )
         self.mlp = make_mlp() if hidden else None
         bias = "down" in c.biases
-        self.linear = None if hidden else Linear(features, outputs, ("mlp", "embed"), rngs, bias=bias)
+        self.linear = (
+            None if hidden else Linear(features, outputs, ("mlp", "embed"), rngs, bias=bias)
+        )
         table_axes = axes if c.position_grid else ()
-        self.positions = nnx.Dict({AXES[axis]: PositionTable(c.position_grid, outputs, rngs) for axis in table_axes})
+        self.positions = nnx.Dict(
+            {AXES[axis]: PositionTable(c.position_grid, outputs, rngs) for axis in table_axes}
+        )
         self.newline = PositionTable(1, outputs, rngs) if c.newline else None
         self.deepstack = deepstack
-        # Positions and the newline belong to the tokens themselves, not to what is added to deeper layers.
+        # Positions and the newline belong to the tokens themselves, not to what is added to deeper
+        # layers.
         inner = replace(c, norm="merged_layer", position_grid=0, newline=False)
         self.deeper = nnx.Dict(
-            {str(n): Connector(inner, inputs, outputs, axes, eps, rngs=rngs) for n in range(len(deepstack))}
+            {
+                str(n): Connector(inner, inputs, outputs, axes, eps, rngs=rngs)
+                for n in range(len(deepstack))
+            }
         )
 
     @jax.named_scope("connector")
@@ -77,23 +98,34 @@ class Connector(nnx.Module):
         # Positions are in merge order: the members of a group follow each other.
         rows, length, width = x.shape
         if length % self.group:
-            raise ValueError(f"{length} positions do not divide into groups of {self.group} to merge")
+            raise ValueError(
+                f"{length} positions do not divide into groups of {self.group} to merge"
+            )
         if self.norm is not None and not self.norm_merged:
             x = self.norm(x)
         # After the norm, whose bias would make padding nonzero.
-        x = jnp.where((item >= 0)[..., None], x, 0).reshape(rows, length // self.group, self.group, width)
+        x = jnp.where((item >= 0)[..., None], x, 0).reshape(
+            rows, length // self.group, self.group, width
+        )
         x = x.mean(2) if self.mean else x.reshape(*x.shape[:2], self.group * width)
         x = self.norm(x) if self.norm_merged else x
         x = x if self.merger is None else self.merger(x)
-        x = x if self.projection is None else ACTIVATIONS["gelu"](self.projection_norm(self.projection(x)))
+        x = (
+            x
+            if self.projection is None
+            else ACTIVATIONS["gelu"](self.projection_norm(self.projection(x)))
+        )
         x = self.linear(x) if self.mlp is None else self.mlp(x)
-        # The first member of a group is its top left one, which an image that reaches into the group always has.
+        # The first member of a group is its top left one, which an image that reaches into the
+        # group always has.
         corner = coordinates[:, :: self.group] // self.merge
         for name, table in self.positions.items():
             x = x + table(corner[..., AXES.index(name)], x.dtype)
         return constrain(x, "rows", "length", "width")
 
-    def with_newline(self, tokens: Float[Array, "r m e"], deeper_only: bool) -> Float[Array, "r n e"]:
+    def with_newline(
+        self, tokens: Float[Array, "r m e"], deeper_only: bool
+    ) -> Float[Array, "r n e"]:
         """Append the newline token to every row, where the connector has one; zeros to tokens of `deeper` alone."""
         if self.newline is None:
             return tokens

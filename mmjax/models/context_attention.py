@@ -1,9 +1,10 @@
 """Attention of one device over a row whose tokens are spread over the devices of the `context` axis.
 
-Any order of tokens: masks read each token's sample, index and span. Keys and values arrive in pieces, straight from the
-devices that hold them, while the kernel works on the piece before (Ring Attention, Liu et al. 2023, but nothing is
-passed on); all of them, or those alone that some query of the receiver may attend. Or heads are exchanged for tokens
-(DeepSpeed-Ulysses, Jacobs et al. 2023). For use inside a `shard_map`.
+Any order of tokens: masks read each token's sample, index and span. Keys and values arrive in
+pieces, straight from the devices that hold them, while the kernel works on the piece before (Ring
+Attention, Liu et al. 2023, but nothing is passed on); all of them, or those alone that some query
+of the receiver may attend. Or heads are exchanged for tokens (DeepSpeed-Ulysses, Jacobs et al.
+2023). For use inside a `shard_map`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from mmjax.kernels.flash_attention import BlockPlan
 from mmjax.kernels.masks import MaskSpec, block_pairs, select_mask
 from mmjax.parallel.sharding import CONTEXT
 
-MAX_PIECES = 4  # in which keys and values arrive, the own first: each more is one more pass over the output to merge
-MAX_SLICES = 8  # of a row that a device sends to another: beyond, what lies between two of them is sent too
+# in which keys and values arrive, the own first: each more is one more pass over the output to
+# merge
+MAX_PIECES = 4
+# of a row that a device sends to another: beyond, what lies between two of them is sent too
+MAX_SLICES = 8
 QUERY_BLOCK = 128  # tokens at most for which it is found what they may attend
 KEY_BLOCK = 16  # and that are sent together
 
@@ -43,18 +47,22 @@ class Slices(NamedTuple):
 class ContextPlan(NamedTuple):
     """For each piece of the keys, their mask, or the blocks of them that a kernel visits, each device's own.
 
-    Over all devices, masks and a plan's fields have all tokens on their last axis, and lists of blocks those of all
-    devices behind `B`. With `index` all hold several masks, [B, masks, ...], as a BlockPlan's.
+    Over all devices, masks and a plan's fields have all tokens on their last axis, and lists of
+    blocks those of all devices behind `B`. With `index` all hold several masks, [B, masks, ...], as
+    a BlockPlan's.
     """
 
     pieces: tuple[MaskSpec | BlockPlan, ...]
-    # What a device needs of those ahead, and what those behind need of it; None: all tokens are sent.
+    # What a device needs of those ahead, and what those behind need of it; None: all tokens are
+    # sent.
     needed: Slices | None = None
     asked: Slices | None = None
     index: Array | None = None
 
 
-def plan_specs(devices: int, rows: Any, flash: bool, ragged: bool, stacked: bool = False) -> ContextPlan:
+def plan_specs(
+    devices: int, rows: Any, flash: bool, ragged: bool, stacked: bool = False
+) -> ContextPlan:
     """Return how a plan's arrays lie on the mesh. rows: mesh axes of the rows; stacked: with `index`."""
     masks = (None,) * stacked
     piece = by_block = PartitionSpec(rows, *masks, CONTEXT)
@@ -62,14 +70,17 @@ def plan_specs(devices: int, rows: Any, flash: bool, ragged: bool, stacked: bool
         fields = PartitionSpec(rows, *masks, None, CONTEXT)
         piece = BlockPlan(fields, fields, by_block, by_block, by_block)
     slices = Slices._make(2 * [PartitionSpec(rows, *masks, None, CONTEXT)]) if ragged else None
-    return ContextPlan((piece,) * len(pieces(devices)), slices, slices, PartitionSpec() if stacked else None)
+    return ContextPlan(
+        (piece,) * len(pieces(devices)), slices, slices, PartitionSpec() if stacked else None
+    )
 
 
 class Kernel(NamedTuple):
     """Attention to a piece of the keys: output and log-sum-exp, and gradients, all float32.
 
-    `forward(q, k, v, local, piece)` and `gradients(q, k, v, local, piece, d_out, lse, delta)`, with the plans of the
-    device's own keys, which stand for its queries, and of the piece. `exp` and `log` have the base of `lse`.
+    `forward(q, k, v, local, piece)` and `gradients(q, k, v, local, piece, d_out, lse, delta)`, with
+    the plans of the device's own keys, which stand for its queries, and of the piece. `exp` and
+    `log` have the base of `lse`.
     """
 
     forward: Callable[..., tuple[Array, Array]]
@@ -84,7 +95,13 @@ def pieces(devices: int) -> list[range]:
     The first is the device's own. Of 16 devices, each of the others has the tokens of 5.
     """
     devices_a_piece = max(1, -(-(devices - 1) // (MAX_PIECES - 1)))
-    return [range(1), *(range(hop, min(hop + devices_a_piece, devices)) for hop in range(1, devices, devices_a_piece))]
+    return [
+        range(1),
+        *(
+            range(hop, min(hop + devices_a_piece, devices))
+            for hop in range(1, devices, devices_a_piece)
+        ),
+    ]
 
 
 def plan_pieces(
@@ -101,9 +118,14 @@ def plan_pieces(
         return plan
     length = mask.pos.shape[1]
     q_size, k_size = (math.gcd(length, block) for block in (QUERY_BLOCK, KEY_BLOCK))
-    attended = jnp.concatenate([block_pairs(mask, keys, q_size, k_size)[1].any(1) for keys in masks[1:]], axis=1)
+    attended = jnp.concatenate(
+        [block_pairs(mask, keys, q_size, k_size)[1].any(1) for keys in masks[1:]], axis=1
+    )
     needed = _slices(attended.reshape(len(attended), devices - 1, -1), k_size)
-    back = [jax.tree.map(lambda x, hop=hop: _from_device(x[:, hop - 1], -hop), needed) for hop in range(1, devices)]
+    back = [
+        jax.tree.map(lambda x, hop=hop: _from_device(x[:, hop - 1], -hop), needed)
+        for hop in range(1, devices)
+    ]
     return plan._replace(needed=needed, asked=jax.tree.map(lambda *x: jnp.stack(x, axis=1), *back))
 
 
@@ -116,14 +138,22 @@ def _slices(attended: Bool[Array, "b h x"], size: int) -> Slices:
     previous = jnp.pad(previous[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=-1)
     gaps = jnp.where(attended & (previous >= 0), place - previous - 1, 0)
     length, begin = lax.top_k(gaps, min(MAX_SLICES - 1, blocks))
-    # A slice begins behind each of these gaps, and the one before it ends there; `blocks` stands for none.
-    begin, stop = (jnp.where(length > 0, x, blocks) for x in (begin, jnp.take_along_axis(previous, begin, axis=-1) + 1))
+    # A slice begins behind each of these gaps, and the one before it ends there; `blocks` stands
+    # for none.
+    begin, stop = (
+        jnp.where(length > 0, x, blocks)
+        for x in (begin, jnp.take_along_axis(previous, begin, axis=-1) + 1)
+    )
     first, end = (
         jnp.where(attended.any(-1), x, blocks)[..., None]
         for x in (attended.argmax(-1), blocks - attended[..., ::-1].argmax(-1))
     )
-    begins, stops = (jnp.sort(jnp.concatenate(x, axis=-1), axis=-1) for x in ((first, begin), (stop, end)))
-    return Slices(begins.astype(jnp.int32) % blocks * size, (stops - begins).astype(jnp.int32) * size)
+    begins, stops = (
+        jnp.sort(jnp.concatenate(x, axis=-1), axis=-1) for x in ((first, begin), (stop, end))
+    )
+    return Slices(
+        begins.astype(jnp.int32) % blocks * size, (stops - begins).astype(jnp.int32) * size
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -136,7 +166,8 @@ def attend_in_pieces(
 ) -> Float[Array, "b t n h"]:
     """Attend from the device's tokens to the whole row, its keys and values arriving piece by piece.
 
-    Backward keeps the device's own arrays alone: keys and values arrive again, and their gradients return in float32.
+    Backward keeps the device's own arrays alone: keys and values arrive again, and their gradients
+    return in float32.
     """
     return _forward(q, k, v, plan, kernel)[0]
 
@@ -178,7 +209,9 @@ def _return(arrays: Any, hops: range, plan: ContextPlan) -> Any:
             parts = jnp.moveaxis(x.reshape(len(x), len(hops), -1, *x.shape[2:]), 1, 0)
             return _send_slices(parts, hops, plan.needed, plan.asked, ahead=False).sum(0)
         parts = jnp.split(x, len(hops), axis=1)
-        return reduce(jnp.add, (_from_device(part, -hop) for part, hop in zip(parts, hops, strict=True)))
+        return reduce(
+            jnp.add, (_from_device(part, -hop) for part, hop in zip(parts, hops, strict=True))
+        )
 
     return jax.tree.map(received, arrays)
 
@@ -202,7 +235,8 @@ def _send_slices(x: Array, hops: range, sent: Slices, received: Slices, ahead: b
     def of_hops(slices: Slices) -> Slices:
         return jax.tree.map(lambda field: field[:, hops.start - 1 : hops.stop - 1], slices)
 
-    # The part for the third of these hops begins after two arrays of all rows, here and where it arrives.
+    # The part for the third of these hops begins after two arrays of all rows, here and where it
+    # arrives.
     part = jnp.arange(len(hops), dtype=jnp.int32)[:, None] * (rows * length)
     sent = of_hops(sent)
     place = sent.start + row[:, None]
@@ -222,7 +256,9 @@ def _send_slices(x: Array, hops: range, sent: Slices, received: Slices, ahead: b
 def _from_device(x: Array, hop: int) -> Array:
     """Receive the array of the device that is `hop` ahead; behind, where that is negative."""
     devices = lax.axis_size(CONTEXT)
-    return lax.ppermute(x, CONTEXT, [(i, (i - hop) % devices) for i in range(devices)]) if hop else x
+    return (
+        lax.ppermute(x, CONTEXT, [(i, (i - hop) % devices) for i in range(devices)]) if hop else x
+    )
 
 
 def _over_pieces(
@@ -230,8 +266,8 @@ def _over_pieces(
 ) -> tuple[Any, list[Any]]:
     """Fold `work(carry, number, k, v)` over the pieces; return the carry, and what it made for each piece's owners.
 
-    The next piece arrives, and what was made of the one before returns, while `work` is done. The barriers keep XLA
-    from waiting for them earlier, and from having more than two pieces in memory.
+    The next piece arrives, and what was made of the one before returns, while `work` is done. The
+    barriers keep XLA from waiting for them earlier, and from having more than two pieces in memory.
     """
     hops = pieces(lax.axis_size(CONTEXT))
     sent = piece = k, v
@@ -241,16 +277,22 @@ def _over_pieces(
         arriving = _arrive(sent, hops[number + 1], plan) if number + 1 < len(hops) else None
         returning = _return(leaving, hops[number - 1], plan) if number else None
         carry, leaving = work(carry, number, *piece)
-        carry, leaving, returning, piece, sent = lax.optimization_barrier((carry, leaving, returning, arriving, sent))
+        carry, leaving, returning, piece, sent = lax.optimization_barrier(
+            (carry, leaving, returning, arriving, sent)
+        )
         returned.append(returning)
     return carry, [*returned[1:], _return(leaving, hops[-1], plan)]
 
 
-def _forward(q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel) -> tuple[Array, Array]:
+def _forward(
+    q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel
+) -> tuple[Array, Array]:
     plan = select_mask(plan)
     local = plan.pieces[0]
 
-    def attend(merged: tuple[Array, Array] | None, number: int, k: Array, v: Array) -> tuple[tuple[Array, Array], None]:
+    def attend(
+        merged: tuple[Array, Array] | None, number: int, k: Array, v: Array
+    ) -> tuple[tuple[Array, Array], None]:
         attended = kernel.forward(q, k, v, local, plan.pieces[number])
         return attended if merged is None else _merge(kernel, merged, attended), None
 
@@ -258,14 +300,18 @@ def _forward(q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel) ->
     return out.astype(q.dtype), lse
 
 
-def _merge(kernel: Kernel, first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+def _merge(
+    kernel: Kernel, first: tuple[Array, Array], second: tuple[Array, Array]
+) -> tuple[Array, Array]:
     """Merge outputs and log-sum-exps over two sets of keys, by the sums of exponents that outputs were divided by."""
     (out, lse), (other_out, other_lse) = first, second
     largest = jnp.maximum(lse, other_lse)
     base = jnp.where(largest == -jnp.inf, 0, largest)  # -inf - -inf would be NaN
     weight, other_weight = kernel.exp(lse - base), kernel.exp(other_lse - base)
     total = weight + other_weight
-    share, other_share = (jnp.moveaxis(w / jnp.where(total == 0, 1, total), 1, 2) for w in (weight, other_weight))
+    share, other_share = (
+        jnp.moveaxis(w / jnp.where(total == 0, 1, total), 1, 2) for w in (weight, other_weight)
+    )
     return out * share[..., None] + other_out * other_share[..., None], base + kernel.log(total)
 
 
@@ -283,13 +329,19 @@ def _backward(kernel: Kernel, residuals: tuple, d_out: Array) -> tuple[Array, Ar
     plan = select_mask(plan)
     local = plan.pieces[0]
 
-    def gradients(d_q: Array | None, number: int, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-        d_q_part, *of_keys = kernel.gradients(q, k, v, local, plan.pieces[number], d_out, lse, delta)
+    def gradients(
+        d_q: Array | None, number: int, k: Array, v: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
+        d_q_part, *of_keys = kernel.gradients(
+            q, k, v, local, plan.pieces[number], d_out, lse, delta
+        )
         return d_q_part if d_q is None else d_q + d_q_part, tuple(of_keys)
 
     d_q, of_keys = _over_pieces(gradients, None, k, v, plan)
     d_k, d_v = reduce(partial(jax.tree.map, jnp.add), of_keys)
-    return *(total.astype(x.dtype) for total, x in zip((d_q, d_k, d_v), (q, k, v), strict=True)), None
+    return *(
+        total.astype(x.dtype) for total, x in zip((d_q, d_k, d_v), (q, k, v), strict=True)
+    ), None
 
 
 attend_in_pieces.defvjp(_keep, _backward)

@@ -29,9 +29,14 @@ class Convolution(nnx.Module):
         stride: int = 1,
         padding: tuple[int, int] = (1, 1),
     ):
-        weight = jax.random.normal(rngs.params(), (3, 3, inputs, outputs), jnp.float32) * (9 * inputs) ** -0.5
+        weight = (
+            jax.random.normal(rngs.params(), (3, 3, inputs, outputs), jnp.float32)
+            * (9 * inputs) ** -0.5
+        )
         self.weight = nnx.Param(weight, axes=(None, None, *axes))
-        self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(None if axes[1] == "embed" else axes[1],))
+        self.bias = nnx.Param(
+            jnp.zeros(outputs, jnp.float32), axes=(None if axes[1] == "embed" else axes[1],)
+        )
         self.stride = stride
         self.padding = padding
 
@@ -40,7 +45,9 @@ class Convolution(nnx.Module):
         def convolved(x: Array, weight: Array) -> Array:
             strides = (self.stride, self.stride)
             padding = (self.padding, self.padding)
-            return jax.lax.conv_general_dilated(x, weight.astype(x.dtype), strides, padding, dimension_numbers=LAYOUT)
+            return jax.lax.conv_general_dilated(
+                x, weight.astype(x.dtype), strides, padding, dimension_numbers=LAYOUT
+            )
 
         return convolved(x, self.weight[...]) + self.bias[...].astype(x.dtype)
 
@@ -60,7 +67,9 @@ class GroupNorm(nnx.Module):
             y = x.astype(jnp.float32).reshape(*x.shape[:3], self.groups, x.shape[3] // self.groups)
             y = y - jnp.mean(y, axis=(1, 2, 4), keepdims=True)
             y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=(1, 2, 4), keepdims=True) + self.eps)
-            return (y.reshape(x.shape) * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+            return (
+                y.reshape(x.shape) * scale.astype(jnp.float32) + bias.astype(jnp.float32)
+            ).astype(x.dtype)
 
         return norm(x, self.scale[...], self.bias[...])
 
@@ -68,14 +77,20 @@ class GroupNorm(nnx.Module):
 class ResidualBlock(nnx.Module):
     """Two convolutions beside the residual stream, between which a time's embedding is added where there is one."""
 
-    def __init__(self, inputs: int, outputs: int, time_width: int, groups: int, eps: float, rngs: nnx.Rngs):
+    def __init__(
+        self, inputs: int, outputs: int, time_width: int, groups: int, eps: float, rngs: nnx.Rngs
+    ):
         """time_width: of the time's embedding; 0: there is none."""
         self.norm1 = GroupNorm(inputs, groups, eps)
         self.conv1 = Convolution(inputs, outputs, ("embed", "mlp"), rngs)
-        self.time = Linear(time_width, outputs, ("embed", "mlp"), rngs, bias=True) if time_width else None
+        self.time = (
+            Linear(time_width, outputs, ("embed", "mlp"), rngs, bias=True) if time_width else None
+        )
         self.norm2 = GroupNorm(outputs, groups, eps)
         self.conv2 = Convolution(outputs, outputs, ("mlp", "embed"), rngs)
-        self.shortcut = None if inputs == outputs else Linear(inputs, outputs, ("embed", None), rngs, bias=True)
+        self.shortcut = (
+            None if inputs == outputs else Linear(inputs, outputs, ("embed", None), rngs, bias=True)
+        )
 
     def __call__(
         self,
@@ -88,7 +103,8 @@ class ResidualBlock(nnx.Module):
         time: the embedding, activated.
         """
 
-        # Products' operands are made again in backward from what comes before norms and concatenations.
+        # Products' operands are made again in backward from what comes before norms and
+        # concatenations.
         @keep_inputs
         def first(x: Array, skip: Array | None) -> Array:
             return self.conv1(jax.nn.silu(self.norm1(_joined(x, skip))))
@@ -107,7 +123,9 @@ class ResidualBlock(nnx.Module):
         return beside(x, skip) + second(hidden)
 
 
-def _joined(x: Float[Array, "b h w _"], skip: Float[Array, "b h w _"] | None) -> Float[Array, "b h w _"]:
+def _joined(
+    x: Float[Array, "b h w _"], skip: Float[Array, "b h w _"] | None
+) -> Float[Array, "b h w _"]:
     return x if skip is None else jnp.concatenate([x, skip], axis=-1)
 
 

@@ -21,7 +21,14 @@ from mmjax.models.embedding import look_up
 from mmjax.models.experts import Experts
 from mmjax.models.gated_delta_net import GatedDeltaNet
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
-from mmjax.models.layers import Context, LayerConfig, LayerNorm, PositionTable, RMSNorm, TransformerLayer
+from mmjax.models.layers import (
+    Context,
+    LayerConfig,
+    LayerNorm,
+    PositionTable,
+    RMSNorm,
+    TransformerLayer,
+)
 from mmjax.models.matmul import as_matrix, sum_outer_products
 from mmjax.models.rope import text_rotation
 from mmjax.parallel.sharding import constrain, in_row_order
@@ -42,11 +49,15 @@ class TokenTable(nnx.Module):
 
 
 def logits_of(
-    x: Float[Array, "r t d"], table: Float[Array, "*p v d"], cap: float = 0.0, dtype: jnp.dtype | None = None
+    x: Float[Array, "r t d"],
+    table: Float[Array, "*p v d"],
+    cap: float = 0.0,
+    dtype: jnp.dtype | None = None,
 ) -> Float[Array, "r t v"]:
     """Compute float32 logits over an output table or a slice of one, soft-capped by tanh where `cap` is not 0.
 
-    A table `[p, v, d]` has a copy for every part of the rows. dtype: of the products' operands, by default that of `x`.
+    A table `[p, v, d]` has a copy for every part of the rows. dtype: of the products' operands, by
+    default that of `x`.
     """
     parts = as_matrix(x) if table.ndim == 2 else x.reshape(len(table), -1, *x.shape[1:])
     logits = _logits(parts, table, dtype or x.dtype).reshape(*x.shape[:-1], -1)
@@ -60,16 +71,21 @@ def _logits(x: Array, table: Array, dtype: jnp.dtype) -> Array:
     p = "p" * (table.ndim - 2)
     t = "rt"[: x.ndim - len(p) - 1]
     subscripts = f"{p}{t}d,{p}vd->{p}{t}v"
-    return jnp.einsum(subscripts, x.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32)
+    return jnp.einsum(
+        subscripts, x.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32
+    )
 
 
 def _logits_forward(x: Any, table: Any, dtype: jnp.dtype) -> tuple[Array, Any]:
-    # Each is needed for the gradient of the other alone, which a frozen one lacks. Empty slices tell the dtypes.
+    # Each is needed for the gradient of the other alone, which a frozen one lacks. Empty slices
+    # tell the dtypes.
     residuals = x.value if table.perturbed else None, table.value if x.perturbed else None
     return _logits(x.value, table.value, dtype), (*residuals, x.value[:0], table.value[:0])
 
 
-def _logits_backward(dtype: jnp.dtype, residuals: Any, d_logits: Array) -> tuple[Array | None, Array | None]:
+def _logits_backward(
+    dtype: jnp.dtype, residuals: Any, d_logits: Array
+) -> tuple[Array | None, Array | None]:
     x, table, no_x, no_table = residuals
     # The logits' gradient is float32, and would make both products so.
     d_logits = d_logits.astype(dtype)
@@ -78,10 +94,13 @@ def _logits_backward(dtype: jnp.dtype, residuals: Any, d_logits: Array) -> tuple
     t = "rt"[: d_logits.ndim - len(p) - 1]
     if table is not None:
         subscripts = f"{p}{t}v,{p}vd->{p}{t}d"
-        d_x = jnp.einsum(subscripts, d_logits, table.astype(dtype), preferred_element_type=jnp.float32)
+        d_x = jnp.einsum(
+            subscripts, d_logits, table.astype(dtype), preferred_element_type=jnp.float32
+        )
         d_x = d_x.astype(no_x.dtype)
     if x is not None:
-        # Rounded by the product itself, like the gradients of all weights, so that ranks reduce it in `dtype`.
+        # Rounded by the product itself, like the gradients of all weights, so that ranks reduce it
+        # in `dtype`.
         if d_logits.ndim == 2:
             d_table = sum_outer_products(d_logits, x.astype(dtype))
         else:
@@ -115,7 +134,9 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         activation=c.activation,
         gated=c.gated,
         biases=c.biases,
-        head_norm=partial(RMSNorm, eps=c.norm_eps, offset=c.norm_offset) if c.qk_norm == "head" else None,
+        head_norm=partial(RMSNorm, eps=c.norm_eps, offset=c.norm_offset)
+        if c.qk_norm == "head"
+        else None,
         attention_gate=c.attention_gate,
         delta_net=delta_net if kind.has_delta_net else None,
         experts=partial(Experts, c.experts, c.width, c.activation) if kind.has_experts else None,
@@ -136,7 +157,9 @@ class DecoderHead(nnx.Module):
 class Decoder(nnx.Module):
     """embed -> layers -> head."""
 
-    def __init__(self, config: DecoderConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DecoderConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs
+    ):
         self.embed = TokenTable(config.vocab, config.width, rngs)
         learned = config.learned_positions
         self.positions = PositionTable(learned, config.width, rngs) if learned else None
@@ -156,18 +179,29 @@ class Decoder(nnx.Module):
         # Gemma's sqrt(width), rounded to the activations' precision as in HF.
         return x if scale == 1 else x * jnp.asarray(scale, self.dtype)
 
-    def positioned(self, x: Float[Array, "r t d"], position: Int[Array, "r t *n"]) -> Float[Array, "r t d"]:
+    def positioned(
+        self, x: Float[Array, "r t d"], position: Int[Array, "r t *n"]
+    ) -> Float[Array, "r t d"]:
         """Add learned positions, where the decoder has them, to tokens at these places of their samples."""
-        return x if self.positions is None else x + self.positions(position + self.config.first_position, x.dtype)
+        return (
+            x
+            if self.positions is None
+            else x + self.positions(position + self.config.first_position, x.dtype)
+        )
 
     def context(self, text: TextBatch) -> Context:
         """Build the masks and the rotary angles of a batch."""
         pos = text.pos
         if self.config.windowed:
-            # A window counts the tokens of its own branch and of branch 0, as if each branch followed that at once.
-            # All branches but the first move towards branch 0, so none comes to see what is behind it in the row.
-            pos = pos - in_row_order(partial(branch_gap, _running_max), text.pos, text.sample, text.kind)
-        return self.context_of(MaskSpec(text.sample, pos, text.span, text.kind, text.sees), text.position)
+            # A window counts the tokens of its own branch and of branch 0, as if each branch
+            # followed that at once. All branches but the first move towards branch 0, so none comes
+            # to see what is behind it in the row.
+            pos = pos - in_row_order(
+                partial(branch_gap, _running_max), text.pos, text.sample, text.kind
+            )
+        return self.context_of(
+            MaskSpec(text.sample, pos, text.span, text.kind, text.sees), text.position
+        )
 
     def context_of(self, mask: MaskSpec, position: Int[Array, "b t *n"]) -> Context:
         """Build the masks and the rotary angles of tokens with this mask, at these RoPE positions."""
@@ -175,12 +209,15 @@ class Decoder(nnx.Module):
         rotation = None if c.learned_positions else text_rotation(c, position, mask.sample)
         if not c.windowed:
             # Without windows there is no `reach`, and the program has no comparison for it.
-            return Context(mask, rotation).planned(c.attention, c.head_width, (c.heads, c.kv_heads), self.dtype)
+            return Context(mask, rotation).planned(
+                c.attention, c.head_width, (c.heads, c.kv_heads), self.dtype
+            )
         near = None
         if c.window_rope_theta:
             unscaled = replace(c, rope_theta=c.window_rope_theta, rope_scaling=PlainRope())
             near = text_rotation(unscaled, position, mask.sample)
-        # Both masks need a window, so that a scan over layers of both kinds can select one of two equal pytrees.
+        # Both masks need a window, so that a scan over layers of both kinds can select one of two
+        # equal pytrees.
         window_mask = mask._replace(reach=jnp.full_like(mask.pos, c.window))
         full_mask = mask._replace(reach=jnp.full_like(mask.pos, UNLIMITED))
         return Context(full_mask, rotation, window_mask=window_mask, window_rotation=near).planned(
@@ -191,7 +228,9 @@ class Decoder(nnx.Module):
         """Return every position's sample id and its index in the sample."""
         return text.owner, text.offset
 
-    def hidden_and_table(self, x: Float[Array, "r t d"]) -> tuple[Float[Array, "r t d"], Float[Array, "*p v d"]]:
+    def hidden_and_table(
+        self, x: Float[Array, "r t d"]
+    ) -> tuple[Float[Array, "r t d"], Float[Array, "*p v d"]]:
         """Return the operands of `logits_of`: activations after the final norm, and the output table as stored."""
         table = self.embed if self.head.table is None else self.head.table
         # Whole along the length: chunks of the vocabulary would each gather it again.

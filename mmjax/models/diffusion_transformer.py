@@ -1,9 +1,10 @@
 """PixArt-alpha's diffusion transformer (Chen et al. 2023) over packed rows of latents of images of any size.
 
-What an image's time does to its positions stays one vector per image. Rows are cut into blocks of `min_patches`
-positions, the fewest that an image has, so that a block holds at most two images: positions take the vectors of their
-image, and attend its condition, by choosing between two. That costs in proportion to a row's length, whatever is in it;
-a masked product with the condition tokens of the whole row would cost its square.
+What an image's time does to its positions stays one vector per image. Rows are cut into blocks of
+`min_patches` positions, the fewest that an image has, so that a block holds at most two images:
+positions take the vectors of their image, and attend its condition, by choosing between two. That
+costs in proportion to a row's length, whatever is in it; a masked product with the condition tokens
+of the whole row would cost its square.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ FINAL_EPS = 1e-6  # of the norm behind the last layer, whatever the config says 
 class ImageBlocks(NamedTuple):
     """The images in each block of `min_patches` positions of a row: two at most, since none has fewer positions."""
 
-    images: Float[Array, "r b 2 i"]  # one-hot: the first and the last image of a block; zeros where all is padding
+    # one-hot: the first and the last image of a block; zeros where all is padding
+    images: Float[Array, "r b 2 i"]
     last: Bool[Array, "r b p"]  # positions of the last image, where it is another than the first
 
     @classmethod
@@ -54,7 +56,8 @@ class ImageBlocks(NamedTuple):
 
     def take(self, x: Float[Array, "r i *d"]) -> Float[Array, "r b 2 *d"]:
         """Take the values of the two images of every block."""
-        # A product with zeros and ones: in backward, unlike a gather, it adds up in the same order every time.
+        # A product with zeros and ones: in backward, unlike a gather, it adds up in the same order
+        # every time.
         flat = x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
         taken = jnp.einsum("rbki,rid->rbkd", self.images, flat, precision=jax.lax.Precision.HIGHEST)
         return taken.reshape(*taken.shape[:3], *x.shape[2:])
@@ -81,9 +84,15 @@ class ImageBlocks(NamedTuple):
         count = self.images.shape[-1]
         queries = k.shape[1] // count
         k, v = (self.take(x.reshape(rows, count, queries, heads, width)) for x in (k, v))
-        q = jnp.pad(q, ((0, 0), (0, blocks * size - length), (0, 0), (0, 0))).reshape(rows, blocks, size, heads, width)
-        # r = row, b = block, p = position in it, k = image, s = condition token, n = head, h = channel.
-        scores = jnp.einsum("rbpnh,rbksnh->rbnpks", q, k, preferred_element_type=jnp.float32) * width**-0.5
+        q = jnp.pad(q, ((0, 0), (0, blocks * size - length), (0, 0), (0, 0))).reshape(
+            rows, blocks, size, heads, width
+        )
+        # r = row, b = block, p = position in it, k = image, s = condition token, n = head, h =
+        # channel.
+        scores = (
+            jnp.einsum("rbpnh,rbksnh->rbnpks", q, k, preferred_element_type=jnp.float32)
+            * width**-0.5
+        )
         if present is not None:
             taken = self.take(present.reshape(rows, count, queries).astype(q.dtype)) > 0
             # Finite: in padding there are none, and a mean of them is as good as another.
@@ -92,7 +101,9 @@ class ImageBlocks(NamedTuple):
         scores = jnp.where(of_image[:, :, None, :, :, None], scores, -jnp.inf)
         weights = jax.nn.softmax(scores.reshape(*scores.shape[:4], 2 * queries), axis=-1)
         v = v.reshape(rows, blocks, 2 * queries, heads, width)
-        out = jnp.einsum("rbnps,rbsnh->rbpnh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        out = jnp.einsum(
+            "rbnps,rbsnh->rbpnh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )
         return self._joined(out.astype(q.dtype), length)
 
     def _joined(self, x: Array, length: int) -> Array:
@@ -105,9 +116,11 @@ class ImageInputs(NamedTuple):
 
     blocks: ImageBlocks
     time: Float[Array, "r i d"]  # embedded, sizes too where a model knows them
-    modulation: Float[Array, "r i 6 d"]  # shift, scale and gate of attention, then of the MLP; a layer's table is added
+    # shift, scale and gate of attention, then of the MLP; a layer's table is added
+    modulation: Float[Array, "r i 6 d"]
     condition: Float[Array, "r c e"]
-    present: Bool[Array, "r c"] | None = None  # condition tokens that are there; None: all of every image
+    # condition tokens that are there; None: all of every image
+    present: Bool[Array, "r c"] | None = None
 
 
 class Table(nnx.Module):
@@ -161,12 +174,18 @@ class CrossAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "r l d"], images: ImageInputs) -> Float[Array, "r l d"]:
         @keep_inputs
-        def attend(q: Array, k: Array, v: Array, blocks: ImageBlocks, present: Array | None) -> Array:
-            q, k, v = (y.reshape(*y.shape[:2], self.heads, y.shape[2] // self.heads) for y in (q, k, v))
+        def attend(
+            q: Array, k: Array, v: Array, blocks: ImageBlocks, present: Array | None
+        ) -> Array:
+            q, k, v = (
+                y.reshape(*y.shape[:2], self.heads, y.shape[2] // self.heads) for y in (q, k, v)
+            )
             return blocks.attend(q, k, v, present).reshape(x.shape)
 
         q = self.query(x)
-        out = attend(q, *apply_linears(images.condition, self.key, self.value), images.blocks, images.present)
+        out = attend(
+            q, *apply_linears(images.condition, self.key, self.value), images.blocks, images.present
+        )
         return self.output(checkpoint_name(out, "attention_output"))
 
 
@@ -184,12 +203,16 @@ class DiffusionLayer(nnx.Module):
         self.mlp = MLP(c.width, c.mlp_width, c.width, c.activation, rngs, biases=c.biases)
         self.eps = c.norm_eps
 
-    def __call__(self, x: Float[Array, "r l d"], context: Context, past: None = None) -> LayerOutput:
+    def __call__(
+        self, x: Float[Array, "r l d"], context: Context, past: None = None
+    ) -> LayerOutput:
         images = context.images
         blocks = images.blocks
         vectors = jnp.moveaxis(self.table(images.modulation), 2, 0)
         attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = vectors
-        y, _ = self.attention(modulated_norm(x, attention_shift, attention_scale, blocks, self.eps), context)
+        y, _ = self.attention(
+            modulated_norm(x, attention_shift, attention_scale, blocks, self.eps), context
+        )
         x = x + _spread_over(y, attention_gate, blocks)
         x = checkpoint_name(x + self.cross_attention(x, images), "mlp_input")
         y = self.mlp(modulated_norm(x, mlp_shift, mlp_scale, blocks, self.eps))
@@ -215,7 +238,9 @@ def layer_config(config: DiffusionTransformerConfig) -> LayerConfig:
     )
 
 
-def _present(condition: Float[Array, "r c e"], config: DiffusionTransformerConfig) -> Bool[Array, "r c"] | None:
+def _present(
+    condition: Float[Array, "r c e"], config: DiffusionTransformerConfig
+) -> Bool[Array, "r c"] | None:
     """Return which condition tokens are there: those that are not 0, where an image may have fewer than others."""
     return (condition != 0).any(-1) if config.text_tokens else None
 
@@ -223,7 +248,8 @@ def _present(condition: Float[Array, "r c e"], config: DiffusionTransformerConfi
 def grid_positions(items: ItemBatch, width: int, grid: int, scale: float) -> Float[Array, "r l d"]:
     """Compute sines and cosines of a patch's column, then of its row, of images stretched to `grid` x `grid` patches.
 
-    With a grid of 16, patch row 3 of an image of 32 lies at 1.5. scale: divides these positions. Float32.
+    With a grid of 16, patch row 3 of an image of 32 lies at 1.5. scale: divides these positions.
+    Float32.
     """
     patch = jnp.maximum(items.coordinates[..., ROW:], 0)
     size = 1 + max_in_item(patch, items.item)
@@ -240,19 +266,29 @@ class ImageEmbedding(nnx.Module):
     def __init__(self, config: DiffusionTransformerConfig, rngs: nnx.Rngs):
         c = config
         self.time = TimeEmbedding(TIME_FEATURES, c.width, rngs)
-        size_mlp = partial(MLP, TIME_FEATURES, c.width // 3, c.width // 3, "silu", biases=("up", "down"))
+        size_mlp = partial(
+            MLP, TIME_FEATURES, c.width // 3, c.width // 3, "silu", biases=("up", "down")
+        )
         self.side = size_mlp(rngs=rngs) if c.micro_conditions else None
         self.aspect = size_mlp(rngs=rngs) if c.micro_conditions else None
         self.pixels = c.patch * c.latents.factor  # per side of a patch
 
-    def __call__(self, time: Float[Array, "r i"], items: ItemBatch, dtype: jnp.dtype) -> Float[Array, "r i d"]:
+    def __call__(
+        self, time: Float[Array, "r i"], items: ItemBatch, dtype: jnp.dtype
+    ) -> Float[Array, "r i d"]:
         x = self.time(time, dtype)
         if self.side is None:
             return x
         of_image = items.item[..., None] == jnp.arange(time.shape[1])
-        patches = [jnp.max(jnp.where(of_image, 1 + items.coordinates[..., axis, None], 1), axis=1) for axis in (1, 2)]
+        patches = [
+            jnp.max(jnp.where(of_image, 1 + items.coordinates[..., axis, None], 1), axis=1)
+            for axis in (1, 2)
+        ]
         height, width = (n.astype(jnp.float32) * self.pixels for n in patches)
-        sides = [self.side(cosines_and_sines(side, TIME_FEATURES).astype(dtype)) for side in (height, width)]
+        sides = [
+            self.side(cosines_and_sines(side, TIME_FEATURES).astype(dtype))
+            for side in (height, width)
+        ]
         aspect = self.aspect(cosines_and_sines(height / width, TIME_FEATURES).astype(dtype))
         return x + jnp.concatenate([*sides, aspect], axis=-1)
 
@@ -282,17 +318,24 @@ class Head(nnx.Module):
 class DiffusionTransformer(nnx.Module):
     """embed -> layers -> head over patches of latents, images one after the other, each row by row.
 
-    `time` is that of each image of a row, `[R, I]`, where I is `config.most_images(L)`; image i of a row has its
-    condition in columns i * queries to (i + 1) * queries of `condition` `[R, I * queries, E]`. Raises ValueError where
-    a row is too short for an image, and where the width is no multiple of 4, or of 3 with micro-conditions.
+    `time` is that of each image of a row, `[R, I]`, where I is `config.most_images(L)`; image i of
+    a row has its condition in columns i * queries to (i + 1) * queries of `condition` `[R, I *
+    queries, E]`. Raises ValueError where a row is too short for an image, and where the width is no
+    multiple of 4, or of 3 with micro-conditions.
     """
 
     def __init__(
-        self, config: DiffusionTransformerConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs
+        self,
+        config: DiffusionTransformerConfig,
+        plan: tuple[LayerStack, ...],
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
     ):
         c = config
         if c.width % 4 or (c.micro_conditions and c.width % 3):
-            raise ValueError(f"a width of {c.width} is no multiple of {12 if c.micro_conditions else 4}")
+            raise ValueError(
+                f"a width of {c.width} is no multiple of {12 if c.micro_conditions else 4}"
+            )
         self.patches = Linear(c.patch_values, c.width, (None, "embed"), rngs, bias=True)
         self.image_embedding = ImageEmbedding(c, rngs)
         self.modulation = Linear(c.width, 6 * c.width, ("embed", None), rngs, bias=True)
@@ -321,7 +364,9 @@ class DiffusionTransformer(nnx.Module):
         x = x + grid_positions(items, c.width, c.grid, c.grid_scale).astype(self.dtype)
         return constrain(x, "rows", "sequence", "width")
 
-    def context(self, items: ItemBatch, time: Float[Array, "r i"], condition: Float[Array, "r c e"]) -> Context:
+    def context(
+        self, items: ItemBatch, time: Float[Array, "r i"], condition: Float[Array, "r c e"]
+    ) -> Context:
         """Build what all layers share: masks, blocks, modulation and condition."""
         c = self.config
         images = c.most_images(items.item.shape[1])
@@ -337,7 +382,9 @@ class DiffusionTransformer(nnx.Module):
         if self.condition_mlp is not None:
             present = _present(condition, c)
             condition = self.condition_mlp(condition)
-            condition = condition if present is None else jnp.where(present[..., None], condition, 0)
+            condition = (
+                condition if present is None else jnp.where(present[..., None], condition, 0)
+            )
         return self._context(items, embedded, modulation, condition)
 
     def passed_on(self, context: Context) -> tuple[Float[Array, "r i _"], Float[Array, "r c _"]]:
@@ -371,6 +418,8 @@ class DiffusionTransformer(nnx.Module):
         context = Context(encoder_mask(items.item), images=inputs)
         return context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype)
 
-    def finished(self, x: Float[Array, "r l d"], items: ItemBatch, context: Context) -> Float[Array, "r l f"]:
+    def finished(
+        self, x: Float[Array, "r l d"], items: ItemBatch, context: Context
+    ) -> Float[Array, "r l f"]:
         """Make velocities of the output of the last layer."""
         return jnp.where((items.item >= 0)[..., None], self.head(x, context.images), 0)

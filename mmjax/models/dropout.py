@@ -14,7 +14,8 @@ from mmjax.parallel.sharding import constrain
 
 Noise = UInt32[Array, "2"] | UInt32[np.ndarray, "2"]  # (seed, step), at run time
 
-# The sites of a layer: the outputs of its attention and of its MLP, before they are added to the residual stream.
+# The sites of a layer: the outputs of its attention and of its MLP, before they are added to the
+# residual stream.
 ATTENTION = 0
 MLP_SITE = 1
 SITES = 2
@@ -36,7 +37,8 @@ def tower_dropout(
 ) -> Dropout:
     """Set up dropout of a tower's first layer, with a key per position from its sample's id and index in the sample.
 
-    For layer i, replace `layer`. A rate of 0 to 1 (exclusive); padding, whose owner is -1, gets some key as well.
+    For layer i, replace `layer`. A rate of 0 to 1 (exclusive); padding, whose owner is -1, gets
+    some key as well.
     """
     seed, step = noise
     key = jax.random.fold_in(jax.random.key(seed, impl=IMPL), step)
@@ -47,7 +49,8 @@ def tower_dropout(
         return jax.random.fold_in(jax.random.fold_in(key, owner), offset)
 
     keys = constrain(jax.vmap(jax.vmap(position_key))(owner, offset), "rows", "sequence")
-    # A random word is uniform in 0 .. 2^32 - 1, so the share `rate` of all words lies below the limit.
+    # A random word is uniform in 0 .. 2^32 - 1, so the share `rate` of all words lies below the
+    # limit.
     return Dropout(keys, np.uint32(rate * 2**32), np.float32(1 / (1 - rate)), np.int32(0))
 
 
@@ -62,6 +65,7 @@ def drop(x: Float[Array, "r l d"], dropout: Dropout | None, site: int) -> Float[
         return jax.random.bits(jax.random.fold_in(key, number), x.shape[-1:])
 
     stays = jax.vmap(jax.vmap(words))(dropout.key) >= dropout.limit
-    # Rounded once, after the product: 1 / (1 - rate) itself rounded to bfloat16 would shift the mean.
+    # Rounded once, after the product: 1 / (1 - rate) itself rounded to bfloat16 would shift the
+    # mean.
     scaled = (x.astype(jnp.float32) * dropout.scale).astype(x.dtype)
     return jnp.where(stays, scaled, 0)

@@ -19,10 +19,12 @@ def look_up(
 ) -> Float[Array, "r t d"]:
     """Return `table[index]` in `dtype`. axes: logical axes of the table; those of `index` are rows and length.
 
-    A table `[p, n, d]` has a copy for every part of the rows, along `data`; each gets the gradient of its part.
+    A table `[p, n, d]` has a copy for every part of the rows, along `data`; each gets the gradient
+    of its part.
 
-    No device gathers the table. The ranks that share its columns look up each other's tokens, each in its own columns,
-    and an all-to-all gives every rank its tokens whole. Gradients return the same way and are summed where they stay.
+    No device gathers the table. The ranks that share its columns look up each other's tokens, each
+    in its own columns, and an all-to-all gives every rank its tokens whole. Gradients return the
+    same way and are summed where they stay.
     """
     current = active()
     rows: tuple[str, ...] = ()
@@ -48,10 +50,14 @@ def look_up(
     table_spec = PartitionSpec(*copies, entries or None, columns or None)
     index_spec = PartitionSpec(rows or None, length or None)
 
-    def on_devices(function: Callable[..., Array], in_specs: tuple[PartitionSpec, ...], out_spec: PartitionSpec):
+    def on_devices(
+        function: Callable[..., Array], in_specs: tuple[PartitionSpec, ...], out_spec: PartitionSpec
+    ):
         if current is None:
             return function
-        return jax.shard_map(function, mesh=current.mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
+        return jax.shard_map(
+            function, mesh=current.mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False
+        )
 
     def local_index(index: Array) -> Array:
         """Gather the tokens of the ranks that share the columns, as entries of this device's part of the table."""
@@ -69,7 +75,9 @@ def look_up(
         d_x = lax.all_to_all(d_x, columns, 2, 0, tiled=True) if columns else d_x
         d_table = sum_by_index(d_x.reshape(-1, d_x.shape[-1]), local_index(index).reshape(-1), size)
         # Between ranks it travels in the activations' precision, as all gradients do.
-        d_table = lax.psum(d_table.astype(dtype), remaining).astype(jnp.float32) if remaining else d_table
+        d_table = (
+            lax.psum(d_table.astype(dtype), remaining).astype(jnp.float32) if remaining else d_table
+        )
         return d_table[None] if copies else d_table
 
     @jax.custom_vjp
@@ -77,17 +85,22 @@ def look_up(
         return on_devices(forward, (table_spec, index_spec), index_spec)(table, index)
 
     def gather_backward(index: Array, d_x: Array) -> tuple[Array, None]:
-        return on_devices(backward, (index_spec, index_spec), table_spec)(d_x, index).astype(table.dtype), None
+        return on_devices(backward, (index_spec, index_spec), table_spec)(d_x, index).astype(
+            table.dtype
+        ), None
 
     gather.defvjp(lambda table, index: (gather(table, index), index), gather_backward)
     return gather(table, index)
 
 
-def sum_by_index(vectors: Float[Array, "m d"], index: Int[Array, " m"], size: int) -> Float[Array, "n d"]:
+def sum_by_index(
+    vectors: Float[Array, "m d"], index: Int[Array, " m"], size: int
+) -> Float[Array, "n d"]:
     """Add up the vectors of each index 0 to `size` (exclusive) in float32; others are left out.
 
-    A scatter would add them as its threads come. Sorted by index, those of one are neighbours: they are added up inside
-    blocks, then over the blocks that an index fills, in an order that the indices alone decide.
+    A scatter would add them as its threads come. Sorted by index, those of one are neighbours: they
+    are added up inside blocks, then over the blocks that an index fills, in an order that the
+    indices alone decide.
     """
     # About as many blocks as vectors in one, a power of two: 5,000 vectors are 40 blocks of 128.
     width = 1 << -(-(len(index) - 1).bit_length() // 2)
@@ -95,14 +108,20 @@ def sum_by_index(vectors: Float[Array, "m d"], index: Int[Array, " m"], size: in
     index = jnp.pad(index, (0, pad), constant_values=size)
     order = jnp.argsort(index)
     blocks = index[order].reshape(-1, width)
-    sums = jnp.pad(vectors, ((0, pad), (0, 0)))[order].astype(jnp.float32).reshape(*blocks.shape, -1)
-    # Each position has the sum of the last `step` vectors up to itself that are of its index; then of twice as many.
+    sums = (
+        jnp.pad(vectors, ((0, pad), (0, 0)))[order].astype(jnp.float32).reshape(*blocks.shape, -1)
+    )
+    # Each position has the sum of the last `step` vectors up to itself that are of its index; then
+    # of twice as many.
     step = 1
     while step < width:
         same = (blocks[:, step:] == blocks[:, :-step])[..., None]
-        sums = jnp.concatenate([sums[:, :step], sums[:, step:] + jnp.where(same, sums[:, :-step], 0)], axis=1)
+        sums = jnp.concatenate(
+            [sums[:, :step], sums[:, step:] + jnp.where(same, sums[:, :-step], 0)], axis=1
+        )
         step *= 2
-    # For the first index of every block, its sum in the blocks before: it is the last index of these.
+    # For the first index of every block, its sum in the blocks before: it is the last index of
+    # these.
     number = jnp.arange(len(blocks))
     earlier = (blocks[:, :1] == blocks[:, -1]) & (number[:, None] > number)
     carried = jnp.where(earlier[..., None], sums[:, -1], 0).sum(1)

@@ -46,7 +46,9 @@ class PatchEmbedding(nnx.Module):
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
         c = config
-        self.patches = Linear(c.frames * c.patch**2 * c.channels, c.width, (None, "embed"), rngs, bias=c.embed_bias)
+        self.patches = Linear(
+            c.frames * c.patch**2 * c.channels, c.width, (None, "embed"), rngs, bias=c.embed_bias
+        )
         self.class_token = PositionTable(1, c.width, rngs) if c.class_token else None
         self.registers = PositionTable(c.registers, c.width, rngs) if c.registers else None
         positions = _learned_positions(c)
@@ -59,14 +61,17 @@ class PatchEmbedding(nnx.Module):
         _, row, column = jnp.moveaxis(items.coordinates, -1, 0)
         *places, values = items.values.shape
         pixels = items.values.reshape(*places, values // c.channels, c.channels)
-        # (pixel / 255 - mean) / std, in float32 whatever the precision: bfloat16 cannot tell 256 levels apart.
-        # values * scale - shift, one multiply-add per pixel.
+        # (pixel / 255 - mean) / std, in float32 whatever the precision: bfloat16 cannot tell 256
+        # levels apart. values * scale - shift, one multiply-add per pixel.
         scale = 1 / (255 * np.array(c.std))
         shift = np.array(c.mean) / np.array(c.std)
         pixels = pixels.astype(jnp.float32) * scale.astype(np.float32) - shift.astype(np.float32)
         # Padding is zero after normalisation, not before: a black pixel is not zero then.
-        pixels = jnp.where((items.item >= 0)[..., None], pixels.reshape(items.values.shape), 0).astype(dtype)
-        # Where no videos are taken, a batch has one frame of a temporal patch: still images are repeated (Qwen2-VL).
+        pixels = jnp.where(
+            (items.item >= 0)[..., None], pixels.reshape(items.values.shape), 0
+        ).astype(dtype)
+        # Where no videos are taken, a batch has one frame of a temporal patch: still images are
+        # repeated (Qwen2-VL).
         x = self.patches(jnp.tile(pixels, c.frames * c.patch**2 * c.channels // pixels.shape[-1]))
         if self.class_token is not None:
             x = jnp.where((row < 0)[..., None], self.class_token(jnp.zeros_like(row), dtype), x)
@@ -100,12 +105,15 @@ def _learned_positions(config: VisionConfig) -> int:
     return 0
 
 
-def interpolate_positions(table: PositionTable, grid: StretchedGrid, items: ItemBatch) -> Float[Array, "r l d"]:
+def interpolate_positions(
+    table: PositionTable, grid: StretchedGrid, items: ItemBatch
+) -> Float[Array, "r l d"]:
     """Interpolate a square grid of position vectors to the size of each image.
 
-    Bilinear, the grid's corners are aligned with those of each image: with side 4, patch column 3 of 7 lies at
-    3 * (4 - 1) / (7 - 1) = 1.5, half of column 1 and half of column 2. Bicubic, its edges are: the centre of patch
-    column 3 of 7 lies at 3.5 / 7 * 4 - 0.5 = 1.5 too, where columns 0 to 3 have their shares.
+    Bilinear, the grid's corners are aligned with those of each image: with side 4, patch column 3
+    of 7 lies at 3 * (4 - 1) / (7 - 1) = 1.5, half of column 1 and half of column 2. Bicubic, its
+    edges are: the centre of patch column 3 of 7 lies at 3.5 / 7 * 4 - 0.5 = 1.5 too, where columns
+    0 to 3 have their shares.
     """
     patch = jnp.maximum(items.coordinates[..., ROW:], 0)
     largest = max_in_item(patch, items.item)
@@ -131,8 +139,8 @@ def interpolate_positions(table: PositionTable, grid: StretchedGrid, items: Item
 def fractional_positions(side: int, items: ItemBatch) -> Int[Array, "r l"]:
     """Find the cell of a `side` x `side` grid in which each patch's top left corner lies, if both have one size.
 
-    With side 4, patch column 3 of 6 begins at 3 / 6, which is where column 2 of 4 does. Computed in float32 as in
-    transformers, whose rounding decides at the borders of cells.
+    With side 4, patch column 3 of 6 begins at 3 / 6, which is where column 2 of 4 does. Computed in
+    float32 as in transformers, whose rounding decides at the borders of cells.
     """
     patch = jnp.maximum(items.coordinates[..., ROW:], 0)
     step = 1.0 / (1 + max_in_item(patch, items.item)).astype(jnp.float32)
@@ -144,7 +152,8 @@ def fractional_positions(side: int, items: ItemBatch) -> Int[Array, "r l"]:
 def _cell_borders(side: int) -> np.ndarray:
     """Compute torch.arange(1 / side, 1, 1 / side) to the bit, as CPUs do.
 
-    They take whole groups of 16 in vectors of 8, each of which counts on from a first value in float32.
+    They take whole groups of 16 in vectors of 8, each of which counts on from a first value in
+    float32.
     """
     step = 1 / side
     count = max(math.ceil((1.0 - step) / step), 0)
@@ -153,7 +162,9 @@ def _cell_borders(side: int) -> np.ndarray:
     return ((step + step * first).astype(np.float32) + (index - first) * step).astype(np.float32)
 
 
-def bicubic_positions(table: PositionTable, grid: LearnedGrid, items: ItemBatch) -> Float[Array, "r l d"]:
+def bicubic_positions(
+    table: PositionTable, grid: LearnedGrid, items: ItemBatch
+) -> Float[Array, "r l d"]:
     """Interpolate a square of position vectors to each image's size, as PyTorch's bicubic `interpolate` does.
 
     The class token's own vector, where the table begins with one, stays as it is.
@@ -164,8 +175,11 @@ def bicubic_positions(table: PositionTable, grid: LearnedGrid, items: ItemBatch)
 
     @keep_inputs
     def interpolated(patch: Array, size: Array, weight: Array) -> Array:
-        row, column = (cubic_weights(patch[..., i], size[..., i], side, antialiased) for i in (0, 1))
-        # A product with the whole square, most of whose factors are 0: a fraction of what one layer costs.
+        row, column = (
+            cubic_weights(patch[..., i], size[..., i], side, antialiased) for i in (0, 1)
+        )
+        # A product with the whole square, most of whose factors are 0: a fraction of what one layer
+        # costs.
         factors = (row[..., :, None] * column[..., None, :]).reshape(*row.shape[:2], side**2)
         cells = weight[first:].astype(jnp.float32)
         return jnp.matmul(factors, cells, precision=jax.lax.Precision.HIGHEST)
@@ -177,7 +191,9 @@ def bicubic_positions(table: PositionTable, grid: LearnedGrid, items: ItemBatch)
     if not first:
         return x
     tokens = items.coordinates[..., ROW] < 0
-    return jnp.where(tokens[..., None], table(jnp.zeros_like(tokens, jnp.int32), jnp.dtype(jnp.float32)), x)
+    return jnp.where(
+        tokens[..., None], table(jnp.zeros_like(tokens, jnp.int32), jnp.dtype(jnp.float32)), x
+    )
 
 
 def cubic_weights(
@@ -185,7 +201,8 @@ def cubic_weights(
 ) -> Float[Array, "r l s"]:
     """Compute the share of each of `side` cells in cell `place` of `count`, both along one axis.
 
-    Of 2 cells that 4 become, the first lies at (0 + 0.5) * 4 / 2 - 0.5 = 0.5: between cells 0 and 1.
+    Of 2 cells that 4 become, the first lies at (0 + 0.5) * 4 / 2 - 0.5 = 0.5: between cells 0 and
+    1.
     """
     scale = side / count.astype(jnp.float32)[..., None]
     centre = (place.astype(jnp.float32)[..., None] + 0.5) * scale - 0.5
@@ -219,8 +236,9 @@ class Windows(NamedTuple):
     def of(cls, items: ItemBatch, window: int, merge: int) -> Windows:
         """Order windows so that few cross a border between blocks of whole ones, for kernels that visit blocks.
 
-        First windows whose size divides that of a whole one, largest first: with 8 x 8 patches those of 64, 32, 16, ..;
-        then the others, cut by an image's edges to 48 or 36 patches, say. Padding is last.
+        First windows whose size divides that of a whole one, largest first: with 8 x 8 patches
+        those of 64, 32, 16, ..; then the others, cut by an image's edges to 48 or 36 patches, say.
+        Padding is last.
         """
         item = items.item[:, :: merge**2]
         corner = jnp.maximum(items.coordinates[:, :: merge**2, ROW:], 0)
@@ -236,7 +254,9 @@ class Windows(NamedTuple):
     def number(self) -> Int[Array, "r g"]:
         """Number the windows from 1 along the ordered row."""
         keys = jnp.take_along_axis(jnp.stack(self[:3]), self.order[None], axis=2)
-        return 1 + jnp.cumsum(jnp.any(jnp.diff(keys, axis=2, prepend=keys[..., :1]) != 0, axis=0), axis=1)
+        return 1 + jnp.cumsum(
+            jnp.any(jnp.diff(keys, axis=2, prepend=keys[..., :1]) != 0, axis=0), axis=1
+        )
 
 
 def take_groups(x: Shaped[Array, "r l *w"], order: Int[Array, "r g"]) -> Shaped[Array, "r l *w"]:
@@ -251,16 +271,21 @@ def take_groups(x: Shaped[Array, "r l *w"], order: Int[Array, "r g"]) -> Shaped[
 class VisionEncoder(nnx.Module):
     """embed -> layers -> head over patches in merge order: the members of each merge group are contiguous.
 
-    A group at an image's edge may hold padded patches (item -1): they attend nothing, and nothing attends them. In an
-    encoder with a class token, an image's last groups hold it (row and column -1), registers and padding. Where layers
-    have windows, what they compute is in window order (`Windows`), from `embedded` to `restored`.
+    A group at an image's edge may hold padded patches (item -1): they attend nothing, and nothing
+    attends them. In an encoder with a class token, an image's last groups hold it (row and column
+    -1), registers and padding. Where layers have windows, what they compute is in window order
+    (`Windows`), from `embedded` to `restored`.
     """
 
-    def __init__(self, config: VisionConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(
+        self, config: VisionConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs
+    ):
         c = config
         self.embed = PatchEmbedding(c, rngs)
         block = encoder_layer_config(c)
-        self.layers = LayerStacks(lambda _, rngs: TransformerLayer(block, rngs), plan, rngs, c.windowed)
+        self.layers = LayerStacks(
+            lambda _, rngs: TransformerLayer(block, rngs), plan, rngs, c.windowed
+        )
         self.head = NORMS[c.head_norm_kind](c.width, c.norm_eps) if c.head_norm else None
         self.config = c
         self.max_block = block.max_block
@@ -268,13 +293,17 @@ class VisionEncoder(nnx.Module):
         self.dtype = dtype
 
     def embedded(self, items: ItemBatch) -> Float[Array, "r l d"]:
-        return constrain(self.embed(self._window_ordered(items), self.dtype), "rows", "sequence", "width")
+        return constrain(
+            self.embed(self._window_ordered(items), self.dtype), "rows", "sequence", "width"
+        )
 
     def restored(self, x: Float[Array, "r l d"], items: ItemBatch) -> Float[Array, "r l d"]:
         """Put a layer's output back into merge order."""
         if not self.config.windowed:
             return x
-        return constrain(take_groups(x, jnp.argsort(self._windows(items).order)), "rows", "length", "width")
+        return constrain(
+            take_groups(x, jnp.argsort(self._windows(items).order)), "rows", "length", "width"
+        )
 
     def finished(self, x: Float[Array, "r l d"]) -> Float[Array, "r l d"]:
         """Apply the final norm, if there is one, to the output of the last layer."""
@@ -289,12 +318,18 @@ class VisionEncoder(nnx.Module):
         if c.windowed:
             window = jnp.repeat(self._windows(items).number(), c.connector.merge**2, axis=1)
             # A query that sees no kind attends its span alone, here the window.
-            context = context._replace(window_mask=context.mask._replace(span=window, sees=jnp.zeros_like(window)))
-        context = context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype, self.max_block)
+            context = context._replace(
+                window_mask=context.mask._replace(span=window, sees=jnp.zeros_like(window))
+            )
+        context = context.planned(
+            c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype, self.max_block
+        )
         if isinstance(c.positions, LearnedGrid | FractionalGrid):
             return context
         alternating = isinstance(c.positions, AlternatingGrid)
-        return context._replace(rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta, alternating))
+        return context._replace(
+            rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta, alternating)
+        )
 
     def _windows(self, items: ItemBatch) -> Windows:
         return Windows.of(items, self.config.window, self.config.connector.merge)
@@ -318,11 +353,14 @@ class VisionEncoder(nnx.Module):
 MAX_TIMESCALE = 10_000.0
 
 
-def taps(x: Float[Array, "r l *b f"], item: Int[Array, "r l"], stride: int) -> Float[Array, "r m *b 3*f"]:
+def taps(
+    x: Float[Array, "r l *b f"], item: Int[Array, "r l"], stride: int
+) -> Float[Array, "r m *b 3*f"]:
     """Concatenate frames t-1, t and t+1 of every `stride`-th frame t; zero where not of the same item as t."""
     length = item.shape[1]
     centre = item[:, ::stride]
-    # padded[:, t + 1] is frame t, so that slices from 0, 1 and 2 are the frames before, at and after t.
+    # padded[:, t + 1] is frame t, so that slices from 0, 1 and 2 are the frames before, at and
+    # after t.
     padded_item = jnp.pad(item, ((0, 0), (1, 1)), constant_values=-1)
     padded_x = jnp.pad(x, ((0, 0), (1, 1), *((0, 0),) * (x.ndim - 2)))
     members = []
@@ -353,7 +391,9 @@ class AudioStem(nnx.Module):
         self.first = Linear(3 * c.mels, c.width, (None, "embed"), rngs, bias=True)
         self.second = Linear(3 * c.width, c.width, ("embed", None), rngs, bias=True)
         stored = c.positions.positions if isinstance(c.positions, StoredTable) else 0
-        self.positions = FixedTable(sinusoids(jnp.arange(stored)[None], c.width)[0]) if stored else None
+        self.positions = (
+            FixedTable(sinusoids(jnp.arange(stored)[None], c.width)[0]) if stored else None
+        )
         self.activation = c.stem_activation
         self.stride = c.stride
 
@@ -362,7 +402,8 @@ class AudioStem(nnx.Module):
     ) -> Float[Array, "r m d"]:
         activation = ACTIVATIONS[self.activation]
         x = activation(self.first(taps(x, item, 1)))
-        # Clips start at multiples of the stride, so packing does not change which frames the outputs are centred on.
+        # Clips start at multiples of the stride, so packing does not change which frames the
+        # outputs are centred on.
         x = activation(self.second(taps(x, item, self.stride)))
         if self.positions is None:
             return x + sinusoids(time, x.shape[-1]).astype(x.dtype)
@@ -394,7 +435,9 @@ class AudioStem2d(nnx.Module):
                 x = activation(convolution(bin_taps(taps(x, item, 2))))
                 item = item[:, ::2]
             # Channel by channel, as they are stored.
-            return self.output(jnp.swapaxes(x, -1, -2).reshape(*x.shape[:2], x.shape[2] * x.shape[3]))
+            return self.output(
+                jnp.swapaxes(x, -1, -2).reshape(*x.shape[:2], x.shape[2] * x.shape[3])
+            )
 
         x = convolved(x, item)
         return x + sinusoids(time, x.shape[-1]).astype(x.dtype)
@@ -403,18 +446,23 @@ class AudioStem2d(nnx.Module):
 def bin_taps(x: Float[Array, "r m b f"]) -> Float[Array, "r m c 3*f"]:
     """Concatenate bins b-1, b and b+1 of every other bin b; zero beyond the first and the last."""
     padded = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (0, 0)))
-    return jnp.concatenate([padded[:, :, first : first + x.shape[2] : 2] for first in range(3)], axis=-1)
+    return jnp.concatenate(
+        [padded[:, :, first : first + x.shape[2] : 2] for first in range(3)], axis=-1
+    )
 
 
 class AudioEncoder(nnx.Module):
     """embed -> layers -> head over frames in time order; every clip starts at a multiple of the stride.
 
-    The convolutions read all frames of a clip, its padding of silence included; the layers attend those up to the end
-    of the recording (`ItemBatch.coordinates`). With chunks (`AudioConfig.chunk`) each is encoded as a clip of its own,
-    but for attention, which may reach over several.
+    The convolutions read all frames of a clip, its padding of silence included; the layers attend
+    those up to the end of the recording (`ItemBatch.coordinates`). With chunks
+    (`AudioConfig.chunk`) each is encoded as a clip of its own, but for attention, which may reach
+    over several.
     """
 
-    def __init__(self, config: AudioConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(
+        self, config: AudioConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs
+    ):
         c = config
         self.embed = AudioStem2d(c, rngs) if c.stem_width else AudioStem(c, rngs)
         block = encoder_layer_config(c)
@@ -446,8 +494,12 @@ class AudioEncoder(nnx.Module):
         item = self._layer_items(items)
         if c.chunk:
             time = items.coordinates[:, :: c.stride, TIME] // c.stride
-            item = chunk_numbers(item, time, jnp.arange(item.shape[1]), c.chunk_positions * c.attended_chunks)
-        return Context(encoder_mask(item)).planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype)
+            item = chunk_numbers(
+                item, time, jnp.arange(item.shape[1]), c.chunk_positions * c.attended_chunks
+            )
+        return Context(encoder_mask(item)).planned(
+            c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype
+        )
 
     def finished(self, x: Float[Array, "r m d"]) -> Float[Array, "r n d"]:
         """Pool the last layer's output over every `pool` positions and apply the final norm."""
@@ -471,7 +523,9 @@ class AudioEncoder(nnx.Module):
         """
         stride = self.config.stride * self.pool
         # The last position of each pool decides: where it is padding, the pool is incomplete.
-        return self._layer_items(items)[:, self.pool - 1 :: self.pool], items.coordinates[:, ::stride] // stride
+        return self._layer_items(items)[:, self.pool - 1 :: self.pool], items.coordinates[
+            :, ::stride
+        ] // stride
 
     def _layer_items(self, items: ItemBatch) -> Int[Array, "r m"]:
         """Return the item of every position after the stem, -1 for padding and for silence behind a recording."""

@@ -23,7 +23,8 @@ class Routing(NamedTuple):
     probability: Float[Array, "*l e"]  # of each expert
     squares: Float[Array, "*l"]  # of the log-sum-exp of the router's logits
     count: Float[Array, "*l"]  # tokens
-    turns: Float[Array, "*l"]  # in which tokens went to the devices of their experts; 1 where all went at once
+    # in which tokens went to the devices of their experts; 1 where all went at once
+    turns: Float[Array, "*l"]
 
 
 def pack(routing: Routing) -> Float[Array, "1 l s"]:
@@ -37,7 +38,9 @@ def unpack(packed: Float[Array, "1 l s"]) -> Routing:
     experts = (packed.shape[-1] - 3) // 2
     tokens, probability, numbers = jnp.split(packed[0], (experts, 2 * experts), axis=1)
     squares, count, turns = numbers.T
-    return Routing(tokens=tokens, probability=probability, squares=squares, count=count, turns=turns)
+    return Routing(
+        tokens=tokens, probability=probability, squares=squares, count=count, turns=turns
+    )
 
 
 def route(
@@ -49,10 +52,13 @@ def route(
 ) -> tuple[Routes, Routing]:
     """Choose the experts of tokens in float32. valid: positions that are tokens; padding gets no expert.
 
-    normalized: whether the weights of a token's experts add up to 1, or are its probabilities of all experts.
+    normalized: whether the weights of a token's experts add up to 1, or are its probabilities of
+    all experts.
     """
     experts = weight.shape[1]
-    logits = jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    logits = jnp.matmul(
+        x.astype(jnp.float32), weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
     probability = jax.nn.softmax(logits)
     share, expert = jax.lax.top_k(probability, per_token)
     if normalized:
@@ -73,8 +79,8 @@ def route(
 def balance_loss(routing: Routing) -> Float[Array, ""]:
     """Compute the loss that balances experts (Fedus et al. 2021, "Switch Transformers"), over all layers together.
 
-    The number of experts times the sum over them of their tokens times their probability, both per token of a layer:
-    the number of experts of a token where all get the same, and more where not.
+    The number of experts times the sum over them of their tokens times their probability, both per
+    token of a layer: the number of experts of a token where all get the same, and more where not.
     """
     count = jnp.maximum(routing.count.sum(), 1)
     shares = routing.tokens.sum(0) / count * (routing.probability.sum(0) / count)

@@ -1,8 +1,9 @@
 """A mixture of experts in place of a layer's MLP: no capacity, so that every token reaches all of its experts.
 
-Copies of the tokens, one for each expert of a token, are sorted by expert, multiplied in groups of any size, and put
-back where they came from. Positions that are no token of a sample reach no expert, and
-what an expert computes of a token is a matter of that token alone, so packing changes nothing.
+Copies of the tokens, one for each expert of a token, are sorted by expert, multiplied in groups of
+any size, and put back where they came from. Positions that are no token of a sample reach no
+expert, and what an expert computes of a token is a matter of that token alone, so packing changes
+nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class ExpertMatrices(nnx.Module):
     """One matrix for each expert, initialised normal with variance 1 / fan-in."""
 
     def __init__(self, count: int, inputs: int, outputs: int, axes: Axes, rngs: nnx.Rngs):
-        weight = jax.random.normal(rngs.params(), (count, inputs, outputs), jnp.float32) * inputs**-0.5
+        weight = (
+            jax.random.normal(rngs.params(), (count, inputs, outputs), jnp.float32) * inputs**-0.5
+        )
         self.weight = nnx.Param(weight, axes=axes)
 
 
@@ -58,19 +61,27 @@ class Experts(nnx.Module):
         self.config = config
         self.activation: Activation = activation
 
-    def __call__(self, x: Float[Array, "b t d"], valid: Bool[Array, "b t"]) -> tuple[Float[Array, "b t d"], Routing]:
+    def __call__(
+        self, x: Float[Array, "b t d"], valid: Bool[Array, "b t"]
+    ) -> tuple[Float[Array, "b t d"], Routing]:
         """Apply the experts to tokens; return the sums of their routing as well. valid: which positions are tokens."""
         c = self.config
         layout = ExpertLayout.of(x.shape, self.gate.weight.shape)
 
-        def on_device(x: Array, valid: Array, router: Array, *matrices: Array) -> tuple[Array, Routing]:
+        def on_device(
+            x: Array, valid: Array, router: Array, *matrices: Array
+        ) -> tuple[Array, Routing]:
             tokens = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
-            routes, routing = route(tokens, router, valid.reshape(len(tokens)), c.per_token, c.normalized)
+            routes, routing = route(
+                tokens, router, valid.reshape(len(tokens)), c.per_token, c.normalized
+            )
             routing = layout.add_up(routing)._replace(turns=routing.turns)
             if layout.devices == 1:
                 out = apply_experts(tokens, routes, *matrices, layout, self.activation)
             else:
-                out, turns = apply_shared_experts(tokens, routes, *matrices, layout, c, self.activation)
+                out, turns = apply_shared_experts(
+                    tokens, routes, *matrices, layout, c, self.activation
+                )
                 routing = routing._replace(turns=turns)
             return out.reshape(x.shape), routing
 
@@ -92,7 +103,8 @@ class Copies(NamedTuple):
     def of(cls, expert: Int[Array, "m k"], first: Int[Array, ""] | int, count: int) -> Copies:
         """Sort the copies for `count` experts from `first` on."""
         local = expert.reshape(expert.size) - first
-        # Copies for other experts come last: of 3 experts here, 5 5 0 7 1 1 as seen from expert 5 is 0 0 _ 2 _ _.
+        # Copies for other experts come last: of 3 experts here, 5 5 0 7 1 1 as seen from expert 5
+        # is 0 0 _ 2 _ _.
         group = jnp.where((local >= 0) & (local < count), local, count)
         order = jnp.argsort(group, stable=True)
         inverse = jnp.argsort(order)
@@ -106,7 +118,9 @@ class Copies(NamedTuple):
     def slice(self, start: Int[Array, ""], size: int) -> Copies:
         """Return `size` copies from `start` on."""
         none = len(self.index)
-        index = lax.dynamic_slice_in_dim(jnp.pad(self.index, (0, size), constant_values=none), start, size)
+        index = lax.dynamic_slice_in_dim(
+            jnp.pad(self.index, (0, size), constant_values=none), start, size
+        )
         place = self.place - start
         ends = jnp.clip(jnp.cumsum(self.sizes) - start, 0, size)
         sizes = jnp.diff(ends, prepend=0)
@@ -126,9 +140,16 @@ class Copies(NamedTuple):
         self, gated: Array, raised: Array, down: Array, share: Array, activation: Activation
     ) -> Float[Array, "m d"]:
         """Finish the experts of the copies, and sum what they make of each token by its `share` `[m, k]` of them."""
-        # A hidden layer times its share instead of what comes out of it: a sum over copies is then a plain one.
-        share = sum_rows(share.reshape(share.size), self.index[:, None], self.place.reshape(share.size, 1))
-        hidden = ACTIVATIONS[activation](gated).astype(jnp.float32) * raised.astype(jnp.float32) * share[:, None]
+        # A hidden layer times its share instead of what comes out of it: a sum over copies is then
+        # a plain one.
+        share = sum_rows(
+            share.reshape(share.size), self.index[:, None], self.place.reshape(share.size, 1)
+        )
+        hidden = (
+            ACTIVATIONS[activation](gated).astype(jnp.float32)
+            * raised.astype(jnp.float32)
+            * share[:, None]
+        )
         # Behind the last group a product may hold anything, and so may its gradient.
         grouped = (jnp.arange(len(hidden)) < self.sizes.sum())[:, None]
         hidden = jnp.where(grouped, hidden, 0).astype(gated.dtype)
@@ -152,7 +173,8 @@ def apply_experts(
     expert, share = layout.gather(tuple(routes), layout.parts)
     copies = Copies.of(expert, 0, len(gate))
 
-    # Tokens and matrices are gathered inside, so that backward gathers them again instead of keeping them.
+    # Tokens and matrices are gathered inside, so that backward gathers them again instead of
+    # keeping them.
     def into(x: Array, gate: Array, up: Array) -> tuple[Array, Array]:
         weights = (layout.gather_shards(weight.astype(x.dtype), 1) for weight in (gate, up))
         return copies.into(layout.gather(x, layout.parts), *weights)
@@ -187,7 +209,13 @@ def apply_shared_experts(
         copies = Copies.of(expert, layout.first(count), count)
 
         def slice_of_copies(
-            number: Array, copies: Copies, tokens: Array, share: Array, gate: Array, up: Array, down: Array
+            number: Array,
+            copies: Copies,
+            tokens: Array,
+            share: Array,
+            gate: Array,
+            up: Array,
+            down: Array,
         ) -> Array:
             copies = copies.slice(number * computed, computed)
             return copies.out(*copies.into(tokens, gate, up), down, share, activation)
@@ -195,7 +223,9 @@ def apply_shared_experts(
         parts = -(-copies.sizes.sum() // computed)
         return sum_parts(slice_of_copies, parts, copies, tokens, share, *weights).astype(x.dtype)
 
-    def turn(number: Array, tables: tuple[Array, Sends], x: Array, share: Array, *weights: Array) -> Array:
+    def turn(
+        number: Array, tables: tuple[Array, Sends], x: Array, share: Array, *weights: Array
+    ) -> Array:
         expert, sends = tables[0], tables[1].turn(number, size)
         token = sends.token.reshape(devices * size, 1)
         arrays = (
@@ -209,12 +239,15 @@ def apply_shared_experts(
     # Backward does everything again: to keep are tokens of all devices, and gathered matrices.
     def exchange(x: Array, share: Array, gate: Array, up: Array, down: Array) -> Array:
         weights = [
-            layout.gather_shards(weight.astype(x.dtype), axis) for weight, axis in ((gate, 1), (up, 1), (down, 2))
+            layout.gather_shards(weight.astype(x.dtype), axis)
+            for weight, axis in ((gate, 1), (up, 1), (down, 2))
         ]
         if sends is None:
             arrays = layout.gather((routes.expert, x, share), layout.parts)
             return layout.scatter(local_experts(*arrays, *weights), layout.parts)
-        return sum_parts(turn, sends.turns, (routes.expert, sends), x, share, *weights).astype(x.dtype)
+        return sum_parts(turn, sends.turns, (routes.expert, sends), x, share, *weights).astype(
+            x.dtype
+        )
 
     turns = jnp.ones(()) if sends is None else sends.turns.astype(jnp.float32)
     return keep_inputs(exchange)(x, routes.share, gate, up, down), turns

@@ -3,8 +3,9 @@
 A head keeps a matrix S instead of keys and values, and every token t decays it and writes into it:
 `S_t = e^g_t S_(t-1) + k_t (beta_t (v_t - k_t' e^g_t S_(t-1)))'`, then reads `o_t = S_t' q_t`.
 
-Rows hold several samples: the state and the short convolution before it begin anew wherever `sample` changes. What
-belongs to another sample enters as a product with an exact zero, as in attention, so it cannot change a bit.
+Rows hold several samples: the state and the short convolution before it begin anew wherever
+`sample` changes. What belongs to another sample enters as a product with an exact zero, as in
+attention, so it cannot change a bit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from mmjax.models.remat import keep_inputs
 from mmjax.parallel.sharding import constrain, platform
 
 CHUNK = 64  # tokens whose outputs are computed together, by matrix products
-# Chunks whose products without the state are computed at once: a GPU launches fewer kernels, a CPU has less memory.
+# Chunks whose products without the state are computed at once: a GPU launches fewer kernels, a CPU
+# has less memory.
 SEGMENT = {"gpu": 8, "cuda": 8}
 OTHER_SEGMENT = 4
 L2_EPS = 1e-6  # added to the squared norms of queries and keys
@@ -46,13 +48,15 @@ def gated_delta_rule(
 ) -> tuple[Float[Array, "b t m v"], Float[Array, "b m k v"]]:
     """Compute the outputs of every token, in the dtype of `v`, and the state after the last one; float32 inside.
 
-    Each of the `n` key heads serves `m / n` value heads. g: logarithms of the decays, not positive. sample: samples are
-    contiguous; padding has k = beta = g = 0 and the sample before it. state: of the first token's sample, else zeros.
+    Each of the `n` key heads serves `m / n` value heads. g: logarithms of the decays, not positive.
+    sample: samples are contiguous; padding has k = beta = g = 0 and the sample before it. state: of
+    the first token's sample, else zeros.
 
-    In segments of chunks of tokens; backward keeps the inputs, and the state before each segment. With c_i the sum of g
-    over a chunk's tokens up to i, and D_ij = e^(c_i - c_j) for j <= i, else 0 (section 3.3 of the paper):
-    (1 + strictly lower part of diag(beta) K K' * D) [U | W] = diag(beta) [V | diag(e^c) K], N = U - W S,
-    O = diag(e^c) Q S + (Q K' * D) N, and the next S = e^c_last S + (diag(e^(c_last - c)) K)' N.
+    In segments of chunks of tokens; backward keeps the inputs, and the state before each segment.
+    With c_i the sum of g over a chunk's tokens up to i, and D_ij = e^(c_i - c_j) for j <= i, else 0
+    (section 3.3 of the paper): (1 + strictly lower part of diag(beta) K K' * D) [U | W] =
+    diag(beta) [V | diag(e^c) K], N = U - W S, O = diag(e^c) Q S + (Q K' * D) N, and the next S =
+    e^c_last S + (diag(e^(c_last - c)) K)' N.
     """
     (rows, length, key_heads, key_width), (value_heads, value_width) = k.shape, v.shape[2:]
     group = value_heads // key_heads
@@ -63,7 +67,9 @@ def gated_delta_rule(
     def chunks(x: Array, *heads: int, mode: str = "constant") -> Array:
         """Cut `[B, T, heads, ...]` into `[chunks, B, C, ...]`."""
         x = jnp.pad(x, ((0, 0), (0, extra)) + ((0, 0),) * (x.ndim - 2), mode)
-        return jnp.moveaxis(x.reshape(rows, x.shape[1] // chunk, chunk, *heads, *x.shape[2 + bool(heads) :]), 1, 0)
+        return jnp.moveaxis(
+            x.reshape(rows, x.shape[1] // chunk, chunk, *heads, *x.shape[2 + bool(heads) :]), 1, 0
+        )
 
     # What fills the last chunk is padding of the last sample, which leaves its state alone.
     samples = chunks(sample, mode="edge")
@@ -77,13 +83,19 @@ def gated_delta_rule(
     if state is None:
         state = jnp.zeros((rows, value_heads, key_width, value_width), jnp.float32)
     inputs = jax.tree.map(lambda x: x.reshape(x.shape[0] // segment, segment, *x.shape[1:]), inputs)
-    # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
+    # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier
+    # against that.
     body = jax.checkpoint(_segment, prevent_cse=False)
-    # Of a head and token the recurrence has a decay, a read, a write and a query, the first without additions.
+    # Of a head and token the recurrence has a decay, a read, a write and a query, the first without
+    # additions.
     with jax.named_scope(f"needs={7 * value_heads * key_width * value_width}"):
-        state, out = jax.lax.scan(body, state.reshape(rows, key_heads, group, key_width, value_width), inputs)
+        state, out = jax.lax.scan(
+            body, state.reshape(rows, key_heads, group, key_width, value_width), inputs
+        )
     out = out.reshape(out.shape[0] * segment, *out.shape[2:])
-    out = jnp.moveaxis(out, 0, 1).reshape(rows, length + extra, value_heads, value_width)[:, :length]
+    out = jnp.moveaxis(out, 0, 1).reshape(rows, length + extra, value_heads, value_width)[
+        :, :length
+    ]
     return out, state.reshape(rows, value_heads, key_width, value_width)
 
 
@@ -92,7 +104,8 @@ class _Chunk(NamedTuple):
 
     u: Array  # [C, V]; what tokens write is `u - w state`
     w: Array  # [C, K]
-    q: Array  # [C, K], decayed since the state; zero for tokens of other samples than the one that wrote it
+    # [C, K], decayed since the state; zero for tokens of other samples than the one that wrote it
+    q: Array
     scores: Array  # [C, C] of queries and keys
     k: Array  # [C, K], decayed until the chunk's end
     decay: Array  # [1, 1], of the state
@@ -117,14 +130,17 @@ def _without_state(inputs: tuple[Array, ...]) -> _Chunk:
     sample, owner = inputs[5:]
     size = sample.shape[1]
     q, k = (_normalized(x) for x in (q, k))
-    q, k = (jnp.moveaxis(x, 1, 2)[:, :, None] for x in (q * q.shape[-1] ** -0.5, k))  # [B, N, 1, C, K]
+    # [B, N, 1, C, K]
+    q, k = (jnp.moveaxis(x, 1, 2)[:, :, None] for x in (q * q.shape[-1] ** -0.5, k))
     v, g, beta = (jnp.moveaxis(x, 1, 3) for x in (v, g, beta))  # [B, N, R, C, ...]
     same = sample[:, :, None] == sample[:, None, :]
     low = (same & jnp.tri(size, dtype=bool))[:, None, None]
-    # Sums of g over the tokens of a sample alone: differences of sums over a chunk would round with what others are.
+    # Sums of g over the tokens of a sample alone: differences of sums over a chunk would round with
+    # what others are.
     since = jnp.sum(jnp.where(low, g[..., None, :], 0), -1)
     between = jnp.cumsum(jnp.where(low & ~jnp.eye(size, dtype=bool), g[..., None], 0), -2)
-    # Masked before the exponential, which overflows above the diagonal and would make gradients NaN.
+    # Masked before the exponential, which overflows above the diagonal and would make gradients
+    # NaN.
     decay = jnp.exp(jnp.where(low, between, -jnp.inf))
     # Only tokens of the sample that wrote the state read it.
     reads = jnp.where((sample == owner[:, None])[:, None, None], jnp.exp(since), 0)
@@ -150,8 +166,8 @@ def _normalized(x: Array) -> Array:
 def inverse_unit_lower(low: Float[Array, "*b c c"]) -> Float[Array, "*b c c"]:
     """Invert `1 + low`, strictly lower triangular with a power of two rows: merge inverses of blocks of 1, 2, 4, ...
 
-    Products alone, as accelerators want it, and as exact as substitution. (The product of `1 + (-low)^(2^n)` is not:
-    its powers overflow where keys repeat.)
+    Products alone, as accelerators want it, and as exact as substitution. (The product of `1 +
+    (-low)^(2^n)` is not: its powers overflow where keys repeat.)
     """
     size = low.shape[-1]
     batch = low.shape[:-2]
@@ -180,7 +196,8 @@ def causal_convolution(
 ) -> Float[Array, "b t c"]:
     """Sum every channel's last `n` inputs by its weights, of which the last is the token's own; float32 inside.
 
-    previous: the n - 1 inputs before the first token, of its sample, or zeros. No tap reaches into another sample.
+    previous: the n - 1 inputs before the first token, of its sample, or zeros. No tap reaches into
+    another sample.
     """
     taps = len(weight)
     padded = jnp.concatenate([previous.astype(x.dtype), x], 1)
@@ -188,7 +205,9 @@ def causal_convolution(
     length = x.shape[1]
 
     def tap(i: int) -> Array:
-        value = jnp.where((owner[:, i : i + length] == sample)[..., None], padded[:, i : i + length], 0)
+        value = jnp.where(
+            (owner[:, i : i + length] == sample)[..., None], padded[:, i : i + length], 0
+        )
         return value.astype(jnp.float32) * weight[i].astype(jnp.float32)
 
     return sum(tap(i) for i in range(taps)).astype(x.dtype)
@@ -219,16 +238,21 @@ class GatedRMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*b d"], gate: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * self.scale[...].astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+        return (
+            y * self.scale[...].astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        ).astype(x.dtype)
 
 
 class GatedDeltaNet(nnx.Module):
     """Projections, short convolutions, the gated delta rule and a gated norm, in the place of self-attention.
 
-    Tensor parallelism shards by key heads with their value heads: queries, keys and values are three matrices.
+    Tensor parallelism shards by key heads with their value heads: queries, keys and values are
+    three matrices.
     """
 
-    def __init__(self, config: DeltaNetConfig, width: int, eps: float, activation: Activation, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DeltaNetConfig, width: int, eps: float, activation: Activation, rngs: nnx.Rngs
+    ):
         c = config
         keys = c.key_heads * c.key_width
         values = c.value_heads * c.value_width
@@ -255,7 +279,8 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "b t d"], RecurrentState]:
         """Apply the layer to rows, or to tokens behind those of `past`; return the state behind each row's last token.
 
-        With one sample in a row from its first column on, as in prefill and decode; of packed rows nobody reads it.
+        With one sample in a row from its first column on, as in prefill and decode; of packed rows
+        nobody reads it.
         """
         c = self.config
         sample = context.mask.sample
@@ -283,15 +308,20 @@ class GatedDeltaNet(nnx.Module):
         v, gate = (y.reshape(*x.shape[:2], c.value_heads, c.value_width) for y in (v, gate))
         q, k, v = (constrain(y, "rows", "length", "heads", None) for y in (q, k, v))
         bias = self.dt_bias[...].astype(jnp.float32)
-        g = -jnp.exp(self.a_log[...].astype(jnp.float32)) * jax.nn.softplus(decay.astype(jnp.float32) + bias)
+        g = -jnp.exp(self.a_log[...].astype(jnp.float32)) * jax.nn.softplus(
+            decay.astype(jnp.float32) + bias
+        )
         g, beta = (jnp.where(valid, y, 0) for y in (g, jax.nn.sigmoid(beta)))
         state = None if past is None else past.cache.delta
         out, state = gated_delta_rule(q, k, v, g, beta, sample, state)
 
-        # With the last product, whose operand is made again from the outputs of the delta rule and of the gate.
+        # With the last product, whose operand is made again from the outputs of the delta rule and
+        # of the gate.
         @keep_inputs
         def output(out: Array, gate: Array) -> Array:
-            return self.output(self.norm(out, gate).reshape(*x.shape[:2], c.value_heads * c.value_width))
+            return self.output(
+                self.norm(out, gate).reshape(*x.shape[:2], c.value_heads * c.value_width)
+            )
 
         return output(out, gate), RecurrentState(state, inputs)
 

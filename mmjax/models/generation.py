@@ -1,7 +1,7 @@
 """Train and sample generators: the conditions of their images, noised latents, and the error of predicted velocities.
 
-An image's time, noise and dropped condition depend on the step, its sample and its place in it alone, so they are the
-same wherever the image is packed.
+An image's time, noise and dropped condition depend on the step, its sample and its place in it
+alone, so they are the same wherever the image is packed.
 """
 
 from __future__ import annotations
@@ -44,11 +44,15 @@ class Conditioner(nnx.Module):
 
     @jax.named_scope("connector")
     def tokens(
-        self, states: Float[Array, "r c d"], present: Bool[Array, "r i"], dropped: Bool[Array, "r i"]
+        self,
+        states: Float[Array, "r c d"],
+        present: Bool[Array, "r i"],
+        dropped: Bool[Array, "r i"],
     ) -> Float[Array, "r c e"]:
         """Project the hidden states of an image's text and queries; `unconditional` where its condition is dropped.
 
-        0 where no image is, or no text: there the states are 0, which those of a token, behind a norm, never are.
+        0 where no image is, or no text: there the states are 0, which those of a token, behind a
+        norm, never are.
         """
         rows, columns, _ = states.shape
         count = columns // max(dropped.shape[1], 1)
@@ -71,7 +75,8 @@ class Draws(NamedTuple):
     time: Float[Array, "r i"]  # of each image, 0 to 1
     dropped: Bool[Array, "r i"]  # whether it is trained without its condition
     noise: Float[Array, "r l f"]
-    posterior: Float[Array, "r l f"] | None = None  # noise of the latents that a VAE makes of images in the step
+    # noise of the latents that a VAE makes of images in the step
+    posterior: Float[Array, "r l f"] | None = None
 
 
 def draw(noise: Noise, name: str, config: Generator, items: ItemBatch) -> Draws:
@@ -85,10 +90,13 @@ def draw(noise: Noise, name: str, config: Generator, items: ItemBatch) -> Draws:
         return jax.random.fold_in(jax.random.fold_in(key, owner), offset)
 
     length, features = items.item.shape[1], config.patch_values
-    # Of each image of a row, its first patch: (sample, index among the sample's patches) is its alone.
+    # Of each image of a row, its first patch: (sample, index among the sample's patches) is its
+    # alone.
     images = jnp.arange(config.most_images(length))
     first = jnp.argmax(items.item[:, None] == images[:, None], axis=-1)
-    keys = jax.vmap(jax.vmap(position_key))(*(jnp.take_along_axis(x, first, 1) for x in (items.owner, items.offset)))
+    keys = jax.vmap(jax.vmap(position_key))(
+        *(jnp.take_along_axis(x, first, 1) for x in (items.owner, items.offset))
+    )
     flow = config.flow
 
     def image(key: Array) -> tuple[Array, Array]:
@@ -131,8 +139,8 @@ class LatentEncoder(nnx.Module):
     def __call__(self, items: ItemBatch, noise: Float[Array, "r l f"]) -> Float[Array, "r l f"]:
         """Draw scaled float32 latents of the images' distributions; 0 at padding.
 
-        items: patches of uint8 pixels. A row's images lie one behind the other from its start. They are encoded one of
-        each row at a time, so that memory is bounded.
+        items: patches of uint8 pixels. A row's images lie one behind the other from its start. They
+        are encoded one of each row at a time, so that memory is bounded.
         """
         c = self.config
         height, width = (side // c.patch for side in image_size(c))  # in patches
@@ -141,9 +149,13 @@ class LatentEncoder(nnx.Module):
         used = count * height * width
         side = c.patch * c.latents.factor
         patches = items.values[:, :used].reshape(rows, count, height, width, side, side, -1)
-        images = jnp.moveaxis(patches, (1, 4), (0, 3)).reshape(count, rows, height * side, width * side, -1)
+        images = jnp.moveaxis(patches, (1, 4), (0, 3)).reshape(
+            count, rows, height * side, width * side, -1
+        )
         # One mapped axis is of a row's images; the other, of rows, lies on the devices.
-        mean, log_variance = jax.lax.map(self._moments, constrain(images, None, "rows", None, None, None))
+        mean, log_variance = jax.lax.map(
+            self._moments, constrain(images, None, "rows", None, None, None)
+        )
         mean, deviation = (self._patches(x, length) for x in (mean, jnp.exp(0.5 * log_variance)))
         latents = (mean + deviation * noise - c.latents.shift) * c.latents.scale
         return jax.lax.stop_gradient(jnp.where((items.item >= 0)[..., None], latents, 0))
@@ -173,21 +185,28 @@ def per_patch(values: Float[Array, "r i *n"], item: Int[Array, "r l"]) -> Float[
     return jnp.take_along_axis(values, index, axis=1)
 
 
-def query_states(hidden: Float[Array, "b t d"], text: TextBatch, name: str) -> Float[Array, "r c d"]:
+def query_states(
+    hidden: Float[Array, "b t d"], text: TextBatch, name: str
+) -> Float[Array, "r c d"]:
     """Bring the hidden states of a generator's queries to its rows."""
     on = active()
     mesh, exchange = (None, "padded") if on is None else (on.mesh, on.rules.exchange)
     if mesh is not None and mesh.shape[CONTEXT] > 1:
         # Every device of a rank gets whole rows, in their own order.
         order = jnp.argsort(constrain(text.pos, "rows", None), axis=1)
-        hidden = jnp.take_along_axis(constrain(hidden, "rows", None, "width"), order[..., None], axis=1)
+        hidden = jnp.take_along_axis(
+            constrain(hidden, "rows", None, "width"), order[..., None], axis=1
+        )
     states = dispatch(hidden, text.send[name], text.condition[name], mesh, exchange, whole=True)
     with encoding():
         return constrain(states, "rows", "length", "width")
 
 
 def condition_of(
-    conditioner: Conditioner, states: Float[Array, "r c d"], items: ItemBatch, dropped: Bool[Array, "r i"]
+    conditioner: Conditioner,
+    states: Float[Array, "r c d"],
+    items: ItemBatch,
+    dropped: Bool[Array, "r i"],
 ) -> Float[Array, "r c e"]:
     """Make condition tokens of the hidden states of queries."""
     present = (items.item[:, None] == jnp.arange(dropped.shape[1])[:, None]).any(-1)
@@ -207,7 +226,9 @@ def euler(
 
     def step(number: Array, x: Array) -> Array:
         time = jnp.full((len(x), images), 1 - number / steps)
-        with_condition, without = (generator(x, items, time, c).astype(jnp.float32) for c in conditions)
+        with_condition, without = (
+            generator(x, items, time, c).astype(jnp.float32) for c in conditions
+        )
         return x - (without + guidance * (with_condition - without)) / steps
 
     return jax.lax.fori_loop(0, steps, step, noise)
@@ -228,9 +249,15 @@ def velocity_errors(
     return flow_errors(clean, items, draws, predicted)
 
 
-def noised_latents(clean: Float[Array, "r l f"], items: ItemBatch, draws: Draws) -> Float[Array, "r l f"]:
+def noised_latents(
+    clean: Float[Array, "r l f"], items: ItemBatch, draws: Draws
+) -> Float[Array, "r l f"]:
     """Mix the latents of a generator's rows with noise, as the time of each image says."""
-    time = per_patch(draws.time, items.item)[..., None] if draws.time.size else jnp.zeros((*items.item.shape, 1))
+    time = (
+        per_patch(draws.time, items.item)[..., None]
+        if draws.time.size
+        else jnp.zeros((*items.item.shape, 1))
+    )
     return (1 - time) * clean + time * draws.noise
 
 

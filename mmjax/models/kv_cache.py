@@ -21,7 +21,9 @@ class KeyValue(NamedTuple):
 
     def grown(self, room: int) -> KeyValue:
         """Return them with room for more tokens, in columns behind."""
-        return jax.tree.map(lambda kv: jnp.pad(kv, [(0, 0)] * (kv.ndim - 3) + [(0, room), (0, 0), (0, 0)]), self)
+        return jax.tree.map(
+            lambda kv: jnp.pad(kv, [(0, 0)] * (kv.ndim - 3) + [(0, room), (0, 0), (0, 0)]), self
+        )
 
     def updated(self, new: KeyValue, column: Array) -> KeyValue:
         """Return them with new tokens written from a column on."""
@@ -37,7 +39,8 @@ class RecurrentState(NamedTuple):
     """State of a gated delta net behind a row's tokens; of a stack, with a leading layer axis."""
 
     delta: Array  # float32 [B, M, K, V]
-    inputs: tuple[Array, Array, Array]  # [B, taps - 1, N]: the last ones of the convolutions of queries, keys, values
+    # [B, taps - 1, N]: the last ones of the convolutions of queries, keys, values
+    inputs: tuple[Array, Array, Array]
 
     def grown(self, room: int) -> RecurrentState:
         """Return it as it is: more tokens take no room."""

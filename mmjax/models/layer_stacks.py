@@ -1,12 +1,13 @@
 """A tower's layers as stacks ("runs"): contiguous layers of one remat policy on one stage, stored stacked and scanned.
 
-Where layers of several kinds take turns, such as three with a delta net and one with attention, a stack is one scan
-over the periods: the layers at each place of a period are stored stacked, under a name with a step, such as `3:32:4`.
+Where layers of several kinds take turns, such as three with a delta net and one with attention, a
+stack is one scan over the periods: the layers at each place of a period are stored stacked, under a
+name with a step, such as `3:32:4`.
 
-Scanning makes compile time independent of depth, and a pipeline may cut between stacks. Parameters are initialised as
-stacks and never restacked or sliced inside jit, which would hold them twice. Outside jit, `unstack_layers` and
-`stack_layers` convert between stacks and the numbered layers that checkpoints name, so that a run with other stacks
-reads the same files.
+Scanning makes compile time independent of depth, and a pipeline may cut between stacks. Parameters
+are initialised as stacks and never restacked or sliced inside jit, which would hold them twice.
+Outside jit, `unstack_layers` and `stack_layers` convert between stacks and the numbered layers that
+checkpoints name, so that a run with other stacks reads the same files.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from mmjax.models.remat import recomputed_layer
 from mmjax.parallel.sharding import constrain
 
 _ATTENTION = ("attention_output", "attention_logsumexp")
-# What each policy saves beside a layer's input, by the names given with `checkpoint_name`; `none` saves everything.
-# Scores, norms and activation functions, which are large or cheap, are recomputed by all policies.
+# What each policy saves beside a layer's input, by the names given with `checkpoint_name`; `none`
+# saves everything. Scores, norms and activation functions, which are large or cheap, are recomputed
+# by all policies.
 SAVED: dict[Remat, tuple[str, ...]] = {
     "products": ("linear", *_ATTENTION),
     "attention_mlp": (*_ATTENTION, "mlp_input"),
@@ -43,7 +45,8 @@ SAVED: dict[Remat, tuple[str, ...]] = {
 
 
 Params = dict[str, Any]  # nested, by module and attribute; leaves are arrays
-KVCache = dict[str, LayerCache]  # by name of stored layers; those of several layers have a leading layer axis
+# by name of stored layers; those of several layers have a leading layer axis
+KVCache = dict[str, LayerCache]
 
 
 class LayerInputs(NamedTuple):
@@ -86,13 +89,17 @@ def named_layers(name: str) -> range:
 
 
 def plan_stacks(
-    layers: int, remat: str | tuple[str, ...], cuts: tuple[int, ...] = (), kinds: Sequence[Hashable] = ()
+    layers: int,
+    remat: str | tuple[str, ...],
+    cuts: tuple[int, ...] = (),
+    kinds: Sequence[Hashable] = (),
 ) -> tuple[LayerStack, ...]:
     """Divide layers into the fewest stacks with one remat policy each and a border before every layer in `cuts`.
 
-    Policies (a, a, b, b) and the cut 1 give the stacks 0, 1 and 2:4. kinds: of every layer; by default all are alike.
-    Between borders there is one scan over the periods of the kinds, and what is left of a period is divided by kind.
-    Raises ValueError for a number of policies other than one or `layers`, an unknown policy, a cut outside 1..layers-1.
+    Policies (a, a, b, b) and the cut 1 give the stacks 0, 1 and 2:4. kinds: of every layer; by
+    default all are alike. Between borders there is one scan over the periods of the kinds, and what
+    is left of a period is divided by kind. Raises ValueError for a number of policies other than
+    one or `layers`, an unknown policy, a cut outside 1..layers-1.
     """
     policies = (remat,) * layers if isinstance(remat, str) else remat
     if len(policies) != layers:
@@ -100,17 +107,25 @@ def plan_stacks(
             f"remat names {len(policies)} layers, the tower has {layers}; give one policy, or one per layer"
         )
     if unknown := set(policies) - set(get_args(Remat)):
-        raise ValueError(f"unknown remat policy {min(unknown)!r}; known: {', '.join(get_args(Remat))}")
+        raise ValueError(
+            f"unknown remat policy {min(unknown)!r}; known: {', '.join(get_args(Remat))}"
+        )
     if outside := [cut for cut in cuts if not 0 < cut < layers]:
         raise ValueError(
             f"a cut before layer {outside[0]} does not divide {layers} layers; cuts lie in 1..{layers - 1}"
         )
     # A border lies before layer 0, behind the last, at every cut, and wherever the policy changes.
-    borders = sorted({0, layers, *cuts, *(i for i in range(1, layers) if policies[i] != policies[i - 1])})
+    borders = sorted(
+        {0, layers, *cuts, *(i for i in range(1, layers) if policies[i] != policies[i - 1])}
+    )
     stacks = []
     for start, stop in pairwise(borders):
-        for kind_start, kind_stop, period in _periods(kinds[start:stop] or (None,) * (stop - start)):
-            stacks.append(LayerStack(start + kind_start, start + kind_stop, policies[start], period))
+        for kind_start, kind_stop, period in _periods(
+            kinds[start:stop] or (None,) * (stop - start)
+        ):
+            stacks.append(
+                LayerStack(start + kind_start, start + kind_stop, policies[start], period)
+            )
     return tuple(stacks)
 
 
@@ -146,12 +161,17 @@ class LayerStacks(nnx.Module):
         key = rngs.params()
         self.plan = plan
         self.windowed = windowed
-        # Gradient accumulators of scanned stacks by name, as `seed_accumulators` wants them; set by `models.model`.
+        # Gradient accumulators of scanned stacks by name, as `seed_accumulators` wants them; set by
+        # `models.model`.
         self.accumulators: dict[str, Any] = nnx.data({})
         # Of the mixtures of experts of the layers that have run, with a leading layer axis.
         self.routings: list[Routing] = nnx.data([])
         self.runs = nnx.Dict(
-            {name: _init_stack(make, layers, key) for run in plan for name, layers in run.parts.items()}
+            {
+                name: _init_stack(make, layers, key)
+                for run in plan
+                for name, layers in run.parts.items()
+            }
         )
 
     def __call__(
@@ -164,7 +184,8 @@ class LayerStacks(nnx.Module):
     ) -> Float[Array, "b t d"]:
         """Apply layers `start` to `stop` (default: all), adding `add[n]` to the output of layer `start + n`.
 
-        Raises ValueError where `start` and `stop` are not borders of stacks, or `add` reaches into a stack of several.
+        Raises ValueError where `start` and `stop` are not borders of stacks, or `add` reaches into
+        a stack of several.
         """
         return self._forward(x, context, start, stop, add)[0]
 
@@ -178,7 +199,9 @@ class LayerStacks(nnx.Module):
         """Apply all layers; return their keys and values too, written into the cache of `past` if given (decode)."""
         x, cache = self._forward(x, context, add=add, with_kv=True, past=past)
         if past is not None:
-            cache = {name: past.cache[name].updated(new, past.column) for name, new in cache.items()}
+            cache = {
+                name: past.cache[name].updated(new, past.column) for name, new in cache.items()
+            }
         return x, {name: layer.constrained() for name, layer in cache.items()}
 
     def _forward(
@@ -193,12 +216,18 @@ class LayerStacks(nnx.Module):
     ) -> tuple[Array, KVCache]:
         stop = self.plan[-1].stop if stop is None else stop
         if {start, stop} - {border for run in self.plan for border in (run.start, run.stop)}:
-            raise ValueError(f"layers {start} to {stop} do not begin and end at borders of the runs {self.plan}")
+            raise ValueError(
+                f"layers {start} to {stop} do not begin and end at borders of the runs {self.plan}"
+            )
         cache = {}
         for run in self.plan:
             if start <= run.start < stop:
                 stored = {name: self.runs[name] for name in run.parts}
-                sums = {name: self.accumulators[name] for name in run.parts if self.accumulators.get(name)}
+                sums = {
+                    name: self.accumulators[name]
+                    for name in run.parts
+                    if self.accumulators.get(name)
+                }
                 x, layer_cache, sums, routings = apply_stack(
                     stored, run, x, context, self.windowed, with_kv, past, sums
                 )
@@ -206,21 +235,32 @@ class LayerStacks(nnx.Module):
                 self.routings.extend(routings)
                 if with_kv:
                     cache |= layer_cache
-                # `add` has an entry for each of the LLM's first layers; `Model.build` made each of those a stack of its
-                # own.
+                # `add` has an entry for each of the LLM's first layers; `Model.build` made each of
+                # those a stack of its own.
                 if run.start - start < len(add):
                     if run.stop - run.start > 1:
-                        raise ValueError(f"something is added to layer {run.start}, which is no run of {self.plan}")
+                        raise ValueError(
+                            f"something is added to layer {run.start}, which is no run of {self.plan}"
+                        )
                     x = x + add[run.start - start]
         return x, cache
 
     @property
     def routing(self) -> Routing | None:
         """Return the routing of all layers with experts that have run, one after the other."""
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *self.routings) if self.routings else None
+        return (
+            jax.tree.map(lambda *parts: jnp.concatenate(parts), *self.routings)
+            if self.routings
+            else None
+        )
 
     def outputs(
-        self, x: Float[Array, "b t d"], context: Context, layers: Sequence[int], start: int = 0, stop: int | None = None
+        self,
+        x: Float[Array, "b t d"],
+        context: Context,
+        layers: Sequence[int],
+        start: int = 0,
+        stop: int | None = None,
     ) -> list[Float[Array, "b t d"]]:
         """Apply layers `start` to `stop`; return the outputs of `layers` (ascending), then that of the last layer.
 
@@ -235,17 +275,20 @@ class LayerStacks(nnx.Module):
         return outputs
 
 
-def _init_stack(make: Callable[[int, nnx.Rngs], nnx.Module], layers: range, key: Array) -> nnx.Module:
+def _init_stack(
+    make: Callable[[int, nnx.Rngs], nnx.Module], layers: range, key: Array
+) -> nnx.Module:
     """Initialise layers, stacked if several. Layer i's key depends on i alone, so stacks do not matter."""
 
     def layer(i: int | Array) -> nnx.Module:
-        # The key of the tower, folded with the layer's index in it: under `vmap` i is a tracer, and the values are the
-        # same.
+        # The key of the tower, folded with the layer's index in it: under `vmap` i is a tracer, and
+        # the values are the same.
         return make(layers.start, ParameterKeys(jax.random.fold_in(key, i)))
 
     if len(layers) == 1:
         return layer(layers.start)
-    # vmap over the indices initialises the layers stacked; their common structure comes from any one of them.
+    # vmap over the indices initialises the layers stacked; their common structure comes from any
+    # one of them.
     graph = nnx.graphdef(nnx.eval_shape(lambda: layer(layers.start)))
     stacked = jax.vmap(lambda i: nnx.state(layer(i)))(jnp.asarray(layers))
     return nnx.merge(graph, stacked)
@@ -263,17 +306,21 @@ def apply_stack(
 ) -> tuple[Array, KVCache, dict[str, Any], list[Routing]]:
     """Apply a stack, whose layers are `stored` by the names of its parts, to `x`; with what a cache keeps, if wanted.
 
-    windowed: layers of the tower with a window. past: has the cache of the whole tower. accumulators: by name, of some
-    parameters of a scanned stack; returned for `seed_accumulators`. Also returns the routing of experts.
+    windowed: layers of the tower with a window. past: has the cache of the whole tower.
+    accumulators: by name, of some parameters of a scanned stack; returned for `seed_accumulators`.
+    Also returns the routing of experts.
     """
     # The graphs are static; of a stack every parameter has a leading axis of layers.
     graphs = {}
     params = {}
     for name, module in stored.items():
         accumulated = nnx.traversals.flatten_mapping(accumulators.get(name, {}))
-        graphs[name], *params[name] = nnx.split(module, lambda path, _, paths=accumulated: path in paths, ...)
+        graphs[name], *params[name] = nnx.split(
+            module, lambda path, _, paths=accumulated: path in paths, ...
+        )
     scanned = len(run.parts[next(iter(stored))]) > 1
-    # Where all layers of a stack are alike, the mask is chosen here; a scan over both kinds takes one of two by index.
+    # Where all layers of a stack are alike, the mask is chosen here; a scan over both kinds takes
+    # one of two by index.
     kinds = {i in windowed for i in range(run.start, run.stop)}
     mixed = len(kinds) > 1
     context = context.stacked() if mixed else context.of_layers(kinds.pop())
@@ -292,8 +339,11 @@ def apply_stack(
         return constrain(x, "rows", "sequence", "width"), layer_cache if with_kv else None, routing
 
     if run.remat != "none" and not with_kv:
-        # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
-        layer = jax.checkpoint(layer, policy=_policy(run.remat), prevent_cse=not scanned, static_argnums=0)
+        # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier
+        # against that.
+        layer = jax.checkpoint(
+            layer, policy=_policy(run.remat), prevent_cse=not scanned, static_argnums=0
+        )
     # Only dropout needs a layer's number; without it the program has none.
     inputs = {
         name: LayerInputs(
@@ -307,7 +357,9 @@ def apply_stack(
     if not scanned:
         (name,) = stored
         number = None if context.dropout is None else inputs[name].number[0]
-        x, layer_cache, routing = layer(graphs[name], params[name], x, context, inputs[name]._replace(number=number))
+        x, layer_cache, routing = layer(
+            graphs[name], params[name], x, context, inputs[name]._replace(number=number)
+        )
         routings = [] if routing is None else [jax.tree.map(lambda sums: sums[None], routing)]
         return x, {name: layer_cache} if with_kv else {}, {}, routings
 
@@ -318,7 +370,8 @@ def apply_stack(
         accumulators = dict(accumulators)
         cache = {}
         routings = []
-        for name in stored:  # in the order of the layers, which dicts that JAX has passed on do not have
+        # in the order of the layers, which dicts that JAX has passed on do not have
+        for name in stored:
             (trained, untrained), inputs = xs[name]
             if inputs.index is not None:
                 trained, accumulators[name] = _accumulate(trained, accumulators[name], inputs.index)
@@ -329,16 +382,17 @@ def apply_stack(
                 routings.append(routing)
         return (x, accumulators), (cache, routings)
 
-    # The carry is the residual stream; parameters, numbers and caches are sliced along their leading axis. What a cache
-    # keeps comes out stacked, and so does routing.
+    # The carry is the residual stream; parameters, numbers and caches are sliced along their
+    # leading axis. What a cache keeps comes out stacked, and so does routing.
     xs = {name: (params[name], inputs[name]) for name in stored}
     (x, accumulators), (cache, routings) = jax.lax.scan(body, (x, accumulators), xs)
     return x, cache, accumulators, routings
 
 
-# A scan's gradients would come out stacked, as a second tree beside that of the sums of the microbatches before. So the
-# sums go through the scan, unchanged, and what its backward pass carries is the gradient with respect to them: it
-# begins behind the last layer as the sums themselves, and every layer adds its parameters' gradients to its slice.
+# A scan's gradients would come out stacked, as a second tree beside that of the sums of the
+# microbatches before. So the sums go through the scan, unchanged, and what its backward pass
+# carries is the gradient with respect to them: it begins behind the last layer as the sums
+# themselves, and every layer adds its parameters' gradients to its slice.
 
 
 @jax.custom_vjp
@@ -350,17 +404,24 @@ def seed_accumulators(x: Array, passed: Any, accumulators: Any) -> Array:
     return x
 
 
-seed_accumulators.defvjp(lambda x, passed, sums: (x, sums), lambda sums, gradient: (gradient, sums, None))
+seed_accumulators.defvjp(
+    lambda x, passed, sums: (x, sums), lambda sums, gradient: (gradient, sums, None)
+)
 
 
 @jax.custom_vjp
-def _accumulate(params: Any, accumulators: dict[str, Any], index: Array) -> tuple[Any, dict[str, Any]]:
+def _accumulate(
+    params: Any, accumulators: dict[str, Any], index: Array
+) -> tuple[Any, dict[str, Any]]:
     """Return one layer's parameters, and the accumulators whose slice `index` gets their gradients in backward."""
     return params, accumulators
 
 
-def _add_gradients(index: Array, cotangents: tuple[Any, dict[str, Any]]) -> tuple[None, dict[str, Any], None]:
-    # With one opaque index XLA reads, adds and writes a slice in one pass; without, it copies the slice before.
+def _add_gradients(
+    index: Array, cotangents: tuple[Any, dict[str, Any]]
+) -> tuple[None, dict[str, Any], None]:
+    # With one opaque index XLA reads, adds and writes a slice in one pass; without, it copies the
+    # slice before.
     index = jax.lax.optimization_barrier(index)
 
     def add(total: Array, gradient: Array) -> Array:
@@ -371,7 +432,9 @@ def _add_gradients(index: Array, cotangents: tuple[Any, dict[str, Any]]) -> tupl
     return None, jax.tree.map(add, accumulators, nnx.to_pure_dict(gradients)), None
 
 
-_accumulate.defvjp(lambda params, accumulators, index: ((params, accumulators), index), _add_gradients)
+_accumulate.defvjp(
+    lambda params, accumulators, index: ((params, accumulators), index), _add_gradients
+)
 
 
 def _policy(remat: Remat) -> Callable[..., Any]:
@@ -380,7 +443,8 @@ def _policy(remat: Remat) -> Callable[..., Any]:
         return jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=(),
             names_which_can_be_offloaded=SAVED[remat],
-            # All named values go to pinned host memory; nothing but the layer's input stays on the device.
+            # All named values go to pinned host memory; nothing but the layer's input stays on the
+            # device.
             offload_src="device",
             offload_dst="pinned_host",
         )
@@ -395,7 +459,8 @@ def key_names(path: Any) -> tuple[str, ...]:
 def split_layers(path: tuple[str, ...]) -> tuple[tuple[str, ...], range]:
     """Split the layers off the path of a parameter: `llm.layers.runs.3:7.up` is `llm.layers.up` of layers 3 to 6.
 
-    A stack of more than one layer has a leading axis of layers. Outside of stacks the layers are `range(1)`.
+    A stack of more than one layer has a leading axis of layers. Outside of stacks the layers are
+    `range(1)`.
     """
     if "runs" not in path:
         return path, range(1)
@@ -415,8 +480,9 @@ def split_scanned(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 def unstack_layers(params: Any, take: Callable[[Any, int], Any] = lambda leaf, i: leaf[i]) -> Any:
     """Unstack nested dicts: every `{"runs": {"0:2": stacked, "2": single}}` becomes `{"0": ..., "1": ..., "2": ...}`.
 
-    `take(leaf, i)` is layer i of a stacked leaf; give another to translate shapes or shardings. Dicts may lie inside
-    tuples and lists (an optimizer's state); parameters may be missing (a frozen part).
+    `take(leaf, i)` is layer i of a stacked leaf; give another to translate shapes or shardings.
+    Dicts may lie inside tuples and lists (an optimizer's state); parameters may be missing (a
+    frozen part).
     """
     if not isinstance(params, dict):
         return _map_members(params, lambda x: unstack_layers(x, take))
@@ -439,25 +505,36 @@ def _stack(leaves: list[Any]) -> Any:
 
 
 def stack_layers(
-    params: Any, runs: Mapping[str, tuple[LayerStack, ...]], stack: Callable[[list[Any]], Any] = _stack
+    params: Any,
+    runs: Mapping[str, tuple[LayerStack, ...]],
+    stack: Callable[[list[Any]], Any] = _stack,
 ) -> Any:
     """Stack the numbered layers of each tower in `runs` (by the tower's name): the inverse of `unstack_layers`.
 
-    `stack(leaves)` joins the same leaf of a stack's layers; give another to translate shapes or shardings.
+    `stack(leaves)` joins the same leaf of a stack's layers; give another to translate shapes or
+    shardings.
     """
     if not isinstance(params, dict):
         return _map_members(params, lambda x: stack_layers(x, runs, stack))
 
     def join(layers: dict[str, Any], numbers: range) -> Any:
         members = [layers[str(i)] for i in numbers]
-        return members[0] if len(members) == 1 else jax.tree.map(lambda *leaves: stack(list(leaves)), *members)
+        return (
+            members[0]
+            if len(members) == 1
+            else jax.tree.map(lambda *leaves: stack(list(leaves)), *members)
+        )
 
     out = {}
     for key, value in params.items():
         if key in runs and isinstance(value, dict) and "layers" in value:
             # A pipeline stage has some of the stacks.
             parts = {name: layers for run in runs[key] for name, layers in run.parts.items()}
-            stacks = {name: layers for name, layers in parts.items() if str(layers.start) in value["layers"]}
+            stacks = {
+                name: layers
+                for name, layers in parts.items()
+                if str(layers.start) in value["layers"]
+            }
             joined = {name: join(value["layers"], layers) for name, layers in stacks.items()}
             out[key] = value | {"layers": {"runs": joined}}
         else:

@@ -52,14 +52,20 @@ class Context(NamedTuple):
         """Plan attention under both masks, once for all layers. heads: of queries, and of keys. dtype: of both."""
         options = {"backend": backend, "head_width": head_width, "heads": heads, "dtype": dtype}
         plan = partial(plan_attention, **options, max_block=max_block)
-        return self._replace(plan=plan(self.mask), window_plan=self.window_mask and plan(self.window_mask))
+        return self._replace(
+            plan=plan(self.mask), window_plan=self.window_mask and plan(self.window_mask)
+        )
 
     def of_layers(self, windowed: bool) -> Context:
         """Return what layers with or without a window see."""
         near = self._replace(
-            mask=self.window_mask, plan=self.window_plan, rotation=self.window_rotation or self.rotation
+            mask=self.window_mask,
+            plan=self.window_plan,
+            rotation=self.window_rotation or self.rotation,
         )
-        return (near if windowed else self)._replace(window_mask=None, window_plan=None, window_rotation=None)
+        return (near if windowed else self)._replace(
+            window_mask=None, window_plan=None, window_rotation=None
+        )
 
     def stacked(self) -> Context:
         """Stack what layers without and with a window see, [B, 2, ...]; `of_layer` takes one of both in a scan.
@@ -73,7 +79,9 @@ class Context(NamedTuple):
             stacks = jax.tree.map(lambda *pair: jnp.stack(pair, axis=1), *pairs)
             return dict(zip(fields, stacks, strict=True))
 
-        differing = ("mask", "plan") if self.window_rotation is None else ("mask", "plan", "rotation")
+        differing = (
+            ("mask", "plan") if self.window_rotation is None else ("mask", "plan", "rotation")
+        )
         return full._replace(**stack(*differing))
 
     def of_layer(self, index: Int[Array, ""]) -> Context:
@@ -93,11 +101,16 @@ class Context(NamedTuple):
 def hidden_padding(width: int) -> int:
     """Return how many channels of zeros a GPU's products with a hidden layer of this width are faster with.
 
-    Its matrix units read rows that begin at multiples of 16 bytes; those of other widths, such as 3,420 of Qwen2.5-VL's
-    encoder, took up to 2.8 times as long on an H200. Channels sharded over `tensor` stay as they are.
+    Its matrix units read rows that begin at multiples of 16 bytes; those of other widths, such as
+    3,420 of Qwen2.5-VL's encoder, took up to 2.8 times as long on an H200. Channels sharded over
+    `tensor` stay as they are.
     """
     current = active()
-    if platform() not in ("gpu", "cuda") or width % 8 == 0 or (current and current.mesh.shape["tensor"] > 1):
+    if (
+        platform() not in ("gpu", "cuda")
+        or width % 8 == 0
+        or (current and current.mesh.shape["tensor"] > 1)
+    ):
         return 0
     return -width % 128
 
@@ -157,7 +170,11 @@ class LayerNorm(nnx.Module):
             y = as_matrix(x).astype(jnp.float32)
             y = y - jnp.mean(y, axis=-1, keepdims=True)
             y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-            return (y * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype).reshape(x.shape)
+            return (
+                (y * scale.astype(jnp.float32) + bias.astype(jnp.float32))
+                .astype(x.dtype)
+                .reshape(x.shape)
+            )
 
         return norm(x, self.scale[...], self.bias[...])
 
@@ -186,7 +203,9 @@ class MLP(nnx.Module):
         biases: tuple[Biased, ...] = (),
     ):
         # Column parallel up and gate, row parallel down (Megatron): one all-reduce per MLP.
-        self.gate = Linear(inputs, hidden, ("embed", "mlp"), rngs, bias="gate" in biases) if gated else None
+        self.gate = (
+            Linear(inputs, hidden, ("embed", "mlp"), rngs, bias="gate" in biases) if gated else None
+        )
         self.up = Linear(inputs, hidden, ("embed", "mlp"), rngs, bias="up" in biases)
         self.down = Linear(hidden, outputs, ("mlp", "embed"), rngs, bias="down" in biases)
         self.activation: Activation = activation
@@ -198,7 +217,9 @@ class MLP(nnx.Module):
         # With the last product, whose operand is made again from the outputs of up and gate.
         @keep_inputs
         def down(up: Array, gate: Array | None = None) -> Array:
-            return self.down.of_padded(activation(up) if gate is None else activation(gate) * up, padding)
+            return self.down.of_padded(
+                activation(up) if gate is None else activation(gate) * up, padding
+            )
 
         linears = (self.up,) if self.gate is None else (self.up, self.gate)
         return down(*apply_linears(x, *linears, padding=padding))
@@ -219,9 +240,11 @@ class LayerConfig:
     gated: bool
     biases: tuple[Biased, ...]
     head_norm: Callable[[int], nnx.Module] | None = None  # of the queries and keys of each head
-    width_norm: Callable[[int], nnx.Module] | None = None  # of the concatenated queries, or keys, of all heads
+    # of the concatenated queries, or keys, of all heads
+    width_norm: Callable[[int], nnx.Module] | None = None
     attention_gate: bool = False  # beside the queries of each head
-    delta_net: Callable[[nnx.Rngs], nnx.Module] | None = None  # makes what takes the place of attention
+    # makes what takes the place of attention
+    delta_net: Callable[[nnx.Rngs], nnx.Module] | None = None
     experts: Callable[[nnx.Rngs], nnx.Module] | None = None  # makes what takes the place of the MLP
     pre_norms: bool = True  # of the inputs of attention and MLP
     post_norms: bool = False  # of the outputs of attention and MLP
@@ -242,9 +265,12 @@ class SelfAttention(nnx.Module):
         q_outputs = (1 + b.attention_gate) * q_width
         self.query = Linear(b.width, q_outputs, ("embed", "heads"), rngs, bias="query" in b.biases)
         self.key = Linear(b.width, kv_width, ("embed", "kv_heads"), rngs, bias="key" in b.biases)
-        self.value = Linear(b.width, kv_width, ("embed", "kv_heads"), rngs, bias="value" in b.biases)
+        self.value = Linear(
+            b.width, kv_width, ("embed", "kv_heads"), rngs, bias="value" in b.biases
+        )
         self.output = Linear(q_width, b.width, ("heads", "embed"), rngs, bias="output" in b.biases)
-        # Queries and keys are normalised per head after the split (Qwen3), or over all heads before it (InternViT).
+        # Queries and keys are normalised per head after the split (Qwen3), or over all heads before
+        # it (InternViT).
         self.norm_heads = b.head_norm is not None
         # At most one of the two is configured.
         norm = b.head_norm or b.width_norm
@@ -278,22 +304,32 @@ class SelfAttention(nnx.Module):
             q = rotate(q, context.rotation, self.rope_neighbours)
             k = rotate(k, context.rotation, self.rope_neighbours)
         if past is None:
-            attn_out = attention(q, k, v, context.mask, self.backend, self.scoring, context.plan, self.max_block)
+            attn_out = attention(
+                q, k, v, context.mask, self.backend, self.scoring, context.plan, self.max_block
+            )
         else:
             # One token is no block of queries, so the backend does not matter: all scores at once.
-            # Written into a copy that only this layer reads; `forward_with_kv` of the stack writes them into the cache.
+            # Written into a copy that only this layer reads; `forward_with_kv` of the stack writes
+            # them into the cache.
             keys = jax.lax.dynamic_update_slice_in_dim(past.cache.key, k, past.column, axis=1)
             values = jax.lax.dynamic_update_slice_in_dim(past.cache.value, v, past.column, axis=1)
             attn_out = dense_attention(q, keys, values, context.mask, past.mask, self.scoring)
 
-        # With the last product, whose operand is made again from the gate and from attention's output.
+        # With the last product, whose operand is made again from the gate and from attention's
+        # output.
         @keep_inputs
         def output(attn_out: Array, gate: Array) -> Array:
-            return self.output((attn_out * jax.nn.sigmoid(gate)).reshape(*x.shape[:2], self.heads * self.head_width))
+            return self.output(
+                (attn_out * jax.nn.sigmoid(gate)).reshape(
+                    *x.shape[:2], self.heads * self.head_width
+                )
+            )
 
         if gate is not None:
             return output(attn_out, gate), KeyValue(k, v)
-        return self.output(attn_out.reshape(*x.shape[:2], self.heads * self.head_width)), KeyValue(k, v)
+        return self.output(attn_out.reshape(*x.shape[:2], self.heads * self.head_width)), KeyValue(
+            k, v
+        )
 
 
 class LayerScale(nnx.Module):
@@ -331,15 +367,21 @@ class TransformerLayer(nnx.Module):
         self.delta_net = b.delta_net and b.delta_net(rngs)
         self.attention_after = _post_module(b)
         self.mlp_norm = b.norm(b.width) if b.pre_norms else None
-        mlp = partial(MLP, b.width, b.mlp_width, b.width, b.activation, gated=b.gated, biases=b.biases)
+        mlp = partial(
+            MLP, b.width, b.mlp_width, b.width, b.activation, gated=b.gated, biases=b.biases
+        )
         self.mlp = None if b.experts else mlp(rngs)
         self.experts = b.experts and b.experts(rngs)
         self.mlp_after = _post_module(b)
 
-    def __call__(self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None) -> LayerOutput:
+    def __call__(
+        self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
+    ) -> LayerOutput:
         """Apply the layer, on the cache of `past` if given; return as well what the cache keeps of the tokens."""
         mixer = self.attention if self.delta_net is None else self.delta_net
-        attn_out, layer_cache = mixer(x if self.attention_norm is None else self.attention_norm(x), context, past)
+        attn_out, layer_cache = mixer(
+            x if self.attention_norm is None else self.attention_norm(x), context, past
+        )
         if self.attention_after is not None:
             attn_out = self.attention_after(attn_out)
         x = x + drop(attn_out, context.dropout, ATTENTION)
@@ -376,7 +418,9 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
         activation=c.activation,
         gated=vision is not None and vision.gated,
         biases=c.biases,
-        width_norm=partial(RMSNorm, eps=vision.qk_norm_eps) if vision and vision.qk_norm == "width" else None,
+        width_norm=partial(RMSNorm, eps=vision.qk_norm_eps)
+        if vision and vision.qk_norm == "width"
+        else None,
         layer_scale=vision is not None and vision.layer_scale,
         pre_norms=vision is None or vision.norm_place == "before",
         post_norms=vision is not None and vision.norm_place == "after",

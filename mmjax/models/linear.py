@@ -22,7 +22,8 @@ from mmjax.parallel.sharding import Axes
 def _product(x: Float[Array, "*b i"], weight: Float[Array, "*parts i o"]) -> Float[Array, "*b o"]:
     """Multiply in the activations' precision, keeping no copy of the weight in it.
 
-    A weight of three dimensions has a copy for every part of the rows, so that each part has a gradient of its own.
+    A weight of three dimensions has a copy for every part of the rows, so that each part has a
+    gradient of its own.
     """
     weight = weight.astype(x.dtype)
     if weight.ndim == 2:
@@ -34,10 +35,13 @@ def _product(x: Float[Array, "*b i"], weight: Float[Array, "*parts i o"]) -> Flo
 class Linear(nnx.Module):
     """`x @ weight + bias`, initialised normal with variance 1 / fan-in."""
 
-    def __init__(self, inputs: int, outputs: int, axes: Axes, rngs: nnx.Rngs, *, bias: bool = False):
+    def __init__(
+        self, inputs: int, outputs: int, axes: Axes, rngs: nnx.Rngs, *, bias: bool = False
+    ):
         # Always float32: the cast to the computation's precision is part of the forward pass.
         weight = jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32) * inputs**-0.5
-        self.weight: nnx.Param | QuantizedMatrix = nnx.Param(weight, axes=axes)  # quantised by `models.model`
+        # quantised by `models.model`
+        self.weight: nnx.Param | QuantizedMatrix = nnx.Param(weight, axes=axes)
         # A bias along the width is replicated: it is small, and activations are not sharded there.
         bias_axis = None if axes[1] == "embed" else axes[1]
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(bias_axis,)) if bias else None
@@ -62,7 +66,9 @@ class Linear(nnx.Module):
         return checkpoint_name(y, "linear")
 
 
-def apply_linears(x: Float[Array, "*b i"], *linears: Linear, padding: int = 0) -> list[Float[Array, "*b o"]]:
+def apply_linears(
+    x: Float[Array, "*b i"], *linears: Linear, padding: int = 0
+) -> list[Float[Array, "*b o"]]:
     """Apply linear layers cut alike to the same activations, which tensor parallelism gathers once for all.
 
     padding: zeros appended to the outputs, by the products themselves.

@@ -22,8 +22,8 @@ from mmjax.models.multimodal import MultimodalModel
 class LowRank(nnx.Module):
     """A low-rank adapter `scale * (x @ a) @ b` beside a linear layer (LoRA, Hu et al. 2021).
 
-    `a` is `[in, rank]`, `b` `[rank, out]`; those of a stack have a leading layer axis. `b` begins as zero, so the model
-    computes the same as without adapters.
+    `a` is `[in, rank]`, `b` `[rank, out]`; those of a stack have a leading layer axis. `b` begins
+    as zero, so the model computes the same as without adapters.
     """
 
     def __init__(self, a: Array, b: Array, linear: Linear, scale: float):
@@ -68,8 +68,16 @@ def _init_adapter(linear: Linear, lora: LoraConfig, layers: range | None, key: A
     limit = inputs**-0.5
 
     def uniform(i: int | Array) -> Array:
-        return jax.random.uniform(jax.random.fold_in(key, i), (inputs, lora.rank), jnp.float32, -limit, limit)
+        return jax.random.uniform(
+            jax.random.fold_in(key, i), (inputs, lora.rank), jnp.float32, -limit, limit
+        )
 
     # Keys are those of the layers in the tower, not from 0: other stacks draw the same values.
-    a = jax.vmap(uniform)(jnp.asarray(layers)) if stack else uniform(0 if layers is None else layers.start)
-    return LowRank(a, jnp.zeros((*stack, lora.rank, outputs), jnp.float32), linear, lora_scale(lora))
+    a = (
+        jax.vmap(uniform)(jnp.asarray(layers))
+        if stack
+        else uniform(0 if layers is None else layers.start)
+    )
+    return LowRank(
+        a, jnp.zeros((*stack, lora.rank, outputs), jnp.float32), linear, lora_scale(lora)
+    )

@@ -25,9 +25,9 @@ def on_one_cpu() -> bool:
 def as_matrix(x: Float[Array, "*b c"]) -> Array:
     """Reshape `[..., c]` to `[n, c]` on a single CPU; return it as it is elsewhere.
 
-    XLA's CPU libraries multiply and reduce matrices. Of arrays with more dimensions, be they of size 1, backward passes
-    transpose copies first, and reductions take up to 20 times as long (docs/measurements/peer.md). On a mesh, merged
-    dimensions could not stay sharded.
+    XLA's CPU libraries multiply and reduce matrices. Of arrays with more dimensions, be they of
+    size 1, backward passes transpose copies first, and reductions take up to 20 times as long
+    (docs/measurements/peer.md). On a mesh, merged dimensions could not stay sharded.
     """
     return x.reshape(-1, x.shape[-1]) if on_one_cpu() and x.size else x
 
@@ -41,8 +41,8 @@ def sum_outer_products(x: Float[Array, "n i"], y: Float[Array, "n o"]) -> Float[
     """Compute `x.T @ y` on a CPU."""
     if x.shape[1] <= y.shape[1]:
         return x.T @ y
-    # XLA takes up to 1.5 times as long where the product has more rows than columns. The barrier keeps it from turning
-    # this one round again.
+    # XLA takes up to 1.5 times as long where the product has more rows than columns. The barrier
+    # keeps it from turning this one round again.
     return lax.optimization_barrier(y.T @ x).T
 
 
@@ -52,7 +52,8 @@ def looped_matmul(
 ) -> Float[Array, "m o"]:
     """Multiply contiguous groups of rows with the group's matrix, one block of rows after the other.
 
-    For CPUs, where XLA's `ragged_dot` multiplies all rows with every matrix. Rows behind the last group give zeros.
+    For CPUs, where XLA's `ragged_dot` multiplies all rows with every matrix. Rows behind the last
+    group give zeros.
     """
     return _multiply_groups(x, weights, sizes)
 
@@ -62,18 +63,23 @@ def _multiply_groups(x: Array, weights: Array, sizes: Array, transposed: bool = 
 
     def multiply(out: Array, group: Array, start: Array, end: Array) -> Array:
         product = take(x, start, end) @ (weights[group].T if transposed else weights[group])
-        # A block's rows behind its group are zeros, in whose place the next block then writes its own.
+        # A block's rows behind its group are zeros, in whose place the next block then writes its
+        # own.
         return lax.dynamic_update_slice_in_dim(out, product, start, 0)
 
     out = jnp.zeros((len(x) + size, weights.shape[1 if transposed else 2]), x.dtype)
     return _for_blocks(sizes, size, multiply, out)[: len(x)]
 
 
-def _looped_forward(x: Array, weights: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+def _looped_forward(
+    x: Array, weights: Array, sizes: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
     return _multiply_groups(x, weights, sizes), (x, weights, sizes)
 
 
-def _looped_backward(residuals: tuple[Array, Array, Array], d_out: Array) -> tuple[Array, Array, None]:
+def _looped_backward(
+    residuals: tuple[Array, Array, Array], d_out: Array
+) -> tuple[Array, Array, None]:
     x, weights, sizes = residuals
     size, take = _blocks(len(x), len(sizes))
 
@@ -82,7 +88,11 @@ def _looped_backward(residuals: tuple[Array, Array, Array], d_out: Array) -> tup
         return gradients.at[group].add(jnp.dot(rows.T, d_rows, preferred_element_type=jnp.float32))
 
     gradients = _for_blocks(sizes, size, add, jnp.zeros(weights.shape, jnp.float32))
-    return _multiply_groups(d_out, weights, sizes, transposed=True), gradients.astype(weights.dtype), None
+    return (
+        _multiply_groups(d_out, weights, sizes, transposed=True),
+        gradients.astype(weights.dtype),
+        None,
+    )
 
 
 looped_matmul.defvjp(_looped_forward, _looped_backward)
@@ -99,7 +109,9 @@ def _blocks(rows: int, groups: int) -> tuple[int, Callable[[Array, Array, Array]
     return size, take
 
 
-def _for_blocks(sizes: Array, size: int, body: Callable[[Array, Array, Array, Array], Array], value: Array) -> Array:
+def _for_blocks(
+    sizes: Array, size: int, body: Callable[[Array, Array, Array, Array], Array], value: Array
+) -> Array:
     """Call `value = body(value, group, start, end)` for every block of up to `size` rows of a group, in order."""
     ends = jnp.cumsum(sizes)
 
@@ -109,4 +121,6 @@ def _for_blocks(sizes: Array, size: int, body: Callable[[Array, Array, Array, Ar
         end = jnp.minimum(start + size, ends[group])
         return end, body(value, group, start, end)
 
-    return lax.while_loop(lambda carry: carry[0] < ends[-1], step, (jnp.zeros_like(ends[0]), value))[1]
+    return lax.while_loop(
+        lambda carry: carry[0] < ends[-1], step, (jnp.zeros_like(ends[0]), value)
+    )[1]

@@ -23,25 +23,31 @@ from mmjax.models.multimodal import Cache, Functions, MultimodalModel, prefill, 
 from mmjax.models.parameter_keys import ParameterKeys
 from mmjax.models.quantization import QuantizedMatrix
 
-PARTS = {"connectors": ".connector", "vaes": ".vae"}  # branches of the parameters of what belongs to a tower
+# branches of the parameters of what belongs to a tower
+PARTS = {"connectors": ".connector", "vaes": ".vae"}
 ADAPTER_ATTRIBUTE = "lora"  # attribute of `Linear`
 
 
 class Outputs(NamedTuple):
     """Hold the operands of the losses."""
 
-    hidden: Float[Array, "b t d"]  # activations after the LLM's final norm: with the table, the operands of the logits
+    # activations after the LLM's final norm: with the table, the operands of the logits
+    hidden: Float[Array, "b t d"]
     table: Float[Array, "*p v d"]
     routing: Routing | None  # of all layers with experts
     errors: dict[str, Float[Array, "r l"]]  # of every patch of every generator
 
 
-_traced: dict[str, tuple[Any, Any]] = {}  # graphs and states of models without functions, by all that they depend on
+# graphs and states of models without functions, by all that they depend on
+_traced: dict[str, tuple[Any, Any]] = {}
 MAX_TRACED = 64
 
 
 def _trace(
-    config: ModelConfig, runs: Mapping[str, tuple[LayerStack, ...]], dtype: Any, functions: Functions
+    config: ModelConfig,
+    runs: Mapping[str, tuple[LayerStack, ...]],
+    dtype: Any,
+    functions: Functions,
 ) -> tuple[Any, Any]:
     """Return the graph of a model and the shapes of its parameters; nothing is allocated."""
     key = f"{config} {runs} {dtype}"
@@ -62,11 +68,14 @@ class Model:
 
     config: ModelConfig
     dtype: Any  # of the activations; parameters are initialised in float32
-    runs: dict[str, tuple[LayerStack, ...]]  # layer stacks of every tower: "llm" and the encoders by name
+    # layer stacks of every tower: "llm" and the encoders by name
+    runs: dict[str, tuple[LayerStack, ...]]
     abstract: Params = field(repr=False)  # shapes and dtypes of the parameters
-    axes: Params = field(repr=False)  # their logical axes, tuples; a stack's leading axis is not named
+    # their logical axes, tuples; a stack's leading axis is not named
+    axes: Params = field(repr=False)
     graph: Any = field(repr=False)  # NNX graph definition
-    functions: Functions = field(repr=False, default_factory=dict)  # the encoders' callbacks by name
+    # the encoders' callbacks by name
+    functions: Functions = field(repr=False, default_factory=dict)
 
     @classmethod
     def build(
@@ -78,29 +87,44 @@ class Model:
     ) -> Model:
         """Build the model of a config, its towers cut into stacks at `cuts`. Holds no parameters, so it is cheap.
 
-        functions: the callbacks that encoders name (`config.loading.resolve_callbacks`), needed to compute anything.
-        Raises ValueError for an encoder called "llm", impossible cuts or remat policies, and widths that do not divide.
+        functions: the callbacks that encoders name (`config.loading.resolve_callbacks`), needed to
+        compute anything. Raises ValueError for an encoder called "llm", impossible cuts or remat
+        policies, and widths that do not divide.
         """
         if "llm" in config.item_modules:
-            raise ValueError("no encoder may be called 'llm': that is the decoder's name; rename it in model.encoders")
+            raise ValueError(
+                "no encoder may be called 'llm': that is the decoder's name; rename it in model.encoders"
+            )
         towers = {"llm": config.llm, **config.item_modules}
         if unknown := set(cuts or {}) - set(towers):
-            raise ValueError(f"cuts for {min(unknown)!r}, which is no tower; there are {', '.join(towers)}")
-        deepstacks = {name: c.deepstack for name, c in config.encoders.items() if isinstance(c, VisionConfig)}
+            raise ValueError(
+                f"cuts for {min(unknown)!r}, which is no tower; there are {', '.join(towers)}"
+            )
+        deepstacks = {
+            name: c.deepstack for name, c in config.encoders.items() if isinstance(c, VisionConfig)
+        }
         runs = {}
         for name, c in towers.items():
             if isinstance(c, UnetConfig):  # whose blocks differ in shape
                 runs[name] = ()
                 continue
-            # Stacks end where a layer's output is needed: for a deepstack in an encoder, for an addition in the LLM.
-            # A deepstack of n layers is added behind the LLM's layers 0 .. n - 1.
-            layers = range(max(map(len, deepstacks.values()), default=0)) if name == "llm" else deepstacks.get(name, ())
+            # Stacks end where a layer's output is needed: for a deepstack in an encoder, for an
+            # addition in the LLM. A deepstack of n layers is added behind the LLM's layers 0 .. n -
+            # 1.
+            layers = (
+                range(max(map(len, deepstacks.values()), default=0))
+                if name == "llm"
+                else deepstacks.get(name, ())
+            )
             borders = [i + 1 for i in layers if i + 1 < c.layers]
             if isinstance(c, DiffusionTransformerConfig) and c.frozen and c.layers > 1:
-                borders.append(1)  # of the first layer a gradient needs less than a scan computes for all
+                # of the first layer a gradient needs less than a scan computes for all
+                borders.append(1)
             remat = "none" if c.remat == "auto" else c.remat  # "auto" that no plan has resolved
             kinds = c.layer_kinds if name == "llm" else ()
-            runs[name] = plan_stacks(c.layers, remat, (*(cuts or {}).get(name, ()), *borders), kinds)
+            runs[name] = plan_stacks(
+                c.layers, remat, (*(cuts or {}).get(name, ()), *borders), kinds
+            )
         dtype = jnp.dtype(dtype)
         functions = functions or {}
         graph, state = _trace(config, runs, dtype, functions)
@@ -109,7 +133,15 @@ class Model:
             # Descend along the path, creating the dicts that are missing.
             inner = reduce(lambda tree, key: tree.setdefault(key, {}), path[:-1], axes)
             inner[path[-1]] = variable.get_metadata("axes")
-        return cls(config, dtype, runs, abstract=nnx.to_pure_dict(state), axes=axes, graph=graph, functions=functions)
+        return cls(
+            config,
+            dtype,
+            runs,
+            abstract=nnx.to_pure_dict(state),
+            axes=axes,
+            graph=graph,
+            functions=functions,
+        )
 
     @property
     def description(self) -> str | None:
@@ -130,9 +162,13 @@ class Model:
 
     def init(self, key: Array) -> Params:
         """Initialise random float32 parameters; jit with `out_shardings` to create them sharded."""
-        return nnx.to_pure_dict(nnx.state(_init_params(self.config, self.runs, self.dtype, self.functions, key)))
+        return nnx.to_pure_dict(
+            nnx.state(_init_params(self.config, self.runs, self.dtype, self.functions, key))
+        )
 
-    def logits(self, params: Params, microbatch: Microbatch, noise: Noise | None = None) -> Float[Array, "b t v"]:
+    def logits(
+        self, params: Params, microbatch: Microbatch, noise: Noise | None = None
+    ) -> Float[Array, "b t v"]:
         """Compute float32 logits of a microbatch; with `noise`, uint32 (seed, step), in training mode with dropout."""
         module = self.module(params)
         return module.decode(microbatch.text, module.encode(microbatch.items, noise), noise)
@@ -144,23 +180,38 @@ class Model:
         return self.module(params).encode(items, noise)
 
     def decode(
-        self, params: Params, text: TextBatch, features: dict[str, Float[Array, "r m e"]], noise: Noise | None = None
+        self,
+        params: Params,
+        text: TextBatch,
+        features: dict[str, Float[Array, "r m e"]],
+        noise: Noise | None = None,
     ) -> Float[Array, "b t v"]:
         """Compute float32 logits from encoder tokens; `params` may lack the encoders'. `noise` as in `logits`."""
         return self.module(params).decode(text, features, noise)
 
-    def prefill(self, params: Params, microbatch: Microbatch, room: int) -> tuple[Float[Array, "b v"], Cache]:
+    def prefill(
+        self, params: Params, microbatch: Microbatch, room: int
+    ) -> tuple[Float[Array, "b v"], Cache]:
         """Run prompts, one per row; return float32 logits of the next token and a cache for `room` more tokens."""
         module = self.module(params)
         return prefill(module, microbatch.text, module.encode(microbatch.items), room)
 
     def sample_images(
-        self, params: Params, microbatch: Microbatch, noise: Noise, steps: int, guidance: float | Array
+        self,
+        params: Params,
+        microbatch: Microbatch,
+        noise: Noise,
+        steps: int,
+        guidance: float | Array,
     ) -> dict[str, Float[Array, "r l f"]]:
         """Sample the latents of every generator's images, in patches as their values in `microbatch`."""
-        return self.module(params).sample_images(microbatch.text, microbatch.items, noise, steps, guidance)
+        return self.module(params).sample_images(
+            microbatch.text, microbatch.items, noise, steps, guidance
+        )
 
-    def step(self, params: Params, token: Int[Array, " b"], cache: Cache) -> tuple[Float[Array, "b v"], Cache]:
+    def step(
+        self, params: Params, token: Int[Array, " b"], cache: Cache
+    ) -> tuple[Float[Array, "b v"], Cache]:
         """Decode one token per row; return float32 logits of the next. `params` may lack the encoders'."""
         return step(self.module(params), token, cache)
 
@@ -169,10 +220,13 @@ class Model:
         return nnx.merge(self.graph, nnx.State(merge(self.abstract, params)))
 
 
-def accumulate_in_scans(module: MultimodalModel, accumulators: Params | None) -> Callable[[Array], Array]:
+def accumulate_in_scans(
+    module: MultimodalModel, accumulators: Params | None
+) -> Callable[[Array], Array]:
     """Give scanned stacks their accumulators, as `Stage.run` takes them.
 
-    The loss must depend on what the returned function makes of the last layer's output, which is the same.
+    The loss must depend on what the returned function makes of the last layer's output, which is
+    the same.
     """
     sums = {name: tower["layers"]["runs"] for name, tower in towers_of(accumulators or {}).items()}
     layers = {name: module.tower(name).layers for name in sums}
@@ -216,11 +270,14 @@ def modules_of(params: Params) -> set[str]:
 def partition(params: Params, frozen: Set[str]) -> tuple[Params, Params]:
     """Split parameters into (trainable, frozen), each a nested dict without the other's branches.
 
-    Adapters are trainable in any module. Raises ValueError for a module that the model does not have.
+    Adapters are trainable in any module. Raises ValueError for a module that the model does not
+    have.
     """
     known = modules_of(params)
     if unknown := frozen - known:
-        raise ValueError(f"cannot freeze {min(unknown)!r}: the model has {', '.join(sorted(known))}")
+        raise ValueError(
+            f"cannot freeze {min(unknown)!r}: the model has {', '.join(sorted(known))}"
+        )
 
     def select(tree: Params, path: tuple[str, ...], want_frozen: bool) -> Params:
         selected = {}
@@ -241,7 +298,8 @@ def merge(first: Params, second: Params) -> Params:
     """Merge nested dicts; where both have a leaf, take the second's."""
     merged = dict(first)
     for key, value in second.items():
-        # Only where both have a branch is there something to merge; else the second's takes the place.
+        # Only where both have a branch is there something to merge; else the second's takes the
+        # place.
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = merge(merged[key], value) if both else value
     return merged
@@ -268,7 +326,11 @@ def exclude(params: Params, structure: Params) -> Params:
 
 
 def _init_params(
-    config: ModelConfig, runs: dict[str, tuple[LayerStack, ...]], dtype: Any, functions: Functions, key: Array
+    config: ModelConfig,
+    runs: dict[str, tuple[LayerStack, ...]],
+    dtype: Any,
+    functions: Functions,
+    key: Array,
 ) -> MultimodalModel:
     model = MultimodalModel(config, runs, dtype, ParameterKeys(key), functions)
     attach_adapters(model, config, key)

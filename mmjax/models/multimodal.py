@@ -57,7 +57,9 @@ class MultimodalModel(nnx.Module):
         connectors = {}
         for name, c in config.encoders.items():
             vision = isinstance(c, VisionConfig)
-            encoders[name] = (VisionEncoder if vision else AudioEncoder)(c, plans[name], dtype, rngs)
+            encoders[name] = (VisionEncoder if vision else AudioEncoder)(
+                c, plans[name], dtype, rngs
+            )
             connectors[name] = Connector(
                 config=c.connector,
                 inputs=c.width,
@@ -71,17 +73,25 @@ class MultimodalModel(nnx.Module):
         for name, c in config.generators.items():
             transformer = isinstance(c, DiffusionTransformerConfig)
             generators[name] = (
-                DiffusionTransformer(c, plans[name], dtype, rngs) if transformer else Unet(c, dtype, rngs)
+                DiffusionTransformer(c, plans[name], dtype, rngs)
+                if transformer
+                else Unet(c, dtype, rngs)
             )
             connectors[name] = Conditioner(c, config.llm.width, rngs)
-        vaes = {name: LatentEncoder(config.generators[name], dtype, rngs) for name in step_vaes(config)}
+        vaes = {
+            name: LatentEncoder(config.generators[name], dtype, rngs) for name in step_vaes(config)
+        }
         self.encoders = nnx.Dict(encoders)
         self.generators = nnx.Dict(generators)
         self.connectors = nnx.Dict(connectors)
         self.vaes = nnx.Dict(vaes)
         callbacks = {name: c.callbacks for name, c in config.encoders.items()}
-        self.after_encoder = {name: _callback(functions, c.after_encoder) for name, c in callbacks.items()}
-        self.after_connector = {name: _callback(functions, c.after_connector) for name, c in callbacks.items()}
+        self.after_encoder = {
+            name: _callback(functions, c.after_encoder) for name, c in callbacks.items()
+        }
+        self.after_connector = {
+            name: _callback(functions, c.after_connector) for name, c in callbacks.items()
+        }
 
     def tower(self, name: str) -> nnx.Module:
         """Return the LLM, an encoder or a generator by its name."""
@@ -96,12 +106,17 @@ class MultimodalModel(nnx.Module):
         context = tower.context(batch)
         if noise is None or not tower.dropout:
             return context
-        return context._replace(dropout=tower_dropout(noise, name, tower.dropout, *tower.origin(batch)))
+        return context._replace(
+            dropout=tower_dropout(noise, name, tower.dropout, *tower.origin(batch))
+        )
 
-    def encode(self, items: dict[str, ItemBatch], noise: Noise | None = None) -> dict[str, Float[Array, "r m e"]]:
+    def encode(
+        self, items: dict[str, ItemBatch], noise: Noise | None = None
+    ) -> dict[str, Float[Array, "r m e"]]:
         """Encode every encoder's items as tokens of the LLM's width.
 
-        With `deepstack`, the tokens that are added after the LLM's first layers are concatenated along the width.
+        With `deepstack`, the tokens that are added after the LLM's first layers are concatenated
+        along the width.
         """
         features = {}
         for name, batch in items.items():
@@ -126,30 +141,47 @@ class MultimodalModel(nnx.Module):
     ) -> Float[Array, "r m e"]:
         """Apply an encoder's head and connector to its last layer's output, and `deeper` connectors to other layers'.
 
-        x: None in a pipeline stage before the last. deeper: outputs of `deepstack` layers by number.
+        x: None in a pipeline stage before the last. deeper: outputs of `deepstack` layers by
+        number.
         """
         encoder, connector = self.encoders[name], self.connectors[name]
         places = encoder.places(batch)
-        tokens = [connector.deeper[str(n)](encoder.restored(y, batch), *places) for n, y in deeper.items()]
+        tokens = [
+            connector.deeper[str(n)](encoder.restored(y, batch), *places) for n, y in deeper.items()
+        ]
         if x is not None:
             x = self.after_encoder[name](encoder.finished(encoder.restored(x, batch)), batch)
             tokens.insert(0, connector(x, *places))
-        joined = constrain(jnp.concatenate(tokens, axis=-1), "rows", "length", "width") if tokens[1:] else tokens[0]
-        return connector.with_newline(self.after_connector[name](joined, batch), deeper_only=x is None)
+        joined = (
+            constrain(jnp.concatenate(tokens, axis=-1), "rows", "length", "width")
+            if tokens[1:]
+            else tokens[0]
+        )
+        return connector.with_newline(
+            self.after_connector[name](joined, batch), deeper_only=x is None
+        )
 
     def decode(
-        self, text: TextBatch, features: dict[str, Float[Array, "r m e"]], noise: Noise | None = None
+        self,
+        text: TextBatch,
+        features: dict[str, Float[Array, "r m e"]],
+        noise: Noise | None = None,
     ) -> Float[Array, "b t v"]:
         """Compute float32 logits of the next token at every position."""
         return logits_of(*self.hidden_and_table(text, features, noise), self.llm.config.logit_cap)
 
     def hidden_and_table(
-        self, text: TextBatch, features: dict[str, Float[Array, "r m e"]], noise: Noise | None = None
+        self,
+        text: TextBatch,
+        features: dict[str, Float[Array, "r m e"]],
+        noise: Noise | None = None,
     ) -> tuple[Float[Array, "b t d"], Float[Array, "*p v d"]]:
         """Return final activations and output table, for losses computed in chunks."""
         with jax.named_scope("llm"):
             x, add = self.embedded(text, features)
-            return self.llm.hidden_and_table(self.llm.layers(x, self.context("llm", text, noise), add=add))
+            return self.llm.hidden_and_table(
+                self.llm.layers(x, self.context("llm", text, noise), add=add)
+            )
 
     def embedded(
         self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]
@@ -158,23 +190,39 @@ class MultimodalModel(nnx.Module):
         x = self.llm.embedded(text.token)
         for name in self.generators:
             query = text.slots[name]
-            x = jnp.where((query >= 0)[..., None], self.connectors[name].queries(jnp.maximum(query, 0), x.dtype), x)
+            x = jnp.where(
+                (query >= 0)[..., None],
+                self.connectors[name].queries(jnp.maximum(query, 0), x.dtype),
+                x,
+            )
         # [B, T, D * (1 + deepstack)]: the embedding, then one addition per deepstack layer.
         placed = self._placed(text, features)
         for name, (embedding, *_) in placed.items():
             # With weights a position counts as an item's where any of its corners is one.
             slots = text.slots[name]
-            is_item = jnp.any(slots.slot >= 0, axis=-1) if isinstance(slots, WeightedSlots) else slots >= 0
+            is_item = (
+                jnp.any(slots.slot >= 0, axis=-1)
+                if isinstance(slots, WeightedSlots)
+                else slots >= 0
+            )
             x = jnp.where(is_item[..., None], embedding, x)
         x = self.llm.positioned(x, text.position)
-        return constrain(x, "rows", "sequence", "width"), _add_up([deeper for _, *deeper in placed.values()])
+        return constrain(x, "rows", "sequence", "width"), _add_up(
+            [deeper for _, *deeper in placed.values()]
+        )
 
-    def additions(self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]) -> list[Float[Array, "b t d"]]:
+    def additions(
+        self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]
+    ) -> list[Float[Array, "b t d"]]:
         """Place encoder tokens that are added to the outputs of layers of the LLM, from one on; no embeddings."""
         return _add_up(list(self._placed(text, features).values()))
 
     def generator_errors(
-        self, hidden: Float[Array, "b t d"], text: TextBatch, items: dict[str, ItemBatch], noise: Noise | None
+        self,
+        hidden: Float[Array, "b t d"],
+        text: TextBatch,
+        items: dict[str, ItemBatch],
+        noise: Noise | None,
     ) -> dict[str, Float[Array, "r l"]]:
         """Compute the error of every generator's patches from the LLM's final hidden states; noise None: of step 0."""
         errors = {}
@@ -183,7 +231,9 @@ class MultimodalModel(nnx.Module):
                 continue
             config, batch = generator.config, items[name]
             with encoding():
-                draws = draw(np.zeros(2, np.uint32) if noise is None else noise, name, config, batch)
+                draws = draw(
+                    np.zeros(2, np.uint32) if noise is None else noise, name, config, batch
+                )
             states = query_states(hidden, text, name)
             with encoding(), jax.named_scope(name):
                 vae = self.vaes.get(name)
@@ -212,7 +262,9 @@ class MultimodalModel(nnx.Module):
             states = query_states(hidden, text, name)
             with encoding():
                 conditions = tuple(
-                    condition_of(self.connectors[name], states, batch, jnp.full_like(start.dropped, dropped))
+                    condition_of(
+                        self.connectors[name], states, batch, jnp.full_like(start.dropped, dropped)
+                    )
                     for dropped in (False, True)
                 )
                 x = euler(generator, batch, start.noise, conditions, steps, guidance)
@@ -254,14 +306,22 @@ def _callback(functions: Functions, name: str) -> Callable[[Array, ItemBatch], A
     return call
 
 
-def _place_tokens(feature: Float[Array, "r m e"], text: TextBatch, encoder: str) -> Float[Array, "b t e"]:
+def _place_tokens(
+    feature: Float[Array, "r m e"], text: TextBatch, encoder: str
+) -> Float[Array, "b t e"]:
     """Exchange an encoder's tokens and place them at the text's positions, zeros elsewhere; sum `WeightedSlots`."""
     slots = text.slots[encoder]
     indices = slots.slot if isinstance(slots, WeightedSlots) else slots
     on = active()
     mesh, exchange = (None, "padded") if on is None else (on.mesh, on.rules.exchange)
-    placed = dispatch(feature, text.send[encoder], indices, mesh, exchange, text.spread.get(encoder))
-    return jnp.sum(placed * slots.share[..., None], axis=2) if isinstance(slots, WeightedSlots) else placed
+    placed = dispatch(
+        feature, text.send[encoder], indices, mesh, exchange, text.spread.get(encoder)
+    )
+    return (
+        jnp.sum(placed * slots.share[..., None], axis=2)
+        if isinstance(slots, WeightedSlots)
+        else placed
+    )
 
 
 class Cache(NamedTuple):
@@ -278,28 +338,40 @@ def prefill(
 ) -> tuple[Float[Array, "b v"], Cache]:
     """Run the prompts; return float32 logits of each row's next token, and a cache with `room` more columns.
 
-    text: one prompt per row, from its first column on; a row without one is padding. features: as `encode` gives them.
+    text: one prompt per row, from its first column on; a row without one is padding. features: as
+    `encode` gives them.
     """
     prompt = text.sample >= 0
     length = prompt.sum(1, dtype=jnp.int32)
     x, add = model.embedded(text, features)
     x, layers = model.llm.layers.forward_with_kv(x, model.context("llm", text, None), add)
-    # Each row's last token; a row without a prompt takes its first column, and nobody reads the result.
+    # Each row's last token; a row without a prompt takes its first column, and nobody reads the
+    # result.
     last_column = jnp.maximum(length - 1, 0)
     last = jnp.take_along_axis(x, last_column[:, None, None], axis=1)
     grown = {name: layer.grown(room) for name, layer in layers.items()}
-    # The next token follows the last one, as in training: the times of a video before it may be larger. With (t, y, x)
-    # positions it follows the largest of the three.
+    # The next token follows the last one, as in training: the times of a video before it may be
+    # larger. With (t, y, x) positions it follows the largest of the three.
     rope_position = text.position if text.position.ndim == 2 else text.position.max(-1)
     next_position = 1 + jnp.take_along_axis(rope_position, last_column[:, None], axis=1)[:, 0]
-    cache = Cache(grown, _cache_mask(text, prompt, length, room), next_position, jnp.int32(text.token.shape[1]))
+    cache = Cache(
+        grown,
+        _cache_mask(text, prompt, length, room),
+        next_position,
+        jnp.int32(text.token.shape[1]),
+    )
     return _logits(model, last), cache
 
 
-def step(model: MultimodalModel, token: Int[Array, " b"], cache: Cache) -> tuple[Float[Array, "b v"], Cache]:
+def step(
+    model: MultimodalModel, token: Int[Array, " b"], cache: Cache
+) -> tuple[Float[Array, "b v"], Cache]:
     """Write one token per row into the cache and return float32 logits of the next."""
-    # The cache's mask describes columns that are still to be written, so the new token's is a slice of it.
-    query_mask = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, cache.column, 1, axis=1), cache.mask)
+    # The cache's mask describes columns that are still to be written, so the new token's is a slice
+    # of it.
+    query_mask = jax.tree.map(
+        lambda x: jax.lax.dynamic_slice_in_dim(x, cache.column, 1, axis=1), cache.mask
+    )
     position = cache.position[:, None]
     if sections := model.llm.config.rope_sections:
         position = jnp.broadcast_to(position[..., None], (*position.shape, len(sections)))
@@ -310,17 +382,21 @@ def step(model: MultimodalModel, token: Int[Array, " b"], cache: Cache) -> tuple
     return _logits(model, x), Cache(layers, cache.mask, cache.position + 1, cache.column + 1)
 
 
-def _cache_mask(text: TextBatch, prompt: Bool[Array, "b s"], length: Int[Array, " b"], room: int) -> MaskSpec:
+def _cache_mask(
+    text: TextBatch, prompt: Bool[Array, "b s"], length: Int[Array, " b"], room: int
+) -> MaskSpec:
     """Build the mask of all columns: generated tokens are text, and see the kinds that the prompt's text sees."""
 
     def filled(value: Array | int) -> Array:
         return jnp.broadcast_to(jnp.asarray(value, jnp.int32), (len(length), room))
 
-    # A few integers of a token, on every device that shares its row: later columns are no one's part of it.
+    # A few integers of a token, on every device that shares its row: later columns are no one's
+    # part of it.
     prompt, pos, span, kind, sees = (
         constrain(x, "rows", None) for x in (prompt, text.pos, text.span, text.kind, text.sees)
     )
-    # All kinds that any of the prompt's tokens may see; tokens of items may see none, hence not the last one's.
+    # All kinds that any of the prompt's tokens may see; tokens of items may see none, hence not the
+    # last one's.
     visible = jnp.bitwise_or.reduce(jnp.where(prompt, sees, 0), axis=1)
     new = MaskSpec(
         sample=filled(0),
@@ -329,8 +405,8 @@ def _cache_mask(text: TextBatch, prompt: Bool[Array, "b s"], length: Int[Array, 
         kind=filled(TEXT_KIND),
         sees=filled(visible[:, None]),
     )
-    # A row holds one prompt, so it is sample 0 whatever its number was; what follows the prompt in its columns is
-    # padding.
+    # A row holds one prompt, so it is sample 0 whatever its number was; what follows the prompt in
+    # its columns is padding.
     old = MaskSpec(jnp.where(prompt, 0, PADDING), pos, span, kind, sees)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
 

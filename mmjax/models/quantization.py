@@ -1,9 +1,10 @@
 """Frozen matrices stored in 4 or 8 bits, and computed with in the precision of the activations.
 
-`nf4` is QLoRA's (Dettmers et al. 2023, arXiv:2305.14314, section 3), without double quantisation: along the inputs,
-each block of 64 weights of one output is divided by its largest magnitude and rounded to the nearest of 16 quantiles
-of the normal distribution. `int8` is that of the weights in LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339): 127
-steps up to the largest magnitude of each output. Activations are not quantised, so there are no outliers to set apart.
+`nf4` is QLoRA's (Dettmers et al. 2023, arXiv:2305.14314, section 3), without double quantisation:
+along the inputs, each block of 64 weights of one output is divided by its largest magnitude and
+rounded to the nearest of 16 quantiles of the normal distribution. `int8` is that of the weights in
+LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339): 127 steps up to the largest magnitude of each
+output. Activations are not quantised, so there are no outliers to set apart.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ PARTS = ("codes", "scales")  # last keys of the paths of a quantised matrix's pa
 class Quantized(NamedTuple):
     """A matrix `[in, out]`, or a stack of such, as codes and scales: the largest magnitudes of what they divide.
 
-    nf4: uint8 `[in / 64, 32, out]`, two codes a byte, inputs 2i and 2i + 1 of a block in the upper and the lower half
-    of byte i, and float32 `[in / 64, out]`. A shard of either holds whole blocks. int8: int8 `[in, out]`, and float32
-    `[out]`.
+    nf4: uint8 `[in / 64, 32, out]`, two codes a byte, inputs 2i and 2i + 1 of a block in the upper
+    and the lower half of byte i, and float32 `[in / 64, out]`. A shard of either holds whole
+    blocks. int8: int8 `[in, out]`, and float32 `[out]`.
     """
 
     codes: Int[Array, ...]

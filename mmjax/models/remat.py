@@ -30,7 +30,8 @@ def keep_inputs(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
 
     In a layer that a policy recomputes, the policy alone decides.
     """
-    # In a scan XLA cannot merge the recomputation with the original. An adapter's small product is kept.
+    # In a scan XLA cannot merge the recomputation with the original. An adapter's small product is
+    # kept.
     policy = jax.checkpoint_policies.save_only_these_names("adapter")
     checkpointed = jax.checkpoint(function, prevent_cse=False, policy=policy)
 

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mmjax.config import DecoderConfig, DynamicRope, LinearRope, Llama3Rope, LongRope, RopeScaling, YarnRope
+from mmjax.config import (
+    DecoderConfig,
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    RopeScaling,
+    YarnRope,
+)
 
 
 class Rotation(NamedTuple):
@@ -20,15 +28,19 @@ class Rotation(NamedTuple):
     sin: Array
 
 
-def rotation_2d(coordinates: Int[Array, "b t 2"], head_width: int, theta: float, alternating: bool = False) -> Rotation:
+def rotation_2d(
+    coordinates: Int[Array, "b t 2"], head_width: int, theta: float, alternating: bool = False
+) -> Rotation:
     """Compute rotary angles of (y, x): the first half of the channel pairs turns with y, the other half with x.
 
-    Pair i of an axis turns by coordinate * theta^(-i / pairs), `pairs` being those of that axis. alternating: the axes
-    share the frequencies of the whole head, y has the even ones and x the odd ones (Pixtral). Raises ValueError for a
-    head that does not split into pairs.
+    Pair i of an axis turns by coordinate * theta^(-i / pairs), `pairs` being those of that axis.
+    alternating: the axes share the frequencies of the whole head, y has the even ones and x the odd
+    ones (Pixtral). Raises ValueError for a head that does not split into pairs.
     """
     if head_width % (2 if alternating else 4):
-        raise ValueError(f"a head of {head_width} channels does not split into pairs for 2 coordinate(s)")
+        raise ValueError(
+            f"a head of {head_width} channels does not split into pairs for 2 coordinate(s)"
+        )
     if alternating:
         frequencies = _unscaled(theta, head_width // 2)
         y, x = jnp.split(coordinates.astype(jnp.float32), 2, axis=-1)
@@ -41,7 +53,9 @@ def rotation_2d(coordinates: Int[Array, "b t 2"], head_width: int, theta: float,
     return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
-def text_rotation(config: DecoderConfig, position: Int[Array, "b t *n"], sample: Int[Array, "b t"]) -> Rotation:
+def text_rotation(
+    config: DecoderConfig, position: Int[Array, "b t *n"], sample: Int[Array, "b t"]
+) -> Rotation:
     """Compute rotary angles of a decoder's tokens; `position` is `[B, T]`, or `[B, T, 3]` with `rope_sections`.
 
     sample: which of the row's samples, for the scalings that depend on a sample's length.
@@ -49,7 +63,9 @@ def text_rotation(config: DecoderConfig, position: Int[Array, "b t *n"], sample:
     pair_position = position.astype(jnp.float32)
     if config.rope_sections:
         # [B, T, 3] becomes [B, T, pairs]: each channel pair takes the coordinate of its own axis.
-        pair_position = pair_position[..., axis_of_pair(config.rope_sections, config.rope_interleaved)]
+        pair_position = pair_position[
+            ..., axis_of_pair(config.rope_sections, config.rope_interleaved)
+        ]
     else:
         pair_position = pair_position[..., None]
     scaling = config.rope_scaling
@@ -87,7 +103,8 @@ def frequencies_of(scaling: RopeScaling, theta: float, pairs: int) -> np.ndarray
         case LinearRope(factor=factor):
             return unscaled / np.float32(factor)
         case Llama3Rope():
-            # Pairs that turn often over the pretraining length stay, those that turn seldom are divided by the factor.
+            # Pairs that turn often over the pretraining length stay, those that turn seldom are
+            # divided by the factor.
             rotations = scaling.positions * unscaled / (2 * np.pi)
             smooth = np.clip((rotations - scaling.low) / (scaling.high - scaling.low), 0, 1)
             return ((1 - smooth) * unscaled / scaling.factor + smooth * unscaled).astype(np.float32)
@@ -97,7 +114,9 @@ def frequencies_of(scaling: RopeScaling, theta: float, pairs: int) -> np.ndarray
 
 
 def _unscaled(theta: float, pairs: int) -> np.ndarray:
-    return (1.0 / np.float32(theta) ** (np.arange(pairs, dtype=np.float32) / np.float32(pairs))).astype(np.float32)
+    return (
+        1.0 / np.float32(theta) ** (np.arange(pairs, dtype=np.float32) / np.float32(pairs))
+    ).astype(np.float32)
 
 
 def _yarn(unscaled: np.ndarray, scaling: YarnRope, theta: float) -> np.ndarray:
@@ -106,7 +125,11 @@ def _yarn(unscaled: np.ndarray, scaling: YarnRope, theta: float) -> np.ndarray:
     def pair_of(rotations: float) -> float:
         """Find the (fractional) pair that turns this many times over the pretraining length."""
         # Pair i turns positions * theta^(-i / pairs) / (2 pi) times, solved for i.
-        return len(unscaled) * math.log(scaling.positions / (rotations * 2 * math.pi)) / math.log(theta)
+        return (
+            len(unscaled)
+            * math.log(scaling.positions / (rotations * 2 * math.pi))
+            / math.log(theta)
+        )
 
     low = pair_of(scaling.fast)
     high = pair_of(scaling.slow)
@@ -125,27 +148,35 @@ def max_in_item(x: Int[Array, "b t *n"], item: Int[Array, "b t"]) -> Int[Array, 
 
     def row_max(x: Array, item: Array) -> Array:
         slot = jnp.maximum(item, 0)
-        masked = jnp.where((item >= 0).reshape(-1, *(1,) * (x.ndim - 1)), x, 0)  # padding would count as item 0
+        # padding would count as item 0
+        masked = jnp.where((item >= 0).reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
         return jax.ops.segment_max(masked, slot, len(item))[slot]
 
     return jax.vmap(row_max)(x, item)
 
 
-def _frequencies_by_length(config: DecoderConfig, length: Int[Array, "b t 1"]) -> Float[Array, "b t p"]:
+def _frequencies_by_length(
+    config: DecoderConfig, length: Int[Array, "b t 1"]
+) -> Float[Array, "b t p"]:
     """Compute radians per position of every channel pair, for tokens of samples of these lengths."""
     scaling = config.rope_scaling
     pairs = config.rotary_pairs
     if isinstance(scaling, LongRope):
         unscaled = _unscaled(config.rope_theta, pairs)
-        short, long = (jnp.asarray(unscaled / np.array(f, np.float32)) for f in (scaling.short, scaling.long))
+        short, long = (
+            jnp.asarray(unscaled / np.array(f, np.float32)) for f in (scaling.short, scaling.long)
+        )
         return jnp.where(length > scaling.positions, long, short)
-    # Dynamic NTK: the base grows with the length, so that the slowest pair is interpolated and the fastest is not.
+    # Dynamic NTK: the base grows with the length, so that the slowest pair is interpolated and the
+    # fastest is not.
     growth = jnp.maximum(length / scaling.positions, 1.0) * scaling.factor - (scaling.factor - 1)
     theta = config.rope_theta * growth ** (pairs / (pairs - 1))
     return theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
 
 
-def rotate(x: Float[Array, "b t n h"], rotation: Rotation, neighbours: bool = False) -> Float[Array, "b t n h"]:
+def rotate(
+    x: Float[Array, "b t n h"], rotation: Rotation, neighbours: bool = False
+) -> Float[Array, "b t n h"]:
     """Turn channel pairs (i, i + P) of every head, of its first 2 P channels; float32 inside.
 
     neighbours: turn pairs (2 i, 2 i + 1), as in the paper and in GLM.

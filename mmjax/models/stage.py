@@ -1,6 +1,7 @@
 """Stages of a multimodal model: consecutive layers of one tower or several, as pure functions of their own parameters.
 
-A model on one mesh is the stage of all layers. In a pipeline a stage takes activations of the stages before it.
+A model on one mesh is the stage of all layers. In a pipeline a stage takes activations of the
+stages before it.
 """
 
 from __future__ import annotations
@@ -47,13 +48,15 @@ REFERENCE = ":reference"  # behind the name of what a frozen reference's pass ma
 class Piece:
     """Layers `start` to `stop` of one tower, with what stands before its first and behind its last layer.
 
-    Takes and makes arrays by name, each made by one piece and taken by one: "vision.2" and "llm.2" are the activations
-    `[R, L, D]` that enter layer 2, "vision" is an encoder's tokens, which its last piece makes and the LLM's first
-    takes. Of a deepstack, "vision.deeper.1" goes from the piece with the layer that is taken out to the LLM's with
-    layer 1, to whose output it is added. "llm.routing.2" are the sums of how experts were chosen in the layers before
-    layer 2. The LLM's last piece makes the hidden states that generators take, by the generator's name. What all layers
-    of a generator take of the images beside their activations, "picture.2.images" and "picture.2.condition", goes from
-    piece to piece with these; "picture.clean", latents that a VAE makes in the step, from its first piece to its last.
+    Takes and makes arrays by name, each made by one piece and taken by one: "vision.2" and "llm.2"
+    are the activations `[R, L, D]` that enter layer 2, "vision" is an encoder's tokens, which its
+    last piece makes and the LLM's first takes. Of a deepstack, "vision.deeper.1" goes from the
+    piece with the layer that is taken out to the LLM's with layer 1, to whose output it is added.
+    "llm.routing.2" are the sums of how experts were chosen in the layers before layer 2. The LLM's
+    last piece makes the hidden states that generators take, by the generator's name. What all
+    layers of a generator take of the images beside their activations, "picture.2.images" and
+    "picture.2.condition", goes from piece to piece with these; "picture.clean", latents that a VAE
+    makes in the step, from its first piece to its last.
     """
 
     config: ModelConfig
@@ -100,23 +103,35 @@ class Piece:
     @property
     def inputs(self) -> tuple[str, ...]:
         if self.generates:
-            return (self.tower,) if self.first else (*self.passed(self.start), *(self._clean if self.last else ()))
+            return (
+                (self.tower,)
+                if self.first
+                else (*self.passed(self.start), *(self._clean if self.last else ()))
+            )
         incoming = () if self.first else (f"{self.tower}.{self.start}", *self._routing(self.start))
         return (*incoming, *(name for encoder in self.encoders for name in self._tokens(encoder)))
 
     @property
     def outputs(self) -> tuple[str, ...]:
         if self.tower == "llm":
-            return self.sends_states if self.last else (self.layers_output, *self._routing(self.stop))
+            return (
+                self.sends_states if self.last else (self.layers_output, *self._routing(self.stop))
+            )
         if self.generates:
-            return () if self.last else (*self.passed(self.stop), *(self._clean if self.first else ()))
+            return (
+                () if self.last else (*self.passed(self.stop), *(self._clean if self.first else ()))
+            )
         outgoing = () if self.last else (self.layers_output,)
         return (*outgoing, *self._tokens(self.tower))
 
     @property
     def encoders(self) -> tuple[str, ...]:
         """Name the encoders whose tokens the piece takes."""
-        return tuple(name for name in sorted(self.config.encoders) if self.tower == "llm" and self._tokens(name))
+        return tuple(
+            name
+            for name in sorted(self.config.encoders)
+            if self.tower == "llm" and self._tokens(name)
+        )
 
     @property
     def embeds_queries(self) -> tuple[str, ...]:
@@ -162,31 +177,48 @@ class Piece:
         if self.last and "head" in tower:
             part["head"] = tower["head"]
         if self.tower == "llm":
-            queries = {name: {"queries": params["connectors"][name]["queries"]} for name in self.embeds_queries}
+            queries = {
+                name: {"queries": params["connectors"][name]["queries"]}
+                for name in self.embeds_queries
+            }
             return {"llm": part} | ({"connectors": queries} if queries else {})
         connector = params["connectors"][self.tower]
-        selected = {name: value for name, value in connector.items() if self.last and name != "deeper"}
+        selected = {
+            name: value for name, value in connector.items() if self.last and name != "deeper"
+        }
         if deeper := {str(n): connector["deeper"][str(n)] for n in self._deeper(self.tower)}:
             selected["deeper"] = deeper
-        return {"encoders": {self.tower: part}} | ({"connectors": {self.tower: selected}} if selected else {})
+        return {"encoders": {self.tower: part}} | (
+            {"connectors": {self.tower: selected}} if selected else {}
+        )
 
     def _select_generator(self, params: Params, runs: set[str]) -> Params:
         """Select a generator's layers and what stands before and behind them; its connector and VAE with the first."""
         tower = params["generators"][self.tower]
         part = dict(tower)
         if "layers" in tower:
-            ends = {name for name in tower if name != "layers" and (self.last if name == "head" else self.first)}
-            part = {"layers": {"runs": {name: tower["layers"]["runs"][name] for name in sorted(runs)}}}
+            ends = {
+                name
+                for name in tower
+                if name != "layers" and (self.last if name == "head" else self.first)
+            }
+            part = {
+                "layers": {"runs": {name: tower["layers"]["runs"][name] for name in sorted(runs)}}
+            }
             part |= {name: tower[name] for name in sorted(ends)}
         selected = {"generators": {self.tower: part}}
         if self.first:
             connector = params["connectors"][self.tower]
-            selected["connectors"] = {self.tower: {k: v for k, v in connector.items() if k != "queries"}}
+            selected["connectors"] = {
+                self.tower: {k: v for k, v in connector.items() if k != "queries"}
+            }
             if self.tower in params.get("vaes", {}):
                 selected["vaes"] = {self.tower: params["vaes"][self.tower]}
         return selected
 
-    def run(self, module: MultimodalModel, values: Values, batch: Microbatch, noise: Noise | None) -> Values:
+    def run(
+        self, module: MultimodalModel, values: Values, batch: Microbatch, noise: Noise | None
+    ) -> Values:
         """Compute what the piece makes of the values so far. `noise` as in `Model.logits`."""
         with jax.named_scope(self.tower):
             if self.tower == "llm":
@@ -194,7 +226,9 @@ class Piece:
             run = self._generate if self.generates else self._encode
             return run(module, values, batch, noise)
 
-    def _decode(self, module: MultimodalModel, values: Values, text: TextBatch, noise: Noise | None) -> Values:
+    def _decode(
+        self, module: MultimodalModel, values: Values, text: TextBatch, noise: Noise | None
+    ) -> Values:
         encoded = [encoder for encoder in self.encoders if self._tokens(encoder)[0] in values]
         features = {encoder: self._features(values, encoder) for encoder in encoded}
         if self.first:
@@ -207,8 +241,12 @@ class Piece:
         for name in [] if self.first else self._routing(self.start):
             layers.routings.insert(0, unpack(values[name]))
         if not self.last:
-            return {self.layers_output: x} | {name: pack(layers.routing) for name in self._routing(self.stop)}
-        return dict(zip((HIDDEN, TABLE), module.llm.hidden_and_table(x), strict=True)) | {ROUTING: layers.routing}
+            return {self.layers_output: x} | {
+                name: pack(layers.routing) for name in self._routing(self.stop)
+            }
+        return dict(zip((HIDDEN, TABLE), module.llm.hidden_and_table(x), strict=True)) | {
+            ROUTING: layers.routing
+        }
 
     def _features(self, values: Values, encoder: str) -> Array:
         """Return all of an encoder's tokens that the piece takes as one array, for one exchange."""
@@ -218,7 +256,9 @@ class Piece:
             return joined
         return jnp.concatenate(tokens, axis=-1) if tokens[1:] else tokens[0]
 
-    def _encode(self, module: MultimodalModel, values: Values, batch: Microbatch, noise: Noise | None) -> Values:
+    def _encode(
+        self, module: MultimodalModel, values: Values, batch: Microbatch, noise: Noise | None
+    ) -> Values:
         tower = module.encoders[self.tower]
         items = batch.items[self.tower]
         numbers = self._deeper(self.tower)
@@ -239,15 +279,23 @@ class Piece:
             tokens = constrain(tokens, "token_rows", None, "width")
             if self.first and self.last:
                 results[_joined(self.tower)] = tokens
-            results |= zip(names, jnp.split(tokens, len(names), axis=-1) if names[1:] else [tokens], strict=True)
+            results |= zip(
+                names,
+                jnp.split(tokens, len(names), axis=-1) if names[1:] else [tokens],
+                strict=True,
+            )
         return results
 
-    def _generate(self, module: MultimodalModel, values: Values, batch: Microbatch, noise: Noise | None) -> Values:
+    def _generate(
+        self, module: MultimodalModel, values: Values, batch: Microbatch, noise: Noise | None
+    ) -> Values:
         generator = module.generators[self.tower]
         items = batch.items[self.tower]
         config = generator.config
         with encoding():
-            draws = draw(np.zeros(2, np.uint32) if noise is None else noise, self.tower, config, items)
+            draws = draw(
+                np.zeros(2, np.uint32) if noise is None else noise, self.tower, config, items
+            )
         states = _states(values, batch, self.tower) if self.first else None
         with encoding():
             if not self._clean:
@@ -257,9 +305,13 @@ class Piece:
             elif self.last:
                 clean = values[self._clean[0]]
             if self.first:
-                condition = condition_of(module.connectors[self.tower], states, items, draws.dropped)
+                condition = condition_of(
+                    module.connectors[self.tower], states, items, draws.dropped
+                )
             if self.first and self.last:
-                return {_error(self.tower): velocity_errors(generator, items, clean, condition, draws)}
+                return {
+                    _error(self.tower): velocity_errors(generator, items, clean, condition, draws)
+                }
             if self.first:
                 x = generator.embedded(noised_latents(clean, items, draws), items)
                 context = generator.context(items, draws.time, condition)
@@ -268,9 +320,15 @@ class Piece:
                 context = generator.resumed_context(items, *images)
             x = generator.layers(x, context, self.start, self.stop)
             if not self.last:
-                outgoing = dict(zip(self.passed(self.stop), (x, *generator.passed_on(context)), strict=True))
+                outgoing = dict(
+                    zip(self.passed(self.stop), (x, *generator.passed_on(context)), strict=True)
+                )
                 return outgoing | (dict.fromkeys(self._clean, clean) if self.first else {})
-            return {_error(self.tower): flow_errors(clean, items, draws, generator.finished(x, items, context))}
+            return {
+                _error(self.tower): flow_errors(
+                    clean, items, draws, generator.finished(x, items, context)
+                )
+            }
 
 
 def _joined(encoder: str) -> str:
@@ -285,15 +343,20 @@ def _error(generator: str) -> str:
 
 def _states(values: Values, batch: Microbatch, generator: str) -> Array:
     """Return the hidden states that a generator takes, of another stage or of this stage's LLM."""
-    return values[generator] if generator in values else query_states(values[HIDDEN], batch.text, generator)
+    return (
+        values[generator]
+        if generator in values
+        else query_states(values[HIDDEN], batch.text, generator)
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
     """Pieces that run one after the other on one mesh.
 
-    Of a microbatch it reads what its pieces take: the text, and the items of its encoders and generators. What towers
-    in `repeated` send and take goes from stage to stage twice, the second time of a frozen reference's pass.
+    Of a microbatch it reads what its pieces take: the text, and the items of its encoders and
+    generators. What towers in `repeated` send and take goes from stage to stage twice, the second
+    time of a frozen reference's pass.
     """
 
     model: Model
@@ -305,16 +368,21 @@ class Stage:
         """Return the stage of all layers of a model."""
         config = model.config
         towers = (*sorted(config.encoders), "llm", *config.generators)
-        return cls(model, tuple(Piece(config, tower, 0, layers_of(config, tower)) for tower in towers))
+        return cls(
+            model, tuple(Piece(config, tower, 0, layers_of(config, tower)) for tower in towers)
+        )
 
     @classmethod
     def of_layers(cls, model: Model, layers: Iterable[LayerRange]) -> Stage:
         """Return the stage of these layers. Raises ValueError for a first layer within a stack of the model."""
         pieces = tuple(Piece(model.config, *piece) for piece in layers)
         for piece in pieces:
-            starts = sorted({0, *(stack.start for stack in model.runs[piece.tower])})  # of a UNet there are no stacks
+            # of a UNet there are no stacks
+            starts = sorted({0, *(stack.start for stack in model.runs[piece.tower])})
             if piece.start not in starts:
-                raise ValueError(f"{piece.tower} cannot be cut before layer {piece.start}: its runs begin at {starts}")
+                raise ValueError(
+                    f"{piece.tower} cannot be cut before layer {piece.start}: its runs begin at {starts}"
+                )
         return cls(model, pieces)
 
     def of(self, model: Model) -> Stage:
@@ -323,7 +391,10 @@ class Stage:
 
     def split(self, towers: Set[str]) -> tuple[Stage, Stage]:
         """Return the stage of the pieces of these towers, and that of the others."""
-        parts = ([p for p in self.pieces if (p.tower in towers) == selected] for selected in (True, False))
+        parts = (
+            [p for p in self.pieces if (p.tower in towers) == selected]
+            for selected in (True, False)
+        )
         first, second = (Stage(self.model, tuple(pieces)) for pieces in parts)
         return first, second
 
@@ -331,13 +402,17 @@ class Stage:
     def inputs(self) -> tuple[str, ...]:
         """Name what other stages make for this one."""
         produced = {name for piece in self.pieces for name in piece.outputs}
-        return self._with_twins([name for piece in self.pieces for name in piece.inputs if name not in produced])
+        return self._with_twins(
+            [name for piece in self.pieces for name in piece.inputs if name not in produced]
+        )
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
         """Name what the stage makes for others."""
         taken = {name for piece in self.pieces for name in piece.inputs}
-        return self._with_twins([name for piece in self.pieces for name in piece.outputs if name not in taken])
+        return self._with_twins(
+            [name for piece in self.pieces for name in piece.outputs if name not in taken]
+        )
 
     def _with_twins(self, names: Sequence[str]) -> tuple[str, ...]:
         """Add the names of what the reference's pass sends beside these."""
@@ -386,7 +461,9 @@ class Stage:
 
     def select(self, params: Params) -> Params:
         """Select the stage's parameters. Where tied embeddings are in two stages, add their gradients."""
-        return reduce(merge, (piece.select(params, self.model.runs[piece.tower]) for piece in self.pieces))
+        return reduce(
+            merge, (piece.select(params, self.model.runs[piece.tower]) for piece in self.pieces)
+        )
 
     def run(
         self,
@@ -398,9 +475,10 @@ class Stage:
     ) -> tuple[Values, Callable[[Array], Array]]:
         """Compute what all pieces make, by name, and `outputs` among it.
 
-        noise: as in `Model.logits`. accumulators: float32 sums of gradients of scanned stacks' parameters. The gradient
-        with respect to them is the new sums, and these parameters get none, if the loss depends on what the function
-        makes, which is also returned, of one of the values: the same value. Towers without items do not run.
+        noise: as in `Model.logits`. accumulators: float32 sums of gradients of scanned stacks'
+        parameters. The gradient with respect to them is the new sums, and these parameters get
+        none, if the loss depends on what the function makes, which is also returned, of one of the
+        values: the same value. Towers without items do not run.
         """
         module = self.model.module(params)
         seed = accumulate_in_scans(module, accumulators)
@@ -418,5 +496,7 @@ class Stage:
         if "llm" not in self.losses:
             # Once: with each error the sums would be added again.
             first = next(iter(errors), None)
-            return Outputs(None, None, None, {n: seed(x) if n == first else x for n, x in errors.items()})
+            return Outputs(
+                None, None, None, {n: seed(x) if n == first else x for n, x in errors.items()}
+            )
         return Outputs(seed(values[HIDDEN]), values[TABLE], values[ROUTING], errors)

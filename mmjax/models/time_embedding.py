@@ -21,7 +21,11 @@ def time_features(time: Float[Array, "*b"], width: int) -> Float[Array, "*b d"]:
 def cosines_and_sines(x: Float[Array, "*b"], width: int) -> Float[Array, "*b d"]:
     """Compute cosines, then sines, of float32 numbers at `width / 2` frequencies."""
     # Rounded as diffusers does: the last bit turns an angle of 1000 by 1e-4.
-    exponent = np.float32(-np.log(MAX_PERIOD)) * np.arange(width // 2, dtype=np.float32) / np.float32(width // 2)
+    exponent = (
+        np.float32(-np.log(MAX_PERIOD))
+        * np.arange(width // 2, dtype=np.float32)
+        / np.float32(width // 2)
+    )
     angles = x[..., None] * np.exp(exponent)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 

@@ -1,7 +1,7 @@
 """The UNet of Stable Diffusion (Rombach et al. 2022), on rows that hold images of one size.
 
-Every image is computed by itself: rows of latents `[R, L, F]` become a batch of images `[R * I, H, W, C]`, channels
-last, as GPUs convolve them fastest.
+Every image is computed by itself: rows of latents `[R, L, F]` become a batch of images `[R * I, H,
+W, C]`, channels last, as GPUs convolve them fastest.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class CrossAttention(nnx.Module):
         self.output = Linear(width, width, ("heads", "embed"), rngs, bias=True)
         self.heads = heads
 
-    def __call__(self, x: Float[Array, "b t d"], tokens: Float[Array, "b q e"]) -> Float[Array, "b t d"]:
+    def __call__(
+        self, x: Float[Array, "b t d"], tokens: Float[Array, "b q e"]
+    ) -> Float[Array, "b t d"]:
         q, k, v = (
             y.reshape(*y.shape[:2], self.heads, y.shape[2] // self.heads)
             for y in (self.query(x), self.key(tokens), self.value(tokens))
@@ -76,7 +78,9 @@ class AttentionBlock(nnx.Module):
         self.mlp = MLP(width, layer.mlp_width, width, "gelu", rngs, gated=True, biases=layer.biases)
         self.leave = Linear(width, width, (None, "embed"), rngs, bias=True)
 
-    def __call__(self, x: Image, tokens: Float[Array, "b q e"], present: Bool[Array, " b"]) -> Image:
+    def __call__(
+        self, x: Image, tokens: Float[Array, "b q e"], present: Bool[Array, " b"]
+    ) -> Image:
         """tokens: of the condition. present: whether there is an image; else nothing attends."""
 
         @keep_inputs
@@ -96,7 +100,8 @@ class AttentionBlock(nnx.Module):
 class Level(nnx.Module):
     """The blocks at one resolution, on the way down, in the middle or on the way up, and a convolution to the next.
 
-    inputs: channels of each residual block's input. heads: of attention, behind so many residual blocks as `attending`.
+    inputs: channels of each residual block's input. heads: of attention, behind so many residual
+    blocks as `attending`.
     """
 
     def __init__(
@@ -113,12 +118,19 @@ class Level(nnx.Module):
         self.residual = nnx.Dict(
             {
                 f"block{i}": ResidualBlock(
-                    n, width, time_width=time_width, groups=config.groups, eps=RESIDUAL_EPS, rngs=rngs
+                    n,
+                    width,
+                    time_width=time_width,
+                    groups=config.groups,
+                    eps=RESIDUAL_EPS,
+                    rngs=rngs,
                 )
                 for i, n in enumerate(inputs)
             }
         )
-        self.attention = nnx.Dict({f"block{i}": AttentionBlock(width, heads, config, rngs) for i in range(attending)})
+        self.attention = nnx.Dict(
+            {f"block{i}": AttentionBlock(width, heads, config, rngs) for i in range(attending)}
+        )
         self.resample = Convolution(width, width, ("embed", None), rngs, stride) if stride else None
 
 
@@ -137,10 +149,13 @@ class Unet(nnx.Module):
         for i, width in enumerate(widths):
             inputs = [widths[max(i - 1, 0)], *(width,) * (c.blocks - 1)]
             stride = 0 if i == deepest else 2
-            down[f"level{i}"] = make_level(inputs, width, c.heads[i], c.attending[i] * c.blocks, stride=stride)
+            down[f"level{i}"] = make_level(
+                inputs, width, c.heads[i], c.attending[i] * c.blocks, stride=stride
+            )
         self.down = nnx.Dict(down)
         self.middle = make_level([widths[-1]] * 2, widths[-1], c.heads[-1], 1)
-        # Channels of what blocks up take: of the first convolution, of each block, and of those between levels.
+        # Channels of what blocks up take: of the first convolution, of each block, and of those
+        # between levels.
         skips = [widths[0]]
         for i, width in enumerate(widths):
             skips += [width] * (c.blocks + (i < deepest))
@@ -166,7 +181,8 @@ class Unet(nnx.Module):
     ) -> Float[Array, "r l f"]:
         """Predict the velocity of every image's latents; 0 where a row's place for an image holds none.
 
-        condition: tokens of a row's images, image after image. What is left of a row behind whole images is not read.
+        condition: tokens of a row's images, image after image. What is left of a row behind whole
+        images is not read.
         """
         c = self.config
         rows, length, channels = latents.shape
@@ -176,7 +192,9 @@ class Unet(nnx.Module):
         tokens = condition.astype(self.dtype).reshape(images, c.queries, condition.shape[2])
         time = jax.nn.silu(self.time(time.reshape(images), self.dtype))
         pictures = latents[:, :used].astype(self.dtype).reshape(images, *c.size, channels)
-        x = jnp.where(present[:, None, None, None], self._velocity(pictures, time, tokens, present), 0)
+        x = jnp.where(
+            present[:, None, None, None], self._velocity(pictures, time, tokens, present), 0
+        )
         return jnp.pad(x.reshape(rows, used, channels), ((0, 0), (0, length - used), (0, 0)))
 
     def _velocity(self, x: Array, time: Array, tokens: Array, present: Array) -> Array:

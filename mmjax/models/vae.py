@@ -65,7 +65,9 @@ class Level(nnx.Module):
     widths: channels before each block and behind the last.
     """
 
-    def __init__(self, widths: Sequence[int], groups: int, resample: Convolution | None, rngs: nnx.Rngs):
+    def __init__(
+        self, widths: Sequence[int], groups: int, resample: Convolution | None, rngs: nnx.Rngs
+    ):
         blocks = (
             ResidualBlock(inputs, outputs, time_width=0, groups=groups, eps=EPS, rngs=rngs)
             for inputs, outputs in pairwise(widths)
@@ -90,13 +92,21 @@ class Encoder(nnx.Module):
         for i, width in enumerate(c.widths):
             # Zeros stand behind the image alone, so that 2n rows become n.
             last = i + 1 == len(c.widths)
-            down = None if last else Convolution(width, width, ("embed", None), rngs, stride=2, padding=(0, 1))
+            down = (
+                None
+                if last
+                else Convolution(width, width, ("embed", None), rngs, stride=2, padding=(0, 1))
+            )
             widths = (c.widths[max(i - 1, 0)], *(width,) * c.blocks)
             self.levels[f"level{i}"] = Level(widths, c.groups, down, rngs)
         self.middle = Middle(c, rngs)
         self.norm = GroupNorm(c.widths[-1], c.groups, EPS)
         self.leave = Convolution(c.widths[-1], 2 * c.channels, ("embed", None), rngs)
-        product = Linear(2 * c.channels, 2 * c.channels, (None, None), rngs, bias=True) if c.encoder_product else None
+        product = (
+            Linear(2 * c.channels, 2 * c.channels, (None, None), rngs, bias=True)
+            if c.encoder_product
+            else None
+        )
         self.product = product
 
     def __call__(self, image: Float[Array, "b h w c"]) -> Float[Array, "b y x m"]:
@@ -116,7 +126,11 @@ class Decoder(nnx.Module):
     def __init__(self, config: VaeConfig, rngs: nnx.Rngs):
         c = config
         widths = c.widths[::-1]
-        product = Linear(c.channels, c.channels, (None, None), rngs, bias=True) if c.decoder_product else None
+        product = (
+            Linear(c.channels, c.channels, (None, None), rngs, bias=True)
+            if c.decoder_product
+            else None
+        )
         self.product = product
         self.enter = Convolution(c.channels, widths[0], (None, "embed"), rngs)
         self.middle = Middle(c, rngs)
@@ -165,7 +179,9 @@ class VaeModel:
     @classmethod
     def build(cls, config: VaeConfig) -> VaeModel:
         """Build the autoencoder of a config. Holds no parameters, so it is cheap."""
-        graph, state = nnx.split(nnx.eval_shape(lambda: Autoencoder(config, ParameterKeys(jax.random.key(0)))))
+        graph, state = nnx.split(
+            nnx.eval_shape(lambda: Autoencoder(config, ParameterKeys(jax.random.key(0))))
+        )
         return cls(config, abstract=nnx.to_pure_dict(state), graph=graph)
 
     def encode(
@@ -176,7 +192,9 @@ class VaeModel:
         Latents are not scaled. Raises ValueError where the VAE's factor does not divide the sides.
         """
         if any(side % self.config.factor for side in image.shape[1:3]):
-            raise ValueError(f"{image.shape[1]} x {image.shape[2]} pixels are no multiples of {self.config.factor}")
+            raise ValueError(
+                f"{image.shape[1]} x {image.shape[2]} pixels are no multiples of {self.config.factor}"
+            )
         return moments_of(self._module(params).encoder, image)
 
     def decode(self, params: Params, latents: Float[Array, "b y x m"]) -> Float[Array, "b h w c"]:

@@ -1,10 +1,11 @@
 """Products of tensor-parallel layers between which tokens are divided, gathered and scattered behind the products.
 
-Between layers each tensor-parallel device has its part of every row's tokens (Megatron's sequence parallelism,
-Korthikanti et al. 2022). A product whose outputs are cut needs the tokens of all devices, and one whose inputs are cut
-leaves each device a term of all tokens' sums. In place of one collective, chunks go around a ring of the devices, each
-while the chunk before is multiplied (Wang et al. 2023; StepCCL, MMScale section 6). So does backward, which gathers
-again what forward gathered: only a device's own part is kept.
+Between layers each tensor-parallel device has its part of every row's tokens (Megatron's sequence
+parallelism, Korthikanti et al. 2022). A product whose outputs are cut needs the tokens of all
+devices, and one whose inputs are cut leaves each device a term of all tokens' sums. In place of one
+collective, chunks go around a ring of the devices, each while the chunk before is multiplied (Wang
+et al. 2023; StepCCL, MMScale section 6). So does backward, which gathers again what forward
+gathered: only a device's own part is kept.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ def tensor_parallel_products(
 ) -> tuple[Float[Array, "b t o"], ...] | None:
     """Multiply `x` by weights cut alike, in its precision; None where tokens are not divided between layers.
 
-    axes: logical axes of each weight. Of those with `embed` inputs the outputs are cut, and `x` is gathered once for
-    all; else the inputs are, and there is one. A weight `[p, i, o]` has a copy for every part of the rows, along
-    `data`, each with a gradient of its own. What the mesh does not divide is left to XLA: None too.
+    axes: logical axes of each weight. Of those with `embed` inputs the outputs are cut, and `x` is
+    gathered once for all; else the inputs are, and there is one. A weight `[p, i, o]` has a copy
+    for every part of the rows, along `data`, each with a gradient of its own. What the mesh does
+    not divide is left to XLA: None too.
     """
     current = active()
     if current is None or x.ndim != 3 or current.rules.sequence == current.rules.length:
@@ -37,10 +39,15 @@ def tensor_parallel_products(
     mesh, rules = current
     axis = rules.sequence[-1]
     gathers = axes[0][0] == "embed"
-    specs = [sharding(mesh, rules, w.shape[-2:], names).spec for w, names in zip(weights, axes, strict=True)]
+    specs = [
+        sharding(mesh, rules, w.shape[-2:], names).spec
+        for w, names in zip(weights, axes, strict=True)
+    ]
     tokens = sharding(mesh, rules, x.shape, ("rows", "sequence", None)).spec
     cut, uncut = (1, 0) if gathers else (0, 1)
-    divides = tokens == rules.spec(("rows", "sequence", None)) and all(_names(s[cut]) == (axis,) for s in specs)
+    divides = tokens == rules.spec(("rows", "sequence", None)) and all(
+        _names(s[cut]) == (axis,) for s in specs
+    )
     if mesh.shape[axis] == 1 or not divides:
         return None
     copies = ("data",) * (weights[0].ndim - 2)
@@ -53,7 +60,11 @@ def tensor_parallel_products(
         inner=PartitionSpec(rules.rows, rules.length or None, axis),
         weights=tuple(PartitionSpec(*copies, *spec) for spec in specs),
         shards=tuple(name for name in _names(specs[0][uncut]) if mesh.shape[name] > 1),
-        ranks=tuple(name for name in (*rules.rows, *rules.length) if mesh.shape[name] > 1 and name not in copies),
+        ranks=tuple(
+            name
+            for name in (*rules.rows, *rules.length)
+            if mesh.shape[name] > 1 and name not in copies
+        ),
     )
     return layout.products(x, tuple(weights))
 
@@ -86,7 +97,9 @@ class _Layout:
             residuals = x.value if any(w.perturbed for w in weights) else None
             return self._forward(x.value, values), (residuals, values)
 
-        def backward(residuals: Any, gradients: Sequence[Array]) -> tuple[Array, tuple[Array | None, ...]]:
+        def backward(
+            residuals: Any, gradients: Sequence[Array]
+        ) -> tuple[Array, tuple[Array | None, ...]]:
             return self._backward(*residuals, tuple(gradients))
 
         run.defvjp(forward, backward, symbolic_zeros=True)
@@ -95,26 +108,38 @@ class _Layout:
     def _forward(self, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
         def local(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
             step = _gather_and_multiply if self.gathers else _multiply_and_scatter
-            return self._split(step(x, self._joined(weights, x.dtype), self.axis, self.overlaps)[0], weights)
+            return self._split(
+                step(x, self._joined(weights, x.dtype), self.axis, self.overlaps)[0], weights
+            )
 
         return self._on_devices(local, (self._inputs, self.weights), self._outputs)(x, weights)
 
     def _backward(
         self, x: Array | None, weights: tuple[Array, ...], gradients: tuple[Array, ...]
     ) -> tuple[Array, tuple[Array | None, ...]]:
-        def local(x: Array | None, weights: tuple[Array, ...], gradients: tuple[Array, ...]) -> tuple[Array, Any]:
+        def local(
+            x: Array | None, weights: tuple[Array, ...], gradients: tuple[Array, ...]
+        ) -> tuple[Array, Any]:
             step = _multiply_and_scatter if self.gathers else _gather_and_multiply
             d_y = jnp.concatenate(gradients, axis=-1)
-            d_x, d_joined = step(d_y, self._joined(weights, d_y.dtype).T, self.axis, self.overlaps, x)
+            d_x, d_joined = step(
+                d_y, self._joined(weights, d_y.dtype).T, self.axis, self.overlaps, x
+            )
             if d_joined is None:
                 return d_x, (None,) * len(weights)
             # Reduced in the precision of the computation, like all gradients.
-            parts = self._split((d_joined if self.gathers else d_joined.T).astype(d_y.dtype), weights)
+            parts = self._split(
+                (d_joined if self.gathers else d_joined.T).astype(d_y.dtype), weights
+            )
             sums = map(self._sum_over_ranks, parts)
-            return d_x, tuple(d.reshape(w.shape).astype(w.dtype) for d, w in zip(sums, weights, strict=True))
+            return d_x, tuple(
+                d.reshape(w.shape).astype(w.dtype) for d, w in zip(sums, weights, strict=True)
+            )
 
         in_specs = self._inputs, self.weights, self._outputs
-        return self._on_devices(local, in_specs, (self._inputs, self.weights))(x, weights, gradients)
+        return self._on_devices(local, in_specs, (self._inputs, self.weights))(
+            x, weights, gradients
+        )
 
     @property
     def _inputs(self) -> PartitionSpec:
@@ -124,15 +149,21 @@ class _Layout:
     def _outputs(self) -> PartitionSpec:
         return self.inner if self.gathers else self.tokens
 
-    def _on_devices(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    def _on_devices(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
     def _joined(self, weights: tuple[Array, ...], dtype: jnp.dtype) -> Array:
         """Gather a device's shards of the weights and join them, so that a chunk is multiplied once."""
         parts = [w.reshape(w.shape[-2:]).astype(dtype) for w in weights]
         if self.shards:
             dimension = 0 if self.gathers else 1
-            parts = [lax.all_gather(part, self.shards, axis=dimension, tiled=True) for part in parts]
+            parts = [
+                lax.all_gather(part, self.shards, axis=dimension, tiled=True) for part in parts
+            ]
         return jnp.concatenate(parts, axis=1)
 
     def _split(self, joined: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -146,12 +177,14 @@ class _Layout:
             gradient = lax.psum(gradient, axes)
         if self.shards:
             dimension = 0 if self.gathers else 1
-            gradient = lax.psum_scatter(gradient, self.shards, scatter_dimension=dimension, tiled=True)
+            gradient = lax.psum_scatter(
+                gradient, self.shards, scatter_dimension=dimension, tiled=True
+            )
         return gradient
 
 
-# What follows runs on each device. An optimization barrier ends what a step of a ring computes: without it XLA merges
-# the products of several steps into one, which waits for all their chunks.
+# What follows runs on each device. An optimization barrier ends what a step of a ring computes:
+# without it XLA merges the products of several steps into one, which waits for all their chunks.
 
 
 def _gather_and_multiply(
@@ -190,7 +223,8 @@ def _multiply_and_scatter(
 ) -> tuple[Float[Array, "b c o"], Float[Array, "k i"] | None]:
     """Multiply and sum over the devices, each of which gets `c` tokens.
 
-    With `factor`, whose tokens are gathered meanwhile, also return its transpose times `x`, in float32.
+    With `factor`, whose tokens are gathered meanwhile, also return its transpose times `x`, in
+    float32.
     """
     if not overlaps:
         total = lax.psum_scatter(x @ weight, axis, scatter_dimension=1, tiled=True)
@@ -202,7 +236,8 @@ def _multiply_and_scatter(
     total = None
     outer = None
     for step in range(size):
-        # Device 2 of 4 adds its terms of the chunks of devices 3, 0, 1 and 2; each sum ends where its chunk lies.
+        # Device 2 of 4 adds its terms of the chunks of devices 3, 0, 1 and 2; each sum ends where
+        # its chunk lies.
         start = (first + step + 1) % size * length
         received = None if total is None else _pass_on(total, axis)
         part = lax.dynamic_slice_in_dim(x, start, length, axis=1) @ weight
@@ -222,7 +257,9 @@ def _pass_on(x: Array, axis: str) -> Array:
     return lax.ppermute(x, axis, [(i, (i - 1) % size) for i in range(size)])
 
 
-def _add_outer(total: Array | None, chunk: Array, tokens: Array | None, start: Array | int) -> Array | None:
+def _add_outer(
+    total: Array | None, chunk: Array, tokens: Array | None, start: Array | int
+) -> Array | None:
     """Add to `total` the transpose of a chunk times the same positions of `tokens`, which begin at `start`."""
     if tokens is None:
         return None

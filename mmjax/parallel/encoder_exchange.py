@@ -1,11 +1,13 @@
 """Send encoder outputs from the ranks that made them to the rows that train on them: one all-to-all (OrchMLLM 6).
 
-The plan is data: tables of fixed shape, made on the host by `balance.rearrangement.tables`, so another plan compiles
-nothing. Tokens that stay on their rank never enter the all-to-all, and a width of 0 leaves no collective at all.
-The backward pass is the same exchange the other way. Where a rank is several devices of the tensor axis, which all hold
-the same tokens, each sends its part of their width and they gather what arrives: nothing is sent between ranks twice.
-Where a rank is several devices of the context axis, each has encoded items of its own and exchanges with its neighbours
-on other ranks; a second all-to-all inside the rank brings every token to the device that holds its position.
+The plan is data: tables of fixed shape, made on the host by `balance.rearrangement.tables`, so
+another plan compiles nothing. Tokens that stay on their rank never enter the all-to-all, and a
+width of 0 leaves no collective at all. The backward pass is the same exchange the other way. Where
+a rank is several devices of the tensor axis, which all hold the same tokens, each sends its part of
+their width and they gather what arrives: nothing is sent between ranks twice. Where a rank is
+several devices of the context axis, each has encoded items of its own and exchanges with its
+neighbours on other ranks; a second all-to-all inside the rank brings every token to the device that
+holds its position.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ def dispatch(
 ) -> Float[Array, "text_rows positions *n width"]:
     """Bring each position of the text its token as `slots` says, zeros where it is -1.
 
-    send, spread: of all devices that share neither their rows nor their positions, as in `TextBatch`; slots index what
-    arrives by `spread`, by `send`, and the device's own tokens. All arrays lie over the mesh; without one, they are on
-    one device. exchange: `padded` sends chunks of equal size, `ragged` only what is in them (GPU, TPU). whole: all
-    devices of a rank have its tokens and get all that it is sent, whatever shares their rows elsewhere. Raises
-    ValueError where peers do not divide the ranks, or the mesh has another number of ranks.
+    send, spread: of all devices that share neither their rows nor their positions, as in
+    `TextBatch`; slots index what arrives by `spread`, by `send`, and the device's own tokens. All
+    arrays lie over the mesh; without one, they are on one device. exchange: `padded` sends chunks
+    of equal size, `ragged` only what is in them (GPU, TPU). whole: all devices of a rank have its
+    tokens and get all that it is sent, whatever shares their rows elsewhere. Raises ValueError
+    where peers do not divide the ranks, or the mesh has another number of ranks.
     """
     context = 1 if spread is None else spread.shape[1]
     ranks, peers = len(send) // context, send.shape[1]
@@ -50,7 +53,9 @@ def dispatch(
         return _on_one_device(tokens, tables, slots)
     if (ranks, context) != (row_ranks(mesh), 1 if whole else mesh.shape[CONTEXT]):
         of_context = f" of {context} devices" if context > 1 else ""
-        raise ValueError(f"a batch made for {ranks} ranks{of_context} cannot run on a mesh of {dict(mesh.shape)}")
+        raise ValueError(
+            f"a batch made for {ranks} ranks{of_context} cannot run on a mesh of {dict(mesh.shape)}"
+        )
     # Static: they decide the program, while tables and slots are its inputs.
     ways = (
         _Way(RANKS, peers, _groups(ranks, peers), exchange, mesh.shape[TENSOR]),
@@ -63,12 +68,18 @@ def dispatch(
         part: Callable[..., jax.Array], takes: PartitionSpec, makes: PartitionSpec
     ) -> Callable[..., jax.Array]:
         return jax.shard_map(
-            partial(part, ways), mesh=mesh, in_specs=(takes, over, placed), out_specs=makes, check_vma=False
+            partial(part, ways),
+            mesh=mesh,
+            in_specs=(takes, over, placed),
+            out_specs=makes,
+            check_vma=False,
         )
 
     # By JAX's own rules the devices of a rank would add up their equal gradients in an all-reduce.
     forward = of_devices(_bring, over, placed)
-    backward = of_devices(partial(_return, shape=(len(tokens) // len(send), *tokens.shape[1:])), placed, over)
+    backward = of_devices(
+        partial(_return, shape=(len(tokens) // len(send), *tokens.shape[1:])), placed, over
+    )
     moved = jax.custom_vjp(forward)
     moved.defvjp(
         lambda tokens, tables, slots: (forward(tokens, tables, slots), (tables, slots)),
@@ -91,10 +102,16 @@ class _Way(NamedTuple):
 
 
 def _groups(ranks: int, peers: int) -> list[list[int]] | None:
-    return None if peers == ranks else [list(range(first, first + peers)) for first in range(0, ranks, peers)]
+    return (
+        None
+        if peers == ranks
+        else [list(range(first, first + peers)) for first in range(0, ranks, peers)]
+    )
 
 
-def _bring(ways: tuple[_Way, ...], tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.Array) -> jax.Array:
+def _bring(
+    ways: tuple[_Way, ...], tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.Array
+) -> jax.Array:
     """Run one device's part of the exchanges."""
     local = tokens.reshape(-1, tokens.shape[-1])
     for way, (send,) in zip(ways, tables, strict=False):
@@ -120,9 +137,12 @@ def _return(
     length = math.prod(shape[:-1]) + sum(send.size for _, send in sends)
     gradients = _unpick(back.reshape(-1, width), slots.reshape(-1), length)
     for way, send in reversed(sends):
-        # What the peers' rows say of this device's tokens comes back over the same exchange, and adds up where a token
-        # went to several.
-        arrived, gradients = gradients[: send.size].reshape(*send.shape, width), gradients[send.size :]
+        # What the peers' rows say of this device's tokens comes back over the same exchange, and
+        # adds up where a token went to several.
+        arrived, gradients = (
+            gradients[: send.size].reshape(*send.shape, width),
+            gradients[send.size :],
+        )
         sizes = (send >= 0).sum(1, dtype=jnp.int32)
         gradients += _unpick(_swap(way, arrived, sizes, outward=False), send, len(gradients))
     return gradients.reshape(shape)
@@ -131,19 +151,26 @@ def _return(
 def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
     """Exchange the chunks `[peers, chunk, width]` that this device has for its peers for those they have for it.
 
-    sizes: how many tokens it sends to each in the forward pass, int32 `[peers]`; outward: whether this is that.
+    sizes: how many tokens it sends to each in the forward pass, int32 `[peers]`; outward: whether
+    this is that.
     """
     cut = way.tensor > 1 and chunks.shape[-1] % way.tensor == 0
     part = chunks
     if cut:
         width = chunks.shape[-1] // way.tensor
         # All devices of a rank hold the same tokens: device i sends channels i * width on.
-        part = jax.lax.dynamic_slice_in_dim(chunks, jax.lax.axis_index(TENSOR) * width, width, axis=-1)
+        part = jax.lax.dynamic_slice_in_dim(
+            chunks, jax.lax.axis_index(TENSOR) * width, width, axis=-1
+        )
     if way.exchange == "ragged":
         received = _ragged(way, part, sizes, outward)
     else:
         received = jax.lax.all_to_all(part, way.axes, 0, 0, axis_index_groups=way.groups)
-    return jax.lax.all_gather(received, TENSOR, axis=received.ndim - 1, tiled=True) if cut else received
+    return (
+        jax.lax.all_gather(received, TENSOR, axis=received.ndim - 1, tiled=True)
+        if cut
+        else received
+    )
 
 
 def _ragged(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
@@ -152,12 +179,15 @@ def _ragged(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> ja
     # The backward pass returns to each peer as many tokens as came from it.
     sent, received = (sizes, arriving) if outward else (arriving, sizes)
     peers, chunk, width = chunks.shape
-    # Every rank's chunk for peer 2 of 4 begins at 2 * chunk here; at peer 2 it lands at (this rank % 4) * chunk.
+    # Every rank's chunk for peer 2 of 4 begins at 2 * chunk here; at peer 2 it lands at (this rank
+    # % 4) * chunk.
     begins = jnp.arange(peers, dtype=jnp.int32) * chunk
     mine = jnp.full(peers, jax.lax.axis_index(way.axes) % peers * chunk, jnp.int32)
     flat = chunks.reshape(peers * chunk, width)
     options = {"axis_name": way.axes, "axis_index_groups": way.groups}
-    exchanged = jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), begins, sent, mine, received, **options)
+    exchanged = jax.lax.ragged_all_to_all(
+        flat, jnp.zeros_like(flat), begins, sent, mine, received, **options
+    )
     return exchanged.reshape(chunks.shape)
 
 
@@ -168,15 +198,17 @@ def _on_one_device(tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.
     local = tokens.reshape(devices, len(tokens) // devices * tokens.shape[1], width)
     for send, among in zip(tables, (context, 1), strict=False):
         _, peers, chunk = send.shape
-        # Peers are `among` apart. [group, sender, device of a rank, receiver, chunk, width]: swapping sender and
-        # receiver is the exchange.
+        # Peers are `among` apart. [group, sender, device of a rank, receiver, chunk, width]:
+        # swapping sender and receiver is the exchange.
         groups = devices // (peers * among)
         chunks = jax.vmap(_pick)(local, send).reshape(groups, peers, among, peers, chunk, width)
         received = chunks.swapaxes(1, 3).reshape(devices, peers * chunk, width)
         local = jnp.concatenate([received, local], axis=1)
     # [rank, row, device of a rank, its positions of the row].
     ranks = devices // context
-    parts = slots.reshape(ranks, len(slots) // ranks, context, slots.shape[1] // context, *slots.shape[2:])
+    parts = slots.reshape(
+        ranks, len(slots) // ranks, context, slots.shape[1] // context, *slots.shape[2:]
+    )
     parts = parts.swapaxes(1, 2)
     placed = jax.vmap(_pick)(local, parts.reshape(devices, *parts.shape[2:]))
     return placed.reshape(*parts.shape, width).swapaxes(1, 2).reshape(*slots.shape, width)

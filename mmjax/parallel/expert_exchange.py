@@ -1,11 +1,12 @@
 """Bring tokens to the devices of their experts and back, exact and in static shapes: no capacity, none dropped.
 
-Along the mesh axis `expert` every device has some of a layer's experts and some of the batch's rows. An all-to-all
-brings each token once to every device that has one of its experts; what these make of it comes back by the inverse, and
-is added up. There is room for somewhat more than an even router sends: the tokens that find none go in another turn, in
-which all devices take part if any has such tokens. Where that room is for all tokens, with few devices or many experts
-a token, tokens are gathered along the axis instead, and sums scattered. Tensor parallelism cuts each expert's hidden
-layer, so its devices' sums are added up as well.
+Along the mesh axis `expert` every device has some of a layer's experts and some of the batch's
+rows. An all-to-all brings each token once to every device that has one of its experts; what these
+make of it comes back by the inverse, and is added up. There is room for somewhat more than an even
+router sends: the tokens that find none go in another turn, in which all devices take part if any
+has such tokens. Where that room is for all tokens, with few devices or many experts a token, tokens
+are gathered along the axis instead, and sums scattered. Tensor parallelism cuts each expert's
+hidden layer, so its devices' sums are added up as well.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from jaxtyping import Array, Float, Int
 from mmjax.parallel.sharding import EXPERT, TENSOR, active, sharding
 
 Tree = TypeVar("Tree")
-INTO = ("experts", "expert_embed", "mlp")  # logical axes of the matrices into an expert's hidden layer
+# logical axes of the matrices into an expert's hidden layer
+INTO = ("experts", "expert_embed", "mlp")
 OUT = ("experts", "mlp", "expert_embed")  # and out of it
 
 
@@ -49,7 +51,10 @@ class ExpertLayout:
             return cls()
         mesh, rules = current
         by_rows = sharding(mesh, rules, tokens, ("rows", "sequence", None)).spec
-        specs = [sharding(mesh, rules, shape, axes).spec for shape, axes in ((into, INTO), (_turned(into), OUT))]
+        specs = [
+            sharding(mesh, rules, shape, axes).spec
+            for shape, axes in ((into, INTO), (_turned(into), OUT))
+        ]
         used = [axis for axis in _axes(specs[0]) if mesh.shape[axis] > 1]
         return cls(
             mesh=mesh,
@@ -61,7 +66,9 @@ class ExpertLayout:
             shards=tuple(axis for axis in used if axis not in (EXPERT, TENSOR)),
         )
 
-    def run(self, function: Callable[..., Any], x: Array, valid: Array, router: Array, *matrices: Array) -> Any:
+    def run(
+        self, function: Callable[..., Any], x: Array, valid: Array, router: Array, *matrices: Array
+    ) -> Any:
         """Call a function of these on each device; it returns outputs like `x`, and sums that `add_up` has added up.
 
         matrices: two into the hidden layer, and one out of it.
@@ -69,9 +76,20 @@ class ExpertLayout:
         if self.mesh is None:
             return function(x, valid, router, *matrices)
         replicated = PartitionSpec()
-        specs = (self.tokens, PartitionSpec(*self.tokens[:2]), replicated, self.into, self.into, self.out)
+        specs = (
+            self.tokens,
+            PartitionSpec(*self.tokens[:2]),
+            replicated,
+            self.into,
+            self.into,
+            self.out,
+        )
         run = jax.shard_map(
-            function, mesh=self.mesh, in_specs=specs, out_specs=(self.tokens, replicated), check_vma=False
+            function,
+            mesh=self.mesh,
+            in_specs=specs,
+            out_specs=(self.tokens, replicated),
+            check_vma=False,
         )
         return run(x, valid, router, *matrices)
 
@@ -99,7 +117,11 @@ class ExpertLayout:
     def gather(self, tree: Tree, parts: tuple[str, ...]) -> Tree:
         """Gather arrays `[n, ...]` of tokens from the devices along these of `parts`."""
         axes = tuple(axis for axis in parts if axis in self.divides)
-        return jax.tree.map(lambda x: lax.all_gather(x, axes, axis=0, tiled=True), tree) if axes else tree
+        return (
+            jax.tree.map(lambda x: lax.all_gather(x, axes, axis=0, tiled=True), tree)
+            if axes
+            else tree
+        )
 
     def scatter(self, sums: Float[Array, "n d"], parts: tuple[str, ...]) -> Float[Array, "m d"]:
         """Add up what the devices have made of the same tokens, and leave each its own: the inverse of `gather`."""
@@ -129,7 +151,8 @@ class Sends(NamedTuple):
     """
 
     token: Int[Array, "p l"]  # for each device, in order; n: none
-    place: Int[Array, "n k"]  # in these lists, one after the other, of each token for the device of each expert
+    # in these lists, one after the other, of each token for the device of each expert
+    place: Int[Array, "n k"]
     turns: Int[Array, ""]  # of all devices, in which the longest list of any is sent
 
     @classmethod
@@ -158,13 +181,18 @@ class Sends(NamedTuple):
         device, rank = self.place // length, self.place % length - number * size
         inside = (rank >= 0) & (rank < size) & (device < devices)
         token = lax.dynamic_slice_in_dim(self.token, number * size, size, axis=1)
-        return self._replace(token=token, place=jnp.where(inside, device * size + rank, devices * size))
+        return self._replace(
+            token=token, place=jnp.where(inside, device * size + rank, devices * size)
+        )
 
 
-def sum_parts(part: Callable[..., Array], parts: Int[Array, ""], tables: Any, *arrays: Array) -> Array:
+def sum_parts(
+    part: Callable[..., Array], parts: Int[Array, ""], tables: Any, *arrays: Array
+) -> Array:
     """Sum `part(i, tables, *arrays)` in float32 over i < parts, a number that the data say.
 
-    Only the inputs are kept for backward, which computes each part again. tables: arrays that have no gradient.
+    Only the inputs are kept for backward, which computes each part again. tables: arrays that have
+    no gradient.
     """
     out = jax.eval_shape(part, jnp.int32(0), tables, *arrays)
 
@@ -189,10 +217,13 @@ def sum_parts(part: Callable[..., Array], parts: Int[Array, ""], tables: Any, *a
 
 
 @jax.custom_vjp
-def sum_rows(x: Float[Array, "n ..."], rows: Int[Array, "m a"], back: Int[Array, "n b"]) -> Float[Array, "m ..."]:
+def sum_rows(
+    x: Float[Array, "n ..."], rows: Int[Array, "m a"], back: Int[Array, "n b"]
+) -> Float[Array, "m ..."]:
     """Sum for each output the rows of `x` that `rows` lists, n standing for none; back: the outputs in which a row is.
 
-    So the gradient is such a sum as well, where JAX's own would scatter, in no fixed order on a GPU.
+    So the gradient is such a sum as well, where JAX's own would scatter, in no fixed order on a
+    GPU.
     """
     taken = x.at[rows].get(mode="fill", fill_value=0)
     return taken[:, 0] if rows.shape[1] == 1 else taken.sum(1, dtype=jnp.float32).astype(x.dtype)
@@ -209,4 +240,6 @@ def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _axes(spec: PartitionSpec) -> list[str]:
-    return [axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())]
+    return [
+        axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())
+    ]

@@ -18,8 +18,10 @@ from mmjax.config import ContextAttention, Exchange, Layout, ModelConfig
 from mmjax.errors import UserError
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
-RANKS = ("data", "fsdp", "expert")  # axes whose product is the ranks: the rows of a batch are sharded over them
-EXPERT = "expert"  # devices that have other experts of a layer, and of other parameters other shards
+# axes whose product is the ranks: the rows of a batch are sharded over them
+RANKS = ("data", "fsdp", "expert")
+# devices that have other experts of a layer, and of other parameters other shards
+EXPERT = "expert"
 CONTEXT = "context"  # devices that share the tokens of a rank's rows
 TENSOR = "tensor"
 
@@ -30,8 +32,11 @@ def make_mesh(config: Layout, devices: Sequence[jax.Device], where: str = "mesh"
     where: the key of the layout.
     """
     if config.exchange == "ragged" and devices[0].platform == "cpu":
-        raise UserError(f"{where}.exchange=ragged: a CPU has no such collective; use {where}.exchange=padded")
-    # Devices fill the last axis first, so neighbours in `tensor` are neighbours in number, and mostly on one node.
+        raise UserError(
+            f"{where}.exchange=ragged: a CPU has no such collective; use {where}.exchange=padded"
+        )
+    # Devices fill the last axis first, so neighbours in `tensor` are neighbours in number, and
+    # mostly on one node.
     shape = tuple(mesh_sizes(config, len(devices)).values())
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -71,12 +76,15 @@ def loss_choices(sizes: Mapping[str, int], chunks: int, model: ModelConfig) -> t
     """
     tensor = sizes["tensor"]
     vocab = model.llm.vocab
-    shard = vocab if vocab % tensor else vocab // tensor  # a vocabulary that does not divide is replicated
+    # a vocabulary that does not divide is replicated
+    shard = vocab if vocab % tensor else vocab // tensor
     if chunks == 0:
         return tuple(n for n in LOSS_PARTS if shard % n == 0)
     # Each device cuts its own shard, so a chunk has an equal piece of every one.
     if shard % chunks:
-        nearest = min((n for n in range(1, shard + 1) if shard % n == 0), key=lambda n: abs(n - chunks))
+        nearest = min(
+            (n for n in range(1, shard + 1) if shard % n == 0), key=lambda n: abs(n - chunks)
+        )
         cut = f", which mesh.tensor={tensor} cuts into {shard}" if shard < vocab else ""
         raise UserError(
             f"training.loss_chunks={chunks} does not divide model.llm.vocab={vocab}{cut}; use the nearest that does, "
@@ -105,7 +113,9 @@ def local_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> range:
     Raises UserError where these are not consecutive.
     """
     # An array with one row per rank: the slice that a device gets of it starts at its rank.
-    slices = rows_sharding(mesh, axes).addressable_devices_indices_map((row_ranks(mesh, axes),)).values()
+    slices = (
+        rows_sharding(mesh, axes).addressable_devices_indices_map((row_ranks(mesh, axes),)).values()
+    )
     ranks = sorted({rows.start or 0 for (rows,) in slices})
     if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
         raise UserError(
@@ -119,7 +129,9 @@ def owned_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> tuple[int, ...]:
     """Return the ranks of `local_ranks` that this process owns: a rank on several processes belongs to the first."""
     # With tensor parallelism across processes, several hold the rows of a rank.
     owner: dict[int, int] = {}
-    for device, (rows,) in rows_sharding(mesh, axes).devices_indices_map((row_ranks(mesh, axes),)).items():
+    for device, (rows,) in (
+        rows_sharding(mesh, axes).devices_indices_map((row_ranks(mesh, axes),)).items()
+    ):
         rank = rows.start or 0
         owner[rank] = min(owner.get(rank, device.process_index), device.process_index)
     # Every process computes the same table of owners, so none needs to ask another.
@@ -136,7 +148,9 @@ def without_shards(struct: jax.ShapeDtypeStruct, layout: NamedSharding | None = 
 
     layout: None where the struct has one.
     """
-    return jax.make_array_from_single_device_arrays(struct.shape, layout or struct.sharding, [], dtype=struct.dtype)
+    return jax.make_array_from_single_device_arrays(
+        struct.shape, layout or struct.sharding, [], dtype=struct.dtype
+    )
 
 
 def rows_sharding(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> NamedSharding:
@@ -156,17 +170,19 @@ Axes = tuple[str | None, ...]
 class ShardingRules:
     """Mesh axes of every logical axis.
 
-    FSDP shards parameters along `embed` and gathers them where they are used; tensor parallelism shards `heads`,
-    `mlp` and `vocab`, so activations are whole along `width` between layers. While encoders run (`encoding`), `rows`
-    are `item_rows` and rows are whole: where these lie on `tensor` too, encoders are not cut but gathered, as under
-    FSDP. Encoder tokens leave for the LLM from `token_rows`.
+    FSDP shards parameters along `embed` and gathers them where they are used; tensor parallelism
+    shards `heads`, `mlp` and `vocab`, so activations are whole along `width` between layers. While
+    encoders run (`encoding`), `rows` are `item_rows` and rows are whole: where these lie on
+    `tensor` too, encoders are not cut but gathered, as under FSDP. Encoder tokens leave for the LLM
+    from `token_rows`.
     """
 
     rows: tuple[str, ...] = RANKS
     item_rows: tuple[str, ...] = (*RANKS, CONTEXT)
     token_rows: tuple[str, ...] = (*RANKS, CONTEXT)
     length: tuple[str, ...] = (CONTEXT,)
-    sequence: tuple[str, ...] = (CONTEXT,)  # of the tokens between layers; with sequence parallelism `tensor` too
+    # of the tokens between layers; with sequence parallelism `tensor` too
+    sequence: tuple[str, ...] = (CONTEXT,)
     ring: tuple[str, ...] = ()  # around which these tokens travel in chunks, behind products
     width: tuple[str, ...] = ()
     embed: tuple[str, ...] = ("fsdp", EXPERT, CONTEXT)
@@ -177,7 +193,8 @@ class ShardingRules:
     mlp: tuple[str, ...] = ("tensor",)
     vocab: tuple[str, ...] = ("tensor",)
     fixed: tuple[str, ...] = ()  # of tables that are never trained
-    # No axes: how queries meet the keys of other devices, and how encoder tokens travel between ranks.
+    # No axes: how queries meet the keys of other devices, and how encoder tokens travel between
+    # ranks.
     context_attention: ContextAttention = "auto"
     exchange: Exchange = "padded"
 
@@ -185,7 +202,9 @@ class ShardingRules:
     def of(cls, config: Layout) -> ShardingRules:
         """Make the rules that a mesh's or a unit's config asks for."""
         rules = cls(
-            item_rows=encoder_axes(config), context_attention=config.context_attention, exchange=config.exchange
+            item_rows=encoder_axes(config),
+            context_attention=config.context_attention,
+            exchange=config.exchange,
         )
         if config.sequence_parallel not in ("on", "overlap"):  # or nobody has decided
             return rules
@@ -200,11 +219,15 @@ class ShardingRules:
         entries: list[tuple[str, ...] | None] = []
         for axis in axes:
             if axis is not None and axis not in known:
-                raise ValueError(f"unknown logical axis {axis!r} in {axes}; known: {', '.join(sorted(known))}")
+                raise ValueError(
+                    f"unknown logical axis {axis!r} in {axes}; known: {', '.join(sorted(known))}"
+                )
             mesh_axes = () if axis is None else getattr(self, axis)
             # JAX would refuse it too, but without the name of the logical axes.
             if clash := used.intersection(mesh_axes):
-                raise ValueError(f"logical axes {axes} put mesh axis {sorted(clash)[0]!r} on two dimensions")
+                raise ValueError(
+                    f"logical axes {axes} put mesh axis {sorted(clash)[0]!r} on two dimensions"
+                )
             used.update(mesh_axes)
             # An empty tuple and None both replicate; None is how JAX prints it.
             entries.append(mesh_axes or None)
@@ -241,7 +264,10 @@ def encoding() -> Iterator[None]:
     else:
         rules = current.rules
         # What divides rows does not divide their tokens.
-        sequence, ring = (tuple(a for a in axes if a not in rules.item_rows) for axes in (rules.sequence, rules.ring))
+        sequence, ring = (
+            tuple(a for a in axes if a not in rules.item_rows)
+            for axes in (rules.sequence, rules.ring)
+        )
         rules = replace(rules, rows=rules.item_rows, length=(), sequence=sequence, ring=ring)
         with activations_on(current.mesh, rules):
             yield
@@ -253,7 +279,9 @@ def active() -> Active | None:
     return None if current is None or current.mesh.size == 1 else current
 
 
-def in_row_order(compute: Callable[..., jax.Array], pos: jax.Array, *arrays: jax.Array) -> jax.Array:
+def in_row_order(
+    compute: Callable[..., jax.Array], pos: jax.Array, *arrays: jax.Array
+) -> jax.Array:
     """Compute of arrays `[..., R, T]`, whose tokens stand at `pos` `[R, T]` of their rows, as of the rows in order.
 
     Devices that share rows permute them; elsewhere nothing is moved.
@@ -262,7 +290,9 @@ def in_row_order(compute: Callable[..., jax.Array], pos: jax.Array, *arrays: jax
     if on is None or on.mesh.shape[CONTEXT] == 1:
         return compute(*arrays)
     order = jnp.argsort(pos, axis=1)
-    result = compute(*(jnp.take_along_axis(x, jnp.broadcast_to(order, x.shape), axis=-1) for x in arrays))
+    result = compute(
+        *(jnp.take_along_axis(x, jnp.broadcast_to(order, x.shape), axis=-1) for x in arrays)
+    )
     return jnp.take_along_axis(result, jnp.broadcast_to(pos, result.shape), axis=-1)
 
 
@@ -293,7 +323,8 @@ def platform() -> str:
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Lay `x` out by its logical axes on the active mesh; without one (one device, or a bare call), `x` itself.
 
-    A dimension that does not divide stays whole, like the parameter it meets, or XLA would replicate one for the other.
+    A dimension that does not divide stays whole, like the parameter it meets, or XLA would
+    replicate one for the other.
     """
     current = active()
     if current is None:
@@ -304,10 +335,15 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def cut_in_shards(x: jax.Array, parts: int, *axes: str | None) -> jax.Array:
     """Cut `x` `[n, ...]` into `[parts, n / parts, ...]`, each with an equal piece of every shard of the first axis.
 
-    So a scan over the parts moves nothing between devices. `axes` are those of `x`; `parts` must divide a shard.
+    So a scan over the parts moves nothing between devices. `axes` are those of `x`; `parts` must
+    divide a shard.
     """
     current = active()
-    shard = len(x) if current is None else sharding(current.mesh, current.rules, x.shape, axes).shard_shape(x.shape)[0]
+    shard = (
+        len(x)
+        if current is None
+        else sharding(current.mesh, current.rules, x.shape, axes).shard_shape(x.shape)[0]
+    )
     # 8 rows in 2 shards, cut in 2 parts: 0 1 2 3 | 4 5 6 7 become 0 1 4 5 and 2 3 6 7.
     pieces = x.reshape(len(x) // shard, parts, shard // parts, *x.shape[1:])
     return constrain(jnp.moveaxis(pieces, 1, 0).reshape(parts, -1, *x.shape[1:]), *axes)
@@ -320,7 +356,8 @@ def sharding(mesh: Mesh, rules: ShardingRules, shape: tuple[int, ...], axes: Axe
     """
     if len(axes) > len(shape):
         raise ValueError(f"logical axes {axes} are more than the dimensions of {shape}")
-    axes = (None,) * (len(shape) - len(axes)) + axes  # a leading axis of stacked layers is never sharded
+    # a leading axis of stacked layers is never sharded
+    axes = (None,) * (len(shape) - len(axes)) + axes
     spec = list(rules.spec(axes))
     for i, entry in enumerate(spec):
         names = () if entry is None else (entry,) if isinstance(entry, str) else entry

@@ -1,7 +1,8 @@
 """Allocate devices to the towers of a model: tensor parallelism, replicas, shards and stages of each, for least time.
 
-MMScale (section 4.2) minimises a sum of two terms, warm-up and steady state. Here every candidate has a lower bound,
-and those that the bound leaves are simulated, best first. The towers may use fewer devices than there are.
+MMScale (section 4.2) minimises a sum of two terms, warm-up and steady state. Here every candidate
+has a lower bound, and those that the bound leaves are simulated, best first. The towers may use
+fewer devices than there are.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Allocation:
         return sum(map(unit_devices, self.units.values()))
 
 
-# ----------------------------------------------------------------------------------------------------- simulation
+# --------------------------------------------------------------------------------------------------
+# simulation
 
 
 @njit(cache=True)
@@ -79,8 +81,9 @@ def orders_interleaved(
 def makespan(orders, ends, forward, backward, edges, delay, microbatches):
     """Return the seconds of a step with equal microbatches, as `planning.simulate` does with blocking senders.
 
-    orders: int `[actions, 3]`, backward (1) or forward (0), stage and microbatch, of one worker behind the other. ends:
-    of each worker's. edges: int `[edges, 2]`, stages that give and take activations; delay: seconds of each.
+    orders: int `[actions, 3]`, backward (1) or forward (0), stage and microbatch, of one worker
+    behind the other. ends: of each worker's. edges: int `[edges, 2]`, stages that give and take
+    activations; delay: seconds of each.
     """
     done = np.full((2, len(forward), microbatches), -1.0)
     free = np.zeros(len(ends))
@@ -102,14 +105,18 @@ def makespan(orders, ends, forward, backward, edges, delay, microbatches):
                         sent = max(sent, delay[n])
                 if not ready:
                     break
-                done[kind, stage, number] = start + (forward[stage] if kind == 0 else backward[stage])
+                done[kind, stage, number] = start + (
+                    forward[stage] if kind == 0 else backward[stage]
+                )
                 free[worker] = done[kind, stage, number] + sent
                 position[worker] += 1
                 unfinished -= position[worker] == ends[worker]
     return done.max()
 
 
-def simulate_choice(problem: Problem, chosen: Mapping[str, Choice], microbatches: int) -> Allocation:
+def simulate_choice(
+    problem: Problem, chosen: Mapping[str, Choice], microbatches: int
+) -> Allocation:
     """Simulate a step with equal microbatches. Links of a node count only where the cluster is one node."""
     generators = [name for name in problem.generators if name in chosen]
     names = [*(name for name in chosen if name not in ("llm", *generators)), "llm", *generators]
@@ -127,20 +134,27 @@ def simulate_choice(problem: Problem, chosen: Mapping[str, Choice], microbatches
         backward += options.backward[n].tolist()
         workers += [len(set(workers)) + stage % options.workers for stage in range(stages)]
         edges |= {(stage, stage + 1): options.edge[n] for stage in range(begin, begin + stages - 1)}
-        stages_after = 0 if name in generators else bool(generators) + (name != "llm") * (len(llm.cuts) + 1)
+        stages_after = (
+            0 if name in generators else bool(generators) + (name != "llm") * (len(llm.cuts) + 1)
+        )
         depth += range(stages_after + stages - 1, stages_after - 1, -1)
         if name != "llm":
             # Of a step's bytes, those that a device sends or receives, whichever are more.
             sent = options.share[n] * options.costs.tokens / link_bandwidth(problem.cluster)
             tensor = llm.costs.layout.tensor / options.costs.layout.tensor
-            ends = (last_of_llm, begin) if name in generators else (begin + stages - 1, firsts["llm"])
+            ends = (
+                (last_of_llm, begin) if name in generators else (begin + stages - 1, firsts["llm"])
+            )
             edges[ends] = sent * max(options.ranks[n] / llm.item_ranks[k], tensor)
     if llm.virtual > 1:
         orders = orders_interleaved(tuple(edges), tuple(workers), microbatches)
     else:
         orders = orders_1f1b(np.array(depth), microbatches)
     times = np.array(forward), np.array(backward)
-    arrays = np.array(list(edges), np.int64).reshape(-1, 2), np.array(list(edges.values()), np.float64)
+    arrays = (
+        np.array(list(edges), np.int64).reshape(-1, 2),
+        np.array(list(edges.values()), np.float64),
+    )
     passes = float(makespan(*orders, *times, *arrays, microbatches))
     return Allocation(
         units={name: make_unit(*choice) for name, choice in chosen.items()},
@@ -163,7 +177,8 @@ def make_unit(options: TowerOptions, n: int) -> Unit:
     )
 
 
-# --------------------------------------------------------------------------------------------------------- search
+# --------------------------------------------------------------------------------------------------
+# search
 
 
 class Scores(NamedTuple):
@@ -189,11 +204,17 @@ def _score_busy(options: TowerOptions, microbatches: int) -> Scores:
     stages = passes.shape[1]
     edges = options.edge[:, None]
     number = np.arange(stages)
-    # Before a stage begins, its first microbatch passes all before it; behind its end, its last goes back through them.
+    # Before a stage begins, its first microbatch passes all before it; behind its end, its last
+    # goes back through them.
     earlier = (np.cumsum(passes, axis=1) - passes + 2 * number * edges)[:, : options.workers]
-    # A stage sends forwards and back, and waits for both; behind its last pass that no longer counts.
+    # A stage sends forwards and back, and waits for both; behind its last pass that no longer
+    # counts.
     sends = ((number > 0) * 1 + (number < stages - 1)) * edges
-    busy = earlier + microbatches * options.by_worker(passes) + (microbatches - 1) * options.by_worker(sends)
+    busy = (
+        earlier
+        + microbatches * options.by_worker(passes)
+        + (microbatches - 1) * options.by_worker(sends)
+    )
     path = passes.sum(1) + 2 * (stages - 1) * options.edge
     return Scores(path, busy.max(1), options.tail)
 
@@ -207,7 +228,8 @@ def _score_bound(options: TowerOptions, microbatches: int) -> Scores:
     stages = passes.shape[1]
     edges = options.edge[:, None]
     earlier = np.cumsum(passes, axis=1) - passes + 2 * np.arange(stages) * edges
-    # A microbatch enters when that which is `depth + 1` before it has come back from all stages behind.
+    # A microbatch enters when that which is `depth + 1` before it has come back from all stages
+    # behind.
     depth = stages - 1 - np.arange(stages)
     rounds, rest = np.divmod(microbatches - 1, depth + 1)
     back = np.cumsum(passes[:, ::-1], axis=1)[:, ::-1] + 2 * depth * edges
@@ -216,11 +238,13 @@ def _score_bound(options: TowerOptions, microbatches: int) -> Scores:
 
 
 def _total_bound(encoders: Scores, llm: Scores, _: int) -> np.ndarray:
-    return np.maximum(encoders.path + llm.alone, encoders.alone) + np.maximum(encoders.tail, llm.tail)
+    return np.maximum(encoders.path + llm.alone, encoders.alone) + np.maximum(
+        encoders.tail, llm.tail
+    )
 
 
-# A lower bound: the LLM's stages begin when an encoder's path ends, and the longest path counts. Of a generator's none
-# does: while it has a microbatch, the LLM goes on with others.
+# A lower bound: the LLM's stages begin when an encoder's path ends, and the longest path counts. Of
+# a generator's none does: while it has a microbatch, the LLM goes on with others.
 BOUND = Objective(_score_bound, np.maximum, _total_bound)
 BOUND_WITH_GENERATOR = Objective(_score_busy, np.maximum, _total_bound)
 
@@ -234,7 +258,9 @@ class OptionTable(NamedTuple):
     scores: Scores
 
 
-def make_table(groups: Sequence[TowerOptions], microbatches: int, objective: Objective) -> OptionTable:
+def make_table(
+    groups: Sequence[TowerOptions], microbatches: int, objective: Objective
+) -> OptionTable:
     scores = [objective.score(options, microbatches) for options in groups]
     empty = np.zeros(0)
 
@@ -245,7 +271,11 @@ def make_table(groups: Sequence[TowerOptions], microbatches: int, objective: Obj
         [(options, n) for options in groups for n in range(len(options.data))],
         join([options.devices for options in groups]),
         join([options.ranks for options in groups]),
-        Scores._make((join(columns) for columns in zip(*scores, strict=True)) if scores else (empty, empty, empty)),
+        Scores._make(
+            (join(columns) for columns in zip(*scores, strict=True))
+            if scores
+            else (empty, empty, empty)
+        ),
     )
 
 
@@ -263,7 +293,9 @@ def encoder_tables(
     for name in problem.towers:
         if name == "llm":
             continue
-        table = make_table(list_options(problem, name, microbatches, in_flight, rows), microbatches, objective)
+        table = make_table(
+            list_options(problem, name, microbatches, in_flight, rows), microbatches, objective
+        )
         if name in problem.generators:
             scores = table.scores._replace(path=objective.generator_path * table.scores.path)
             table = table._replace(scores=scores)
@@ -294,18 +326,22 @@ def search(
     tables: dict[tuple[int, int, int], list[OptionTable]] = {}
     padded = {count: first_padded_rows(problem, count) for count in problem.microbatches}
 
-    def complete(n: int, count: int, llm: OptionTable, ahead: int) -> Iterator[tuple[float, int, dict[str, Choice]]]:
+    def complete(
+        n: int, count: int, llm: OptionTable, ahead: int
+    ) -> Iterator[tuple[float, int, dict[str, Choice]]]:
         """Yield candidates with encoders that have so many microbatches in flight behind them."""
         options, k = llm.choices[n]
         rows = int(options.item_ranks[k])
-        # No more than all microbatches are in flight, and where rows are full it does not matter how many there are.
+        # No more than all microbatches are in flight, and where rows are full it does not matter
+        # how many there are.
         key = count, min(ahead, count), rows if rows >= padded[count] else 1
         if key not in tables:
             tables[key] = encoder_tables(problem, objective, *key)
         return _complete(problem, objective, llm, n, tables[key], encoders, count, limit)
 
-    # First the best of every LLM's, for a limit that leaves little of the others. Tables for few numbers of stages do:
-    # before more stages than there are nothing is faster, and before one nothing is slower.
+    # First the best of every LLM's, for a limit that leaves little of the others. Tables for few
+    # numbers of stages do: before more stages than there are nothing is faster, and before one
+    # nothing is slower.
     for first in (True, False):
         for score, count, llm, n in llms:
             if score >= limit():
@@ -338,7 +374,11 @@ def _complete(
         usable = np.flatnonzero(divides & (table.devices <= remaining) & (seconds < limit()))
         a, b = (x.ravel() for x in np.indices((len(devices), len(usable))))
         total = devices[a] + table.devices[usable[b]]
-        a, b, devices = a[total <= remaining], usable[b[total <= remaining]], total[total <= remaining]
+        a, b, devices = (
+            a[total <= remaining],
+            usable[b[total <= remaining]],
+            total[total <= remaining],
+        )
         scores = Scores(
             objective.merge_paths(scores.path[a], table.scores.path[b]),
             np.maximum(scores.alone[a], table.scores.alone[b]),
@@ -349,15 +389,19 @@ def _complete(
     for k in np.argsort(totals, kind="stable"):
         if totals[k] >= limit():
             return
-        chosen = {name: table.choices[i] for name, table, i in zip(encoders, tables, index[k], strict=True)}
+        chosen = {
+            name: table.choices[i]
+            for name, table, i in zip(encoders, tables, index[k], strict=True)
+        }
         yield float(totals[k]), count, {**chosen, "llm": llm.choices[n]}
 
 
 def allocate(problem: Problem, simulations: int = SIMULATIONS) -> Allocation | None:
     """Find the allocation with the least simulated seconds of a step; None where nothing fits.
 
-    An encoder's ranks divide the LLM's or are a multiple of them; shards are powers of two; stages are cut by time,
-    exactly. The result is exact if the bounds leave no more candidates than `simulations`.
+    An encoder's ranks divide the LLM's or are a multiple of them; shards are powers of two; stages
+    are cut by time, exactly. The result is exact if the bounds leave no more candidates than
+    `simulations`.
     """
     best: Allocation | None = None
     bound = BOUND_WITH_GENERATOR if problem.generators else BOUND

@@ -1,7 +1,7 @@
 """Cut the modules of units into stages that take equally long, where a config does not say where (OmniBal 4.2).
 
-What stages take is also what a nested schedule is made by. Times are FLOPs in whole numbers, so that every process cuts
-alike.
+What stages take is also what a nested schedule is made by. Times are FLOPs in whole numbers, so
+that every process cuts alike.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def with_balanced_cuts(
 ) -> Config:
     """Return the config with cuts of every unit of several stages that names none, and times for a nested schedule.
 
-    rows: of each module on all ranks, the LLM first. lengths: of the rows, by shape and module. resumed: units with
-    which the run went on so far; those that are as they were are cut as they were.
+    rows: of each module on all ranks, the LLM first. lengths: of the rows, by shape and module.
+    resumed: units with which the run went on so far; those that are as they were are cut as they
+    were.
     """
     units = {}
     for name, unit in config.units.items():
@@ -49,13 +50,17 @@ def with_balanced_cuts(
     return with_stage_times(replace(config, units=units), rows, lengths)
 
 
-def with_stage_times(config: Config, rows: Sequence[int], lengths: Sequence[Sequence[int]]) -> Config:
+def with_stage_times(
+    config: Config, rows: Sequence[int], lengths: Sequence[Sequence[int]]
+) -> Config:
     """Return the config with the times of its stages where its schedule is nested and it states none."""
     if schedule_name(config) != "nested" or config.pipeline.stage_times:
         return config
     seconds = time_stages(config, rows, lengths, by_content=False)[0].mean(2)
     times = np.rint(seconds * (LONGEST_PASS / seconds.max())).astype(int)
-    return replace(config, pipeline=replace(config.pipeline, stage_times=tuple(times.T.ravel().tolist())))
+    return replace(
+        config, pipeline=replace(config.pipeline, stage_times=tuple(times.T.ravel().tolist()))
+    )
 
 
 def _balance(
@@ -70,11 +75,19 @@ def _balance(
     sent: list[float] = []
     for tower in towers:
         number = names.index(tower)
-        shapes = [{n: (1, length) for n, length in zip(names, shape, strict=True)} for shape in lengths]
-        by_shape = [layer_flops(model, tower, shape, config.loss.repeats_forward) for shape in shapes]
+        shapes = [
+            {n: (1, length) for n, length in zip(names, shape, strict=True)} for shape in lengths
+        ]
+        by_shape = [
+            layer_flops(model, tower, shape, config.loss.repeats_forward) for shape in shapes
+        ]
         firsts.append(len(flops))
         for layer_by_shape in zip(*by_shape, strict=True):
-            flops.append(tuple(rows[number] * sum(f.at_one_rate[way] for f in layer_by_shape) for way in (0, 1)))
+            flops.append(
+                tuple(
+                    rows[number] * sum(f.at_one_rate[way] for f in layer_by_shape) for way in (0, 1)
+                )
+            )
         works = [row_work(model, shape)[tower] for shape in shapes]
         width = getattr(model.item_modules.get(tower, model.llm), "width", model.llm.width)
         activations = rows[number] * width * sum(work.positions for work in works)
@@ -104,4 +117,6 @@ def name_cuts(config: Config, name: str, places: Sequence[int]) -> tuple[int | s
     """Return the cuts of a unit before these layers of its chain, as a config states them."""
     towers = chain_of(config.model, unit_modules(name, config.units[name]))
     layers = [(tower, layer) for tower in towers for layer in range(layers_of(config.model, tower))]
-    return tuple(layers[place][1] if len(towers) == 1 else "{}.{}".format(*layers[place]) for place in places)
+    return tuple(
+        layers[place][1] if len(towers) == 1 else "{}.{}".format(*layers[place]) for place in places
+    )

@@ -6,7 +6,14 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mmjax.config import ContextAttention, DecoderConfig, ModelConfig, Remat, SequenceParallel, context_form
+from mmjax.config import (
+    ContextAttention,
+    DecoderConfig,
+    ModelConfig,
+    Remat,
+    SequenceParallel,
+    context_form,
+)
 from mmjax.config.generators import Tower
 from mmjax.config.model import towers_of
 from mmjax.planning.flops import layer_policies
@@ -15,8 +22,8 @@ from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding
 from mmjax.planning.speed import Speed
 from mmjax.planning.work import Work, layer_sizes, row_work
 
-# That a chunk of tokens launches beside those of a layer, around a ring of tensor-parallel devices, for each of a
-# layer's four exchanges; as compiled for four.
+# That a chunk of tokens launches beside those of a layer, around a ring of tensor-parallel devices,
+# for each of a layer's four exchanges; as compiled for four.
 FORWARD_CHUNK_KERNELS, BACKWARD_CHUNK_KERNELS = 2, 4
 FORWARD_DISPATCH = 2 / 5  # share of `expert_bytes` that forward sends
 
@@ -42,8 +49,9 @@ class ClusterRun:
 def collective_seconds(size: float, group: int, stride: int, cluster: Cluster) -> float:
     """Estimate the seconds to gather or scatter `size` bytes among `group` devices that are `stride` apart.
 
-    Inside a node, over its links. Between nodes, all groups of a node share its adapters. With stride 2 on nodes of 8,
-    a group of 16 has 4 devices on each of 4 nodes, and each node has 2 such groups.
+    Inside a node, over its links. Between nodes, all groups of a node share its adapters. With
+    stride 2 on nodes of 8, a group of 16 has 4 devices on each of 4 nodes, and each node has 2 such
+    groups.
     """
     if group == 1:
         return 0.0
@@ -51,7 +59,11 @@ def collective_seconds(size: float, group: int, stride: int, cluster: Cluster) -
     nodes = _nodes(group, stride, cluster)
     inside = size * (group - 1) / group / device.link_rate
     groups = min(stride, cluster.per_node)
-    outside = size * groups * (nodes - 1) / nodes / (cluster.per_node * device.network_rate) if nodes > 1 else 0.0
+    outside = (
+        size * groups * (nodes - 1) / nodes / (cluster.per_node * device.network_rate)
+        if nodes > 1
+        else 0.0
+    )
     # Links and adapters work at the same time, so the slower one decides.
     return max(inside, outside)
 
@@ -60,7 +72,9 @@ def all_to_all_seconds(size: float, group: int, stride: int, cluster: Cluster) -
     """Estimate the seconds in which each of `group` devices exchanges `size` bytes, those of the others and its own."""
     device = cluster.device
     nodes = _nodes(group, stride, cluster)
-    return size * max((group - 1) / group / device.link_rate, (nodes - 1) / nodes / device.network_rate)
+    return size * max(
+        (group - 1) / group / device.link_rate, (nodes - 1) / nodes / device.network_rate
+    )
 
 
 def _nodes(group: int, stride: int, cluster: Cluster) -> int:
@@ -93,21 +107,26 @@ def dispatch_seconds(llm: DecoderConfig, work: Work, machine: ClusterRun) -> tup
     size = expert_bytes(llm, work.positions, group, machine.activation)
     stride = machine.mesh.get("context", 1) * machine.mesh["tensor"]
     sends = llm.experts.sent_at_once(work.positions, group) < work.positions
-    seconds = (all_to_all_seconds if sends else collective_seconds)(size, group, stride, machine.cluster)
+    seconds = (all_to_all_seconds if sends else collective_seconds)(
+        size, group, stride, machine.cluster
+    )
     return FORWARD_DISPATCH * seconds, (1 - FORWARD_DISPATCH) * seconds
 
 
 def expert_bytes(llm: DecoderConfig, tokens: int, devices: int, activation: int) -> int:
     """Count the bytes that a device sends to those that share a layer's experts, in both passes, and to itself.
 
-    Forward sends tokens, with the numbers and shares of their experts, and sends sums back. Backward sends these
-    tokens again and the gradients of sums, and gradients of tokens and shares back.
+    Forward sends tokens, with the numbers and shares of their experts, and sends sums back.
+    Backward sends these tokens again and the gradients of sums, and gradients of tokens and shares
+    back.
     """
     token = 5 * llm.width * activation + 5 * MASTER * llm.experts.per_token
     return devices * llm.experts.sent_at_once(tokens, devices) * token
 
 
-def context_seconds(llm: DecoderConfig, batch: DeviceBatch, machine: ClusterRun) -> tuple[float, float]:
+def context_seconds(
+    llm: DecoderConfig, batch: DeviceBatch, machine: ClusterRun
+) -> tuple[float, float]:
     """Estimate the seconds in which a layer waits for keys and values, or exchanges heads for tokens, by pass.
 
     Keys arrive while the kernel works on others; the first ones are the device's own.
@@ -117,16 +136,30 @@ def context_seconds(llm: DecoderConfig, batch: DeviceBatch, machine: ClusterRun)
     layer, tensor, rates = layer_sizes(llm), machine.mesh["tensor"], machine.speed.rates
     positions = math.prod(batch.shape["llm"])
     channel = positions * machine.activation / machine.sharding.llm
-    if context_form(machine.context_attention, (llm.heads, llm.kv_heads), batch.context, tensor) == "heads":
+    if (
+        context_form(machine.context_attention, (llm.heads, llm.kv_heads), batch.context, tensor)
+        == "heads"
+    ):
         exchanged = all_to_all_seconds(
             2 * (layer.queries + layer.keys) * channel, batch.context, tensor, machine.cluster
         )
         return exchanged, exchanged
-    arrive = collective_seconds(2 * layer.keys * channel * batch.context, batch.context, tensor, machine.cluster)
-    # Of a pair, two products in forward and five in backward; gradients of keys and values return as float32.
-    product = 2 * batch.pairs["llm"] * layer.queries / machine.sharding.llm / (rates.attention or rates.flops)
+    arrive = collective_seconds(
+        2 * layer.keys * channel * batch.context, batch.context, tensor, machine.cluster
+    )
+    # Of a pair, two products in forward and five in backward; gradients of keys and values return
+    # as float32.
+    product = (
+        2
+        * batch.pairs["llm"]
+        * layer.queries
+        / machine.sharding.llm
+        / (rates.attention or rates.flops)
+    )
     hidden = (batch.context - 1) / batch.context * product
-    return max(0.0, arrive - 2 * hidden), max(0.0, (1 + MASTER / machine.activation) * arrive - 5 * hidden)
+    return max(0.0, arrive - 2 * hidden), max(
+        0.0, (1 + MASTER / machine.activation) * arrive - 5 * hidden
+    )
 
 
 def recomputed_attention(policies: Sequence[Remat]) -> int:
@@ -134,12 +167,15 @@ def recomputed_attention(policies: Sequence[Remat]) -> int:
     return sum(policy == "full" for policy in policies)
 
 
-def tensor_seconds(config: Tower, positions: int, parts: int, machine: ClusterRun) -> tuple[float, float]:
+def tensor_seconds(
+    config: Tower, positions: int, parts: int, machine: ClusterRun
+) -> tuple[float, float]:
     """Estimate what tensor-parallel neighbours' exchanges of activations add to a layer's forward and backward pass.
 
-    Two all-reduces each, three with attention to a condition. With sequence parallelism tokens are gathered for two
-    products and scattered behind two; backward gathers those tokens again. Overlapped, every chunk is sent beside a
-    product of one, and its gradients beside another or, after a scatter, beside two.
+    Two all-reduces each, three with attention to a condition. With sequence parallelism tokens are
+    gathered for two products and scattered behind two; backward gathers those tokens again.
+    Overlapped, every chunk is sent beside a product of one, and its gradients beside another or,
+    after a scatter, beside two.
     """
     way = machine.sharding.sequence_parallel
     reduce = all_reduce_seconds(config, positions, parts, machine)
@@ -157,7 +193,9 @@ def tensor_seconds(config: Tower, positions: int, parts: int, machine: ClusterRu
     backward = sum(2 * max(0.0, send - column * n) for n in gathered)
     backward += sum(max(0.0, send - 2 * column * n) for n in scattered)
     launch = 2 * all_reduces(config) * rates.launch if way == "overlap" else 0.0
-    return sends * (forward + FORWARD_CHUNK_KERNELS * launch), sends * (backward + BACKWARD_CHUNK_KERNELS * launch)
+    return sends * (forward + FORWARD_CHUNK_KERNELS * launch), sends * (
+        backward + BACKWARD_CHUNK_KERNELS * launch
+    )
 
 
 def recomputed_reduces(policies: Sequence[Remat]) -> int:
@@ -177,7 +215,9 @@ def all_reduce_seconds(config: Tower, positions: int, parts: int, machine: Clust
     return size / machine.cluster.device.link_rate
 
 
-def overlap_pays(model: ModelConfig, batch: DeviceBatch, machine: ClusterRun, towers: Collection[str]) -> bool:
+def overlap_pays(
+    model: ModelConfig, batch: DeviceBatch, machine: ClusterRun, towers: Collection[str]
+) -> bool:
     """Return whether a microbatch of these towers is faster with exchanges behind products than with all-reduces."""
     work = row_work(model, batch.shape)
 
@@ -186,7 +226,9 @@ def overlap_pays(model: ModelConfig, batch: DeviceBatch, machine: ClusterRun, to
         total = 0.0
         for name, config in towers_of(model).items():
             if name in towers:
-                forward, backward = tensor_seconds(config, work[name].positions, on.sharding.parts(name), on)
+                forward, backward = tensor_seconds(
+                    config, work[name].positions, on.sharding.parts(name), on
+                )
                 again = recomputed_reduces(layer_policies(config))
                 total += (config.layers + again) * forward + config.layers * backward
         return total

@@ -13,13 +13,31 @@ import numpy as np
 
 from mmjax.balance.waits import Prices
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import AudioConfig, DiffusionTransformerConfig, ModelConfig, Remat, UnetConfig, VisionConfig
+from mmjax.config import (
+    AudioConfig,
+    DiffusionTransformerConfig,
+    ModelConfig,
+    Remat,
+    UnetConfig,
+    VisionConfig,
+)
 from mmjax.config.generators import Generator, Tower
-from mmjax.config.model import adapted_modules, frozen_modules, layer_positions, step_vaes, towers_of
+from mmjax.config.model import (
+    adapted_modules,
+    frozen_modules,
+    layer_positions,
+    step_vaes,
+    towers_of,
+)
 from mmjax.cost import table
 from mmjax.cost.rates import UNITS, Cost, SameModel, TowerTrace
 from mmjax.kernels.tiles import padded_width
-from mmjax.planning.hardware import ATTENTION_EFFICIENCY, COMPUTE_EFFICIENCY, FLOAT8_EFFICIENCY, Rates
+from mmjax.planning.hardware import (
+    ATTENTION_EFFICIENCY,
+    COMPUTE_EFFICIENCY,
+    FLOAT8_EFFICIENCY,
+    Rates,
+)
 from mmjax.planning.work import Work, connector_mlps, head_width, row_work, useful_work
 
 PAIRS = UNITS.index("pairs")
@@ -63,7 +81,8 @@ class Flops(NamedTuple):
         )
 
 
-# ------------------------------------------------------------------------------------------------------------ needed
+# --------------------------------------------------------------------------------------------------
+# needed
 
 
 def model_flops(
@@ -71,21 +90,25 @@ def model_flops(
 ) -> dict[str, Flops]:
     """Count the model FLOPs of one microbatch by module.
 
-    Matrix products only, as is usual for MFU: logits of every useful position, with or without a loss; a convolution as
-    a product with all its taps; scores and weighted sums of allowed pairs. In backward, a product of weights and
-    activations has two gradients of its size: the weights', if trainable, and the activations', if anything before them
-    is. `frozen` names modules; their adapters are trainable and count as theirs. Towers not in `work` do not run.
+    Matrix products only, as is usual for MFU: logits of every useful position, with or without a
+    loss; a convolution as a product with all its taps; scores and weighted sums of allowed pairs.
+    In backward, a product of weights and activations has two gradients of its size: the weights',
+    if trainable, and the activations', if anything before them is. `frozen` names modules; their
+    adapters are trainable and count as theirs. Towers not in `work` do not run.
     reference: the forward pass runs again without adapters, that of encoders where they have any.
     """
     flops = {}
     for tower, amounts in work.items():
         config = _config(model, tower)
         if isinstance(config, DiffusionTransformerConfig):
-            # A position attends the condition of its image; executed are those of both images of its block.
+            # A position attends the condition of its image; executed are those of both images of
+            # its block.
             amounts = amounts._replace(blocks=amounts.positions / (2 * config.min_patches))
         trace = tower_trace(model, tower, _running(work), frozen, "dense")
         tower_cost, connector = _whole(trace, [("none", True)] * _layers(config))
-        for module, cost in ((tower, tower_cost), (f"{tower}.connector", connector))[: 1 + (tower != "llm")]:
+        for module, cost in ((tower, tower_cost), (f"{tower}.connector", connector))[
+            : 1 + (tower != "llm")
+        ]:
             forward = _total(cost.needed_forward, amounts)
             if reference and runs_twice(module, model):
                 again = _whole(*_without_adapters(trace, _layers(config)))[module != tower]
@@ -103,15 +126,27 @@ def _layers(config: Tower | Generator) -> int:
 
 
 def tower_trace(
-    model: ModelConfig, tower: str, running: Set[str], frozen: Set[str], attention: str = "", dtype: str = "bfloat16"
+    model: ModelConfig,
+    tower: str,
+    running: Set[str],
+    frozen: Set[str],
+    attention: str = "",
+    dtype: str = "bfloat16",
 ) -> TowerTrace:
     """Describe how a tower is traced. attention: instead of the tower's own."""
-    return _tower_trace(SameModel(model), tower, frozenset(running), frozenset(frozen), attention, dtype)
+    return _tower_trace(
+        SameModel(model), tower, frozenset(running), frozenset(frozen), attention, dtype
+    )
 
 
 @lru_cache(1024)
 def _tower_trace(
-    same: SameModel, tower: str, running: frozenset[str], frozen: frozenset[str], attention: str, dtype: str
+    same: SameModel,
+    tower: str,
+    running: frozenset[str],
+    frozen: frozenset[str],
+    attention: str,
+    dtype: str,
 ) -> TowerTrace:
     model = same.model
     # Inputs of a generator go through its connector first.
@@ -121,7 +156,8 @@ def _tower_trace(
     return TowerTrace.of(model, tower, frozen, upstream, attention or backend, dtype)
 
 
-Layers = Sequence[tuple[Remat, bool]]  # the policy of each layer, and whether it is compiled by itself
+# the policy of each layer, and whether it is compiled by itself
+Layers = Sequence[tuple[Remat, bool]]
 
 
 def _whole(trace: TowerTrace, layers: Layers) -> tuple[Cost, Cost]:
@@ -138,7 +174,9 @@ def _stack(trace: TowerTrace, numbers: range, layers: Layers) -> Cost:
         # With all weights trained the first layer has the gradients that others have.
         key = kinds[number], policy, alone and number == 0 and trace.tower in trace.frozen
         counts[key] += 1
-    return sum((table.layer(trace, *key).times(count) for key, count in counts.items()), Cost.zero())
+    return sum(
+        (table.layer(trace, *key).times(count) for key, count in counts.items()), Cost.zero()
+    )
 
 
 def _without_adapters(trace: TowerTrace, layers: int) -> tuple[TowerTrace, Layers]:
@@ -151,7 +189,9 @@ def _without_adapters(trace: TowerTrace, layers: int) -> tuple[TowerTrace, Layer
 def runs_twice(module: str, model: ModelConfig) -> bool:
     """Tell whether a module runs again for the reference: the LLM does, and encoders with adapters."""
     tower = module.partition(".")[0]
-    return tower == "llm" or tower in {adapted.partition(".")[0] for adapted in adapted_modules(model)}
+    return tower == "llm" or tower in {
+        adapted.partition(".")[0] for adapted in adapted_modules(model)
+    }
 
 
 def _with_encoding(
@@ -181,18 +221,25 @@ def step_needed(
 ) -> float:
     """Count the needed FLOPs of a microbatch, forward and backward over all modules, from its (NumPy) arrays.
 
-    share: fraction of the text's items that `items` hold; the others are assumed to cost as much per item.
+    share: fraction of the text's items that `items` hold; the others are assumed to cost as much
+    per item.
     """
     by_tower = needed_by_tower(model, text, items, frozen, reference)
     return sum(flops / (1 if tower == "llm" else share) for tower, flops in by_tower.items())
 
 
 def needed_by_tower(
-    model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch], frozen: Set[str], reference: bool = False
+    model: ModelConfig,
+    text: TextBatch,
+    items: Mapping[str, ItemBatch],
+    frozen: Set[str],
+    reference: bool = False,
 ) -> dict[str, float]:
     """Count the needed FLOPs of a microbatch's arrays as `step_needed`, by tower, connectors with their encoder."""
     by_tower: dict[str, float] = {}
-    for module, flops in model_flops(model, useful_work(model, text, items), frozen, reference).items():
+    for module, flops in model_flops(
+        model, useful_work(model, text, items), frozen, reference
+    ).items():
         tower = module.removesuffix(".connector")
         by_tower[tower] = by_tower.get(tower, 0.0) + flops.total
     return by_tower
@@ -200,8 +247,14 @@ def needed_by_tower(
 
 def needed_gradients(tower: str, model: ModelConfig, frozen: Set[str]) -> frozenset[str]:
     """Return the gradients that a tower's layers compute in a backward pass: of "weights", "adapters" and "inputs"."""
-    trainable, upstream, has_adapters = _gradients(tower, model, frozenset(towers_of(model)), frozen)
-    gradients = {"weights": trainable, "adapters": has_adapters, "inputs": trainable or upstream or has_adapters}
+    trainable, upstream, has_adapters = _gradients(
+        tower, model, frozenset(towers_of(model)), frozen
+    )
+    gradients = {
+        "weights": trainable,
+        "adapters": has_adapters,
+        "inputs": trainable or upstream or has_adapters,
+    }
     return frozenset(part for part, needs_it in gradients.items() if needs_it)
 
 
@@ -210,12 +263,14 @@ def _running(work: Mapping[str, Work]) -> Set[str]:
     return {name for name, w in work.items() if name != "llm" and w.inputs}
 
 
-def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[str]) -> tuple[bool, bool, bool]:
+def _gradients(
+    module: str, model: ModelConfig, running: Set[str], frozen: Set[str]
+) -> tuple[bool, bool, bool]:
     """Return whether a module is trainable, whether anything that feeds it is, and whether it has adapters."""
     adapters = set(adapted_modules(model))
     tower = module.removesuffix(".connector")
-    # An encoder is fed by nothing, its connector by it, the LLM by all that run, a generator's connector by the LLM,
-    # whose inputs have the connector's learned queries among them.
+    # An encoder is fed by nothing, its connector by it, the LLM by all that run, a generator's
+    # connector by the LLM, whose inputs have the connector's learned queries among them.
     encoders = {name for name in model.encoders if name in running}
     feeding_llm = encoders | {f"{name}.connector" for name in model.item_modules if name in running}
     if module == "llm":
@@ -228,10 +283,12 @@ def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[s
     return module not in frozen, bool(feeding - (frozen - adapters)), module in adapters
 
 
-# ---------------------------------------------------------------------------------------------------------- executed
+# --------------------------------------------------------------------------------------------------
+# executed
 
-# Products of backward attention on what a trace has: a kernel for queries and one for keys each compute the scores
-# again and the gradient of the weights, seven products where blocks have five. A UNet is traced with dense attention.
+# Products of backward attention on what a trace has: a kernel for queries and one for keys each
+# compute the scores again and the gradient of the weights, seven products where blocks have five. A
+# UNet is traced with dense attention.
 KERNEL_PRODUCTS = 7 / 5
 UNET_PRODUCTS = {"dense": 1, "blockwise": 5 / 4, "flash": 7 / 4, "auto": 7 / 4}
 
@@ -248,9 +305,10 @@ def executed(
 
     reference: as in `model_flops`.
 
-    With dense attention in float32, forward plus backward agrees with `cost_analysis()` of the compiled gradient to 2%
-    from width 128 upwards. Below, elementwise work weighs more; in bfloat16 a CPU's conversions add 2%. Of a loss in
-    chunks, which recomputes its logits in backward, `cost_analysis()` counts one chunk.
+    With dense attention in float32, forward plus backward agrees with `cost_analysis()` of the
+    compiled gradient to 2% from width 128 upwards. Below, elementwise work weighs more; in bfloat16
+    a CPU's conversions add 2%. Of a loss in chunks, which recomputes its logits in backward,
+    `cost_analysis()` counts one chunk.
     """
     work = row_work(model, shape, pairs)
     flops = {}
@@ -274,7 +332,9 @@ def executed(
 
 def _with_pass(flops: Flops, again: Flops) -> Flops:
     """Add a forward pass that nothing is kept of."""
-    return _plus(flops, forward=again.forward, attention=again.attention, float8_forward=again.float8_forward)
+    return _plus(
+        flops, forward=again.forward, attention=again.attention, float8_forward=again.float8_forward
+    )
 
 
 def _plus(flops: Flops, **added: float) -> Flops:
@@ -289,7 +349,8 @@ def _compiled_layers(config: Tower | Generator) -> Layers:
     if isinstance(config, UnetConfig):
         return []
     policies = layer_policies(config)
-    apart = isinstance(config, DiffusionTransformerConfig) and config.frozen  # as `Model.build` cuts it
+    # as `Model.build` cuts it
+    apart = isinstance(config, DiffusionTransformerConfig) and config.frozen
     unscanned = len(policies) < 2 or policies[0] != policies[1] or apart
     return [(policy, unscanned) for policy in policies]
 
@@ -339,8 +400,9 @@ def stage_flops(
 ) -> Flops:
     """Count the FLOPs that a stage runs for one microbatch; `shape`, `pairs`, `reference` as in `executed`.
 
-    layers: of the stage. policies: of those that count, all or none: measured times stand for the others. logits_again:
-    whether the last layer's backward makes the logits again, of a loss in chunks or one that waits for generators.
+    layers: of the stage. policies: of those that count, all or none: measured times stand for the
+    others. logits_again: whether the last layer's backward makes the logits again, of a loss in
+    chunks or one that waits for generators.
     """
     config = _config(model, tower)
     work = row_work(model, shape, pairs)
@@ -359,7 +421,11 @@ def stage_flops(
 
     def run(trace: TowerTrace, policies: Layers) -> Flops:
         ends = table.ends(trace)
-        cost = _stack(trace, layers[: len(policies)], policies) + ends.entry.times(first) + ends.exit.times(last)
+        cost = (
+            _stack(trace, layers[: len(policies)], policies)
+            + ends.entry.times(first)
+            + ends.exit.times(last)
+        )
         return _flops_of(cost + ends.connector.times(share), work[tower], config)
 
     flops = run(trace, [(policy, unscanned) for policy in policies])
@@ -382,7 +448,9 @@ def layer_flops(
     config = _config(model, tower)
     policies = () if isinstance(config, UnetConfig) else layer_policies(config)
     count = max(1, len(policies))
-    kinds = table.ends(tower_trace(model, tower, _running(row_work(model, shape)), frozen_modules(model))).kinds
+    kinds = table.ends(
+        tower_trace(model, tower, _running(row_work(model, shape)), frozen_modules(model))
+    ).kinds
     deepstack = config.deepstack if isinstance(config, VisionConfig) else ()
     flops: dict[object, Flops] = {}  # layers of a kind are counted once
     keys = []
@@ -410,18 +478,27 @@ def layer_flops(
 
 
 def pair_costs(
-    model: ModelConfig, rates: Rates = SHEET, frozen: Set[str] = frozenset(), reference: bool = False
+    model: ModelConfig,
+    rates: Rates = SHEET,
+    frozen: Set[str] = frozenset(),
+    reference: bool = False,
 ) -> Prices:
     """Compute what a position of each tower's rows and its connector takes, and what a pair does that attends.
 
-    Dense attention has no pairs: it computes those of whole rows, whatever they hold. rates: default: those assumed of
-    GPUs, at a data sheet's FLOP/s of 1.
+    Dense attention has no pairs: it computes those of whole rows, whatever they hold. rates:
+    default: those assumed of GPUs, at a data sheet's FLOP/s of 1.
     """
     shapes = _short_rows(model)
 
     def seconds(name: str, length: int, pairs: float) -> float:
         shape = {tower: (1, step) for tower, step in shapes.items()} | {name: (1, length)}
-        flops = executed(model, shape, frozen, pairs=dict.fromkeys(shapes, 0.0) | {name: pairs}, reference=reference)
+        flops = executed(
+            model,
+            shape,
+            frozen,
+            pairs=dict.fromkeys(shapes, 0.0) | {name: pairs},
+            reference=reference,
+        )
         return sum(rates.seconds(f.total, f.attention, f.float8) for f in flops.values())
 
     many = 1e6  # pairs
@@ -436,9 +513,17 @@ def pair_costs(
 
 def _short_rows(model: ModelConfig) -> dict[str, int]:
     """Return the positions of the shortest row that each tower can have; others are multiples of it."""
-    strides = {name: e.stride if isinstance(e, AudioConfig) else 1 for name, e in model.encoders.items()}
-    steps = {name: strides[name] * layer_positions(encoder) for name, encoder in model.encoders.items()}
-    return {"llm": 1} | steps | {name: generator.min_patches for name, generator in model.generators.items()}
+    strides = {
+        name: e.stride if isinstance(e, AudioConfig) else 1 for name, e in model.encoders.items()
+    }
+    steps = {
+        name: strides[name] * layer_positions(encoder) for name, encoder in model.encoders.items()
+    }
+    return (
+        {"llm": 1}
+        | steps
+        | {name: generator.min_patches for name, generator in model.generators.items()}
+    )
 
 
 def relative_cost(
@@ -446,18 +531,25 @@ def relative_cost(
 ) -> np.ndarray:
     """Count executed FLOPs per additional row position of each tower with its connector, `[towers]`.
 
-    float64. Attention makes it grow with the row: this is the cost at rows of about `length` positions.
+    float64. Attention makes it grow with the row: this is the cost at rows of about `length`
+    positions.
     """
     # The other modules run on the shortest row that they can have.
     short = {name: (1, step) for name, step in _short_rows(model).items()}
     costs = []
     for name, (_, step) in short.items():
-        # Rows must be whole steps, so the lengths are h and 3 h for a multiple h of the step near length / 2.
+        # Rows must be whole steps, so the lengths are h and 3 h for a multiple h of the step near
+        # length / 2.
         half = max(1, length // (2 * step)) * step
-        # The derivative of a quadratic f at 2h is (f(3h) - f(h)) / 2h, exactly. The other modules run as well, because
-        # they decide what needs a gradient, and cancel.
+        # The derivative of a quadratic f at 2h is (f(3h) - f(h)) / 2h, exactly. The other modules
+        # run as well, because they decide what needs a gradient, and cancel.
         low, high = (
-            sum(f.total for f in executed(model, {**short, name: (1, n)}, frozen, reference=reference).values())
+            sum(
+                f.total
+                for f in executed(
+                    model, {**short, name: (1, n)}, frozen, reference=reference
+                ).values()
+            )
             for n in (half, 3 * half)
         )
         costs.append((high - low) / (2 * half))
@@ -470,13 +562,18 @@ def executed_logits(model: ModelConfig, work: Work) -> float:
     return _flops_of(table.ends(trace).exit, work, model.llm).forward
 
 
-def recompute_flops(model: ModelConfig, tower: str, work: Work, policy: Remat, dtype: str = "bfloat16") -> float:
+def recompute_flops(
+    model: ModelConfig, tower: str, work: Work, policy: Remat, dtype: str = "bfloat16"
+) -> float:
     """Count the FLOPs of recomputing one layer's forward pass in backward, under a remat policy; of layers the mean.
 
-    dtype: of the activations, which changes no count: that of other costs of the layer needs no trace of its own.
+    dtype: of the activations, which changes no count: that of other costs of the layer needs no
+    trace of its own.
     """
     config = _config(model, tower)
-    trace = tower_trace(model, tower, frozenset(model.item_modules), frozen_modules(model), dtype=dtype)
+    trace = tower_trace(
+        model, tower, frozenset(model.item_modules), frozen_modules(model), dtype=dtype
+    )
 
     def backward(policy: Remat) -> float:
         return _flops_of(mean_layer(trace, policy), work, config).backward
@@ -493,7 +590,9 @@ def mean_layer(trace: TowerTrace, policy: Remat) -> Cost:
 def attention_flops(model: ModelConfig, tower: str, work: Work) -> float:
     """Count the FLOPs of attention in the forward pass of one layer; of layers the mean."""
     trace = tower_trace(model, tower, frozenset(model.item_modules), frozen_modules(model))
-    return _padding(_config(model, tower)) * float(mean_layer(trace, "none").forward[PAIRS] * work.pairs)
+    return _padding(_config(model, tower)) * float(
+        mean_layer(trace, "none").forward[PAIRS] * work.pairs
+    )
 
 
 def layer_policies(config: Tower) -> tuple[Remat, ...]:

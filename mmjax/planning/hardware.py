@@ -1,6 +1,7 @@
 """Named devices and clusters: data-sheet rates, and the fraction of them that training is assumed to reach.
 
-`h100x8x8` is 8 nodes of 8 H100, `h100x8` one node of 8, `h100` a single one. Planning for them needs no such device.
+`h100x8x8` is 8 nodes of 8 H100, `h100x8` one node of 8, `h100` a single one. Planning for them
+needs no such device.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ class Rates(NamedTuple):
     host: float  # bytes per second, each way
     attention: float | None = None  # FLOP/s of the attention kernel; None: those of matrix products
     launch: float = 0.0  # seconds that a kernel takes beside what it computes
-    float8: float | None = None  # FLOP/s of products in FP8, with their rounding; None: those of other products
+    # FLOP/s of products in FP8, with their rounding; None: those of other products
+    float8: float | None = None
 
     def seconds(self, flops: float, attention: float, float8: float = 0.0) -> float:
         """Compute the seconds of so many FLOPs, some of which are the attention kernel's or of products in FP8."""
         rest = (flops - attention - float8) / self.flops
-        return rest + attention / (self.attention or self.flops) + float8 / (self.float8 or self.flops)
+        return (
+            rest + attention / (self.attention or self.flops) + float8 / (self.float8 or self.flops)
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,9 @@ class Device:
             flops=(measured.products or COMPUTE_EFFICIENCY) * self.peak(precision),
             memory=measured.memory or BANDWIDTH_EFFICIENCY * self.bandwidth,
             host=measured.host or BANDWIDTH_EFFICIENCY * self.host,
-            attention=(measured.attention or ATTENTION_EFFICIENCY) * self.peak(precision) if gpu else None,
+            attention=(measured.attention or ATTENTION_EFFICIENCY) * self.peak(precision)
+            if gpu
+            else None,
             launch=launch if measured.launch is None else measured.launch,
             float8=FLOAT8_EFFICIENCY * self.float8 if self.float8 else None,
         )
@@ -106,11 +112,23 @@ class Device:
         return self.measured.network or BANDWIDTH_EFFICIENCY * self.network
 
 
-# Data sheets, halved where they give only the rate with 2:4 sparsity or the sum of both directions: NVIDIA's A40, A100,
-# A800, H100 and H200 (nvidia.com/data-center); cloud.google.com/tpu/docs/v5e and /v5p. Networks are those of NVIDIA's
-# own systems (DGX A100: 200 Gbit/s per GPU; DGX H100 and H200: 400), for A40s one adapter of 200 Gbit/s per 8. All
-# chips of a TPU slice share the same links, whichever host they are attached to.
-_COLUMNS = ("name", "kind", "platform", "bfloat16", "float32", "memory", "bandwidth", "link", "network", "host")
+# Data sheets, halved where they give only the rate with 2:4 sparsity or the sum of both directions:
+# NVIDIA's A40, A100, A800, H100 and H200 (nvidia.com/data-center); cloud.google.com/tpu/docs/v5e
+# and /v5p. Networks are those of NVIDIA's own systems (DGX A100: 200 Gbit/s per GPU; DGX H100 and
+# H200: 400), for A40s one adapter of 200 Gbit/s per 8. All chips of a TPU slice share the same
+# links, whichever host they are attached to.
+_COLUMNS = (
+    "name",
+    "kind",
+    "platform",
+    "bfloat16",
+    "float32",
+    "memory",
+    "bandwidth",
+    "link",
+    "network",
+    "host",
+)
 _ROWS = (
     ("a40", r"\bA40\b", "gpu", 149.7e12, 74.8e12, 48e9, 696e9, 32e9, 3.1e9, 32e9),
     ("a100", r"\bA100\b", "gpu", 312e12, 156e12, 80e9, 2039e9, 300e9, 25e9, 32e9),
@@ -130,18 +148,30 @@ _CUDA = {
     "h100-pcie": CudaTarget("NVIDIA H100 PCIe", 90, 114, 1.755, 84_942_979_072),
     "h200": CudaTarget("NVIDIA H200", 90, 132, 1.98, 150_754_820_096),
 }
-_FLOAT8 = {"h100-pcie": 1513e12, "h100-nvl": 1671e12, "h200-nvl": 1671e12, "h100": 1978.9e12, "h200": 1978.9e12}
+_FLOAT8 = {
+    "h100-pcie": 1513e12,
+    "h100-nvl": 1671e12,
+    "h200-nvl": 1671e12,
+    "h100": 1978.9e12,
+    "h200": 1978.9e12,
+}
 DEVICES = tuple(
-    Device(**dict(zip(_COLUMNS, row, strict=True)), cuda=_CUDA.get(row[0]), float8=_FLOAT8.get(row[0])) for row in _ROWS
+    Device(
+        **dict(zip(_COLUMNS, row, strict=True)), cuda=_CUDA.get(row[0]), float8=_FLOAT8.get(row[0])
+    )
+    for row in _ROWS
 )
 SLICE_OF_GPU = r"\bMIG\b"
 
-# Fractions of the data sheet that a training step is assumed to reach where the device was not profiled.
+# Fractions of the data sheet that a training step is assumed to reach where the device was not
+# profiled.
 COMPUTE_EFFICIENCY = 0.65  # of FLOP/s of matrix products
-# Of FLOP/s, in the attention kernel with all that it recomputes: FlashAttention-2 in Triton reaches 350-450 TFLOP/s
-# forward on an H100, and 250-350 backward where its 7 products count as 5 (Dao 2023; 350-490 of all 7).
+# Of FLOP/s, in the attention kernel with all that it recomputes: FlashAttention-2 in Triton reaches
+# 350-450 TFLOP/s forward on an H100, and 250-350 backward where its 7 products count as 5 (Dao
+# 2023; 350-490 of all 7).
 ATTENTION_EFFICIENCY = 0.4
-# Of FLOP/s in FP8: products of a 7B model and their gradients reached .52 to .59 of it on an H200, rounding included.
+# Of FLOP/s in FP8: products of a 7B model and their gradients reached .52 to .59 of it on an H200,
+# rounding included.
 FLOAT8_EFFICIENCY = 0.55
 LAUNCH_SECONDS = 3e-6  # of a GPU's kernel, one after the other in a CUDA graph: 2-4 us
 BANDWIDTH_EFFICIENCY = 0.8  # of the bandwidth of memory and links
@@ -175,7 +205,9 @@ def find_device(kind: str) -> Device | None:
 def check_float8(fp8: str, device: Device | None) -> None:
     """Raises UserError where products are to be in FP8 on a device that has none. fp8: as in `DecoderConfig`."""
     if fp8 != "off" and device is not None and device.platform != "cpu" and device.float8 is None:
-        raise UserError(f"model.llm.fp8={fp8}: {device.name} multiplies nothing in FP8; use model.llm.fp8=off")
+        raise UserError(
+            f"model.llm.fp8={fp8}: {device.name} multiplies nothing in FP8; use model.llm.fp8=off"
+        )
 
 
 def parse_cluster(name: str) -> Cluster:

@@ -1,15 +1,15 @@
 """Measured-rates files: what a user measured on his cluster, in place of the rates that a plan would assume.
 
     {"products": 0.58, "attention": 0.35, "launch": 4e-6, "memory": 2.7e12, "host": 5e10,
-     "link": 3.6e11, "network": 4.2e10,
-     "layers": {"llm": {"rows": 1, "seconds": {"4096": {"forward": 0.011, "none": 0.034, "products": 0.036, ...}}}}}
+     "link": 3.6e11, "network": 4.2e10, "layers": {"llm": {"rows": 1, "seconds": {"4096":
+     {"forward": 0.011, "none": 0.034, "products": 0.036, ...}}}}}
 
-Every key may be missing; units stand at `hardware.MeasuredRates`. `layers` has, by tower and row length, the seconds of
-one layer on so many rows: of its forward pass, and of both passes with every remat policy (`offload` only where
-`mesh.host_memory` is set).
+Every key may be missing; units stand at `hardware.MeasuredRates`. `layers` has, by tower and row
+length, the seconds of one layer on so many rows: of its forward pass, and of both passes with every
+remat policy (`offload` only where `mesh.host_memory` is set).
 
-A run's `rates.json` is such a file, with the `device` that it was measured on, of which alone a plan takes it, and what
-the run itself goes on with (`Probed`).
+A run's `rates.json` is such a file, with the `device` that it was measured on, of which alone a
+plan takes it, and what the run itself goes on with (`Probed`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,14 @@ def read_probed(path: Path, device: str) -> Probed | None:
     try:
         tree = json.loads(path.read_text())
         probed = decode(Probed, tree[PROBED], PROBED)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, UserError):  # missing, or not what was written
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+        KeyError,
+        TypeError,
+        UserError,
+    ):  # missing, or not what was written
         return None
     return probed if tree.get(DEVICE) == device and min(probed.position, probed.pair) > 0 else None
 
@@ -68,10 +75,13 @@ class MeasuredLayers:
     seconds: dict[str, dict[str, float]]
 
 
-def read_measured(path: Path, cluster: Cluster, config: Config) -> tuple[Cluster, dict[str, LayerTimes]]:
+def read_measured(
+    path: Path, cluster: Cluster, config: Config
+) -> tuple[Cluster, dict[str, LayerTimes]]:
     """Read a measured-rates file: the cluster with these rates, and the towers' layer times.
 
-    Raises UserError, naming the file, the key and the known ones, for a key that is unknown and a value that cannot be.
+    Raises UserError, naming the file, the key and the known ones, for a key that is unknown and a
+    value that cannot be.
     """
     try:
         tree = json.loads(path.read_text())
@@ -82,13 +92,20 @@ def read_measured(path: Path, cluster: Cluster, config: Config) -> tuple[Cluster
         times = {tower: _layer_times(tower, layers[tower], config, f"({path})") for tower in layers}
     except UserError as error:
         known = ", ".join(KEYS)
-        raise UserError(f"--measured {path}: {error}; its keys are {known}, each of which may be missing") from None
-    return replace(cluster, device=replace(cluster.device, measured=rates, measured_in=str(path))), times
+        raise UserError(
+            f"--measured {path}: {error}; its keys are {known}, each of which may be missing"
+        ) from None
+    return replace(
+        cluster, device=replace(cluster.device, measured=rates, measured_in=str(path))
+    ), times
 
 
 def layers_record(times: Mapping[str, LayerTimes]) -> dict[str, Any]:
     """Return layer times as a file's `layers` state them."""
-    return {tower: {"rows": measured.rows, "seconds": measured.seconds} for tower, measured in times.items()}
+    return {
+        tower: {"rows": measured.rows, "seconds": measured.seconds}
+        for tower, measured in times.items()
+    }
 
 
 def _decode(tree: Any, device: Device) -> tuple[MeasuredRates, dict[str, MeasuredLayers]]:
@@ -109,7 +126,9 @@ def _decode(tree: Any, device: Device) -> tuple[MeasuredRates, dict[str, Measure
 def _check_device(measured_on: str, device: Device) -> None:
     """Raise UserError where rates are of another device than this one."""
     sheet = find_device(measured_on)
-    if measured_on not in (device.name, device.kind) and (sheet is None or sheet.name != device.name):
+    if measured_on not in (device.name, device.kind) and (
+        sheet is None or sheet.name != device.name
+    ):
         raise UserError(
             f"{DEVICE}: these rates were measured on {measured_on}, and the plan is for {device.name}; "
             "remove the key to take them all the same"
@@ -119,9 +138,13 @@ def _check_device(measured_on: str, device: Device) -> None:
 def _decode_rate(key: str, value: Any) -> float:
     rate: float = decode(float, value, key)
     if key in SHARES and not 0 < rate <= 1:
-        raise UserError(f"{key}: got {rate:g}; give a share of the data sheet's peak, above 0 and at most 1")
+        raise UserError(
+            f"{key}: got {rate:g}; give a share of the data sheet's peak, above 0 and at most 1"
+        )
     if rate < 0 or (rate == 0 and key != "launch"):
-        raise UserError(f"{key}: got {rate:g}; give {'seconds, 0 or more' if key == 'launch' else 'bytes/s, above 0'}")
+        raise UserError(
+            f"{key}: got {rate:g}; give {'seconds, 0 or more' if key == 'launch' else 'bytes/s, above 0'}"
+        )
     return rate
 
 
@@ -145,6 +168,8 @@ def _layer_times(tower: str, layers: MeasuredLayers, config: Config, source: str
         if missing := [name for name in needed if name not in by_policy]:
             raise UserError(f"{where}: {missing[0]!r} is missing; give {', '.join(needed)}")
         if wrong := [name for name, seconds in by_policy.items() if seconds <= 0]:
-            raise UserError(f"{where}.{wrong[0]}: got {by_policy[wrong[0]]:g}; give seconds, above 0")
+            raise UserError(
+                f"{where}.{wrong[0]}: got {by_policy[wrong[0]]:g}; give seconds, above 0"
+            )
         times[int(text)] = {name: by_policy[name] for name in needed}
     return LayerTimes(layers.rows, times, source)

@@ -1,6 +1,7 @@
 """Memory of a device beside the activations that layers save: parameters, optimizer, batches, peak temporaries.
 
-A model of XLA's allocation, accurate to a few percent where it was compiled for a GPU (docs/planning.md).
+A model of XLA's allocation, accurate to a few percent where it was compiled for a GPU
+(docs/planning.md).
 """
 
 from __future__ import annotations
@@ -54,20 +55,27 @@ def saved_bytes_per_layer(
 ) -> dict[Remat, SavedBytes]:
     """Return the bytes that one layer of a tower saves under every policy; of layers the mean.
 
-    shape: (rows, row length). dtype: of the activations. Counted are the residuals of JAX's vector-Jacobian product,
-    between layers and inside them (OmniBal, A.1.1, measures them on a device); not the parameters, nor the masks and
-    rotary angles that all layers share.
+    shape: (rows, row length). dtype: of the activations. Counted are the residuals of JAX's
+    vector-Jacobian product, between layers and inside them (OmniBal, A.1.1, measures them on a
+    device); not the parameters, nor the masks and rotary angles that all layers share.
     """
-    trace = tower_trace(model, tower, frozenset(model.item_modules), frozen_modules(model), dtype=dtype)
+    trace = tower_trace(
+        model, tower, frozenset(model.item_modules), frozen_modules(model), dtype=dtype
+    )
     units = np.array(row_work(model, {tower: shape})[tower], float)
     costs = {policy: mean_layer(trace, policy) for policy in get_args(Remat)}
-    return {policy: SavedBytes(float(c.device @ units), float(c.host @ units)) for policy, c in costs.items()}
+    return {
+        policy: SavedBytes(float(c.device @ units), float(c.host @ units))
+        for policy, c in costs.items()
+    }
 
 
-# Arrays as wide as the layer among what a policy saves: with `none`, inputs of attention and MLP before and after their
-# norms; with `products`, the layer's input and attention's last product; else inputs of the layer and of its MLP.
+# Arrays as wide as the layer among what a policy saves: with `none`, inputs of attention and MLP
+# before and after their norms; with `products`, the layer's input and attention's last product;
+# else inputs of the layer and of its MLP.
 WIDE_ARRAYS: dict[Remat, int] = {"none": 4, "products": 2, "attention_mlp": 2}
-# A diffusion transformer has the gated outputs of attention and MLP, and the input of cross-attention beside these.
+# A diffusion transformer has the gated outputs of attention and MLP, and the input of
+# cross-attention beside these.
 WIDE_ARRAYS_OF_DIFFUSION: dict[Remat, int] = {"none": 7, "products": 4, "attention_mlp": 2}
 
 
@@ -86,27 +94,36 @@ def divide_by_tensor_parallelism(
     """
     if by_sequence:
         return SavedBytes(saved.device / parts, saved.host / parts)
-    # What is as wide as the layer is whole on every device: tensor parallelism cuts only what lies within a layer.
-    arrays = WIDE_ARRAYS_OF_DIFFUSION if isinstance(config, DiffusionTransformerConfig) else WIDE_ARRAYS
+    # What is as wide as the layer is whole on every device: tensor parallelism cuts only what lies
+    # within a layer.
+    arrays = (
+        WIDE_ARRAYS_OF_DIFFUSION if isinstance(config, DiffusionTransformerConfig) else WIDE_ARRAYS
+    )
     wide = arrays.get(policy, 1) * layer_sizes(config).width * activation * positions
     replicated = min(wide, saved.device)
     return SavedBytes(replicated + (saved.device - replicated) / parts, saved.host / parts)
 
 
-ACTIVATION = {"float32": 4, "bfloat16": 2}  # bytes of a number of activations, by `training.precision`
+# bytes of a number of activations, by `training.precision`
+ACTIVATION = {"float32": 4, "bfloat16": 2}
 MASTER = 4  # bytes: parameters and the sum of gradients are float32
 MOMENT = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes of a moment, by `optimizer.moments`
 LOADED = 2  # steps whose batches are on the devices: the running one and the next
 TEXT_FIELDS = 12  # four-byte numbers per text position, beside slots
 ITEM_FIELDS = 6  # four-byte numbers per encoder position, beside its values
-# Fraction of a layer's values, saved without remat or not, that is live at once in its backward pass. Fitted to XLA.
+# Fraction of a layer's values, saved without remat or not, that is live at once in its backward
+# pass. Fitted to XLA.
 ALIVE = 0.7
-# What a layer does not save but computes again: arrays as wide as the MLP, and float32 ones as wide as the layer.
+# What a layer does not save but computes again: arrays as wide as the MLP, and float32 ones as wide
+# as the layer.
 MLP_ARRAYS, STREAMS = 4, 4
-# Float32 scores and arrays as large, beside the saved ones. As compiled for CPUs: 2.2 to 3.6, by precision and policy.
+# Float32 scores and arrays as large, beside the saved ones. As compiled for CPUs: 2.2 to 3.6, by
+# precision and policy.
 SCORE_ARRAYS = 3
-COPIES = 4  # arrays as wide as the layer of the copies of tokens that go to experts, and of their gradients
-ARRIVED = 5  # the same of tokens that come from other devices, before they are copied for their experts
+# arrays as wide as the layer of the copies of tokens that go to experts, and of their gradients
+COPIES = 4
+# the same of tokens that come from other devices, before they are copied for their experts
+ARRIVED = 5
 
 
 @dataclass(frozen=True)
@@ -117,8 +134,8 @@ class ModelSharding:
     llm: int = 1  # tensor-parallel parts of the LLM's layers
     encoders: int = 1  # tensor-parallel parts of the encoders' layers
     sequence_parallel: SequenceParallel = "off"  # as `mesh.sequence_parallel`, decided
-    # By module, the fraction of its parameters on each device, where known: what a mesh axis does not divide is
-    # replicated, so it may be more than 1 / shards.
+    # By module, the fraction of its parameters on each device, where known: what a mesh axis does
+    # not divide is replicated, so it may be more than 1 / shards.
     shares: Mapping[str, float] = field(default_factory=dict)
     experts: int = 1  # devices that share the experts of a layer
 
@@ -140,7 +157,8 @@ class DeviceBatch:
     peers: int = 1
     microbatches: int = 1
     context: int = 1  # devices that share a row, of which each has the length in `shape`
-    # By tower, those of the blocks that attention visits on the device with most, where contents are known.
+    # By tower, those of the blocks that attention visits on the device with most, where contents
+    # are known.
     pairs: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -160,7 +178,8 @@ def unet_bytes(
     return saved, peaks
 
 
-VAE_STREAMS = 2  # arrays of a block's widest channels that are live at once in the precision of the computation,
+# arrays of a block's widest channels that are live at once in the precision of the computation,
+VAE_STREAMS = 2
 VAE_NORMED = 1  # and in float32, inside its norm
 VAE_SCORES = 2 * 4  # bytes of scores and weights of attention, in float32
 
@@ -169,11 +188,16 @@ def vae_bytes(vae: VaeConfig, size: tuple[int, int], activation: int) -> float:
     """Count the peak bytes of encoding one image of (height, width) latents. activation: bytes of a number."""
     positions = size[0] * size[1]
     widths_in = (vae.widths[0], *vae.widths)
-    # Of a level's first block, which has the channels of the level before: a quarter of the positions further down.
+    # Of a level's first block, which has the channels of the level before: a quarter of the
+    # positions further down.
     widest = max(
-        max(widths_in[i], width) * positions * 4 ** (len(vae.widths) - 1 - i) for i, width in enumerate(vae.widths)
+        max(widths_in[i], width) * positions * 4 ** (len(vae.widths) - 1 - i)
+        for i, width in enumerate(vae.widths)
     )
-    return widest * (VAE_STREAMS * activation + VAE_NORMED * 4) + vae.attention * VAE_SCORES * positions**2
+    return (
+        widest * (VAE_STREAMS * activation + VAE_NORMED * 4)
+        + vae.attention * VAE_SCORES * positions**2
+    )
 
 
 def layer_matrices(model: ModelConfig) -> dict[str, int]:
@@ -182,17 +206,23 @@ def layer_matrices(model: ModelConfig) -> dict[str, int]:
     return {name: counts[name].matrices for name in towers_of(model)}
 
 
-def moment_bytes(model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfig) -> dict[str, float]:
+def moment_bytes(
+    model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfig
+) -> dict[str, float]:
     """Count the bytes of the optimizer's moments by module, all as if of matrices.
 
-    Two moments per parameter, but one of Muon's matrices (no adapters), and at most one of Adafactor. Left out: scales
-    of rows, and Adafactor's factors.
+    Two moments per parameter, but one of Muon's matrices (no adapters), and at most one of
+    Adafactor. Left out: scales of rows, and Adafactor's factors.
     """
     moments = int(optimizer.b1 > 0) if isinstance(optimizer, Adafactor) else 2
-    numbers = {module: moments * n for module, n in parameters(model).items() if module not in frozen}
+    numbers = {
+        module: moments * n for module, n in parameters(model).items() if module not in frozen
+    }
     if isinstance(optimizer, Muon):
         counts = module_parameters(model)
-        of_muon = {module: n.matrices for module, n in counts.items() if not module.endswith(".lora")}
+        of_muon = {
+            module: n.matrices for module, n in counts.items() if not module.endswith(".lora")
+        }
         numbers = {module: n - of_muon.get(module, 0) for module, n in numbers.items()}
     return {module: MOMENT[optimizer.moments] * n for module, n in numbers.items()}
 
@@ -206,13 +236,19 @@ def saved_bytes(model: ModelConfig, activation: int, optimizer: OptimizerConfig)
 
 def parameter_bytes(model: ModelConfig, frozen: Set[str], activation: int) -> dict[str, float]:
     """Count the bytes of every module's parameters: float32, but of frozen ones as activations, or quantised."""
-    counts = {module: n * (activation if module in frozen else MASTER) for module, n in parameters(model).items()}
+    counts = {
+        module: n * (activation if module in frozen else MASTER)
+        for module, n in parameters(model).items()
+    }
     sizes = linear_layers(model)
     for layer, how in quantized_layers(model).items():
         inputs, outputs = sizes[layer]
-        # Codes of a byte and a float32 scale per output; or two codes a byte and a scale per block of inputs.
+        # Codes of a byte and a float32 scale per output; or two codes a byte and a scale per block
+        # of inputs.
         numbers = inputs + MASTER if how == "int8" else inputs / 2 + MASTER * inputs / NF4_BLOCK
-        counts[layer.split(".")[0]] -= layer_count(model, layer) * outputs * (activation * inputs - numbers)
+        counts[layer.split(".")[0]] -= (
+            layer_count(model, layer) * outputs * (activation * inputs - numbers)
+        )
     return counts
 
 
@@ -224,19 +260,25 @@ def reordered_elements(config: Tower, layers: int, sharding: ModelSharding, towe
     if sharding.shards == 1:
         return 0.0
     layer = layer_sizes(config)
-    return layers * layer.width * (layer.queries + layer.cross + layer.mlp) * sharding.part_of(tower)
+    return (
+        layers * layer.width * (layer.queries + layer.cross + layer.mlp) * sharding.part_of(tower)
+    )
 
 
-def muon_update_bytes(model: ModelConfig, layers: Mapping[str, int], sharding: ModelSharding, activation: int) -> float:
+def muon_update_bytes(
+    model: ModelConfig, layers: Mapping[str, int], sharding: ModelSharding, activation: int
+) -> float:
     """Count the bytes of Muon's update on one of several devices: its layers, as they come and as they return.
 
-    layers: trained ones of every tower. XLA keeps the exchanges of all towers in flight (fitted to it). Beside them is
-    one product of the largest matrix.
+    layers: trained ones of every tower. XLA keeps the exchanges of all towers in flight (fitted to
+    it). Beside them is one product of the largest matrix.
     """
     if sharding.shards == 1:
         return 0.0
     sizes = {name: layer_sizes(towers_of(model)[name]) for name in layers}
-    matrices = {name: layer_matrices(model)[name] / towers_of(model)[name].layers for name in layers}
+    matrices = {
+        name: layer_matrices(model)[name] / towers_of(model)[name].layers for name in layers
+    }
     exchanged = sum(-(-count // sharding.shards) * matrices[name] for name, count in layers.items())
     product = max((s.width * max(s.mlp, s.queries) for s in sizes.values()), default=0)
     return 2 * activation * exchanged + MASTER * product
@@ -244,7 +286,14 @@ def muon_update_bytes(model: ModelConfig, layers: Mapping[str, int], sharding: M
 
 def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int) -> float:
     """Bytes on one device that each position of a generated row takes: keys and values of the layers with attention."""
-    return 2 * (llm.layers - sum(llm.delta_layers)) * llm.kv_heads * llm.head_width * activation / sharding.llm
+    return (
+        2
+        * (llm.layers - sum(llm.delta_layers))
+        * llm.kv_heads
+        * llm.head_width
+        * activation
+        / sharding.llm
+    )
 
 
 def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
@@ -259,7 +308,9 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
         # Pixels are bytes, latents float32.
         generator = model.generators[tower]
         values = row_values(generator) * (1 if takes_pixels(generator) else 4)
-        return rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths.get(tower, 0)
+        return rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths.get(
+            tower, 0
+        )
     encoder = model.encoders[tower]
     # Pixels are bytes, log-mel bins float32.
     values = encoder.patch_values if isinstance(encoder, VisionConfig) else 4 * encoder.mels
@@ -269,27 +320,40 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
 def token_bytes(model: ModelConfig, name: str, batch: DeviceBatch, activation: int) -> float:
     """Count the bytes of an encoder's outputs before and after the exchange, with what its connector saves.
 
-    Of a generator those of its inputs, which its connector takes in the LLM's width; where devices share rows of the
-    LLM, each has the whole rows' outputs too, as they came and in order.
+    Of a generator those of its inputs, which its connector takes in the LLM's width; where devices
+    share rows of the LLM, each has the whole rows' outputs too, as they came and in order.
     """
     if name in model.generators:
         generator = model.generators[name]
         c = generator.connector
         numbers = 2 * model.llm.width + (2 + c.gated) * c.mlp_width + generator.condition_width
-        gathered = 2 * batch.context * math.prod(batch.shape["llm"]) * model.llm.width if batch.context > 1 else 0
+        gathered = (
+            2 * batch.context * math.prod(batch.shape["llm"]) * model.llm.width
+            if batch.context > 1
+            else 0
+        )
         return (row_work(model, batch.shape)[name].tokens * numbers + gathered) * activation
     encoder = model.encoders[name]
-    # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice, and
-    # what a patch merger makes, with a projection three times more.
+    # Numbers per token: itself before and after the exchange, the connector's input, its MLP's
+    # hidden values twice, and what a patch merger makes, with a projection three times more.
     c = encoder.connector
-    numbers = 2 * model.llm.width + merged_positions(encoder) * encoder.width + (2 + c.gated) * c.mlp_width
+    numbers = (
+        2 * model.llm.width
+        + merged_positions(encoder) * encoder.width
+        + (2 + c.gated) * c.mlp_width
+    )
     numbers += (1 + 3 * c.projection) * c.merger_width
-    return row_work(model, batch.shape)[name].tokens * connector_mlps(encoder) * numbers * activation
+    return (
+        row_work(model, batch.shape)[name].tokens * connector_mlps(encoder) * numbers * activation
+    )
 
 
 def exchange_bytes(model: ModelConfig, batch: DeviceBatch, activation: int) -> float:
     """Count the bytes of the tokens that a device sends and receives, to peers and on its rank, padding included."""
-    sent = sum(slots * connector_mlps(model.item_modules[name]) for name, slots in sent_slots(model, batch).items())
+    sent = sum(
+        slots * connector_mlps(model.item_modules[name])
+        for name, slots in sent_slots(model, batch).items()
+    )
     return 2 * sent * model.llm.width * activation
 
 
@@ -297,16 +361,23 @@ def sent_slots(model: ModelConfig, batch: DeviceBatch) -> dict[str, int]:
     """Count the tokens for which a device's sends have room, by module: `send` and `spread` of a TextBatch."""
     work = row_work(model, batch.shape) if batch.context > 1 else {}
     slots = {name: batch.peers * width for name, width in batch.widths.items()}
-    # Each of the rank's devices may get all that came and that is here, but of what goes to a generator.
+    # Each of the rank's devices may get all that came and that is here, but of what goes to a
+    # generator.
     spread = set(work) - set(model.generators)
-    return {name: n + (batch.context * (n + work[name].tokens) if name in spread else 0) for name, n in slots.items()}
+    return {
+        name: n + (batch.context * (n + work[name].tokens) if name in spread else 0)
+        for name, n in slots.items()
+    }
 
 
-def loss_bytes(model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int) -> float:
+def loss_bytes(
+    model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int
+) -> float:
     """Count the peak bytes of the loss: activations and their gradient in float32, and what one vocabulary chunk takes.
 
-    Where parameters are sharded, the gathered part of the output table, in both passes. Beside it the larger of two:
-    float32 logits with their gradient, which in float32 reuses their buffer, or this gradient and the part's own.
+    Where parameters are sharded, the gathered part of the output table, in both passes. Beside it
+    the larger of two: float32 logits with their gradient, which in float32 reuses their buffer, or
+    this gradient and the part's own.
     """
     width = model.llm.width
     vocab = model.llm.vocab / (sharding.llm * chunks)
@@ -318,7 +389,12 @@ def loss_bytes(model: ModelConfig, positions: int, sharding: ModelSharding, acti
 
 
 def layer_backward_bytes(
-    model: ModelConfig, tower: str, saved: float, work: Work, sharding: ModelSharding, activation: int
+    model: ModelConfig,
+    tower: str,
+    saved: float,
+    work: Work,
+    sharding: ModelSharding,
+    activation: int,
 ) -> float:
     """Count the peak bytes of one layer's backward pass, its largest matrix gathered with a float32 gradient.
 
@@ -332,19 +408,32 @@ def layer_backward_bytes(
     copied = 0.0
     if isinstance(config, DecoderConfig) and (experts := config.experts):
         # All experts of the device, of which gate and up are gathered together.
-        largest = max(largest, 2 * layer.width * experts.width * experts.count / (parts * sharding.experts))
+        largest = max(
+            largest, 2 * layer.width * experts.width * experts.count / (parts * sharding.experts)
+        )
         copied = dispatch_bytes(config, positions, sharding, activation)
     stream_parts = 1 if sharding.sequence_parallel == "off" else parts
-    scores = SCORE_ARRAYS * MASTER * layer.heads / parts * work.pairs if config.attention == "dense" else 0.0
-    again = positions * (MLP_ARRAYS * layer.mlp * activation / parts + STREAMS * MASTER * layer.width / stream_parts)
-    return ALIVE * (saved + again) + scores + copied + ((activation + MASTER) * largest if sharding.shards > 1 else 0)
+    scores = (
+        SCORE_ARRAYS * MASTER * layer.heads / parts * work.pairs
+        if config.attention == "dense"
+        else 0.0
+    )
+    again = positions * (
+        MLP_ARRAYS * layer.mlp * activation / parts + STREAMS * MASTER * layer.width / stream_parts
+    )
+    return (
+        ALIVE * (saved + again)
+        + scores
+        + copied
+        + ((activation + MASTER) * largest if sharding.shards > 1 else 0)
+    )
 
 
 def stem_backward_bytes(encoder: AudioConfig, positions: int, activation: int) -> float:
     """Count the peak bytes of the backward pass of 2D convolutions: what they make again, with a gradient of each.
 
-    These are activations and the operands of products, nine times what they are read from. 1D ones take less than a
-    layer.
+    These are activations and the operands of products, nine times what they are read from. 1D ones
+    take less than a layer.
     """
     first, second, third = encoder.stem_bins
     width = encoder.stem_width
@@ -353,10 +442,13 @@ def stem_backward_bytes(encoder: AudioConfig, positions: int, activation: int) -
     return 2 * activation * positions * (activations + operands)
 
 
-def dispatch_bytes(llm: DecoderConfig, positions: int, sharding: ModelSharding, activation: int) -> float:
+def dispatch_bytes(
+    llm: DecoderConfig, positions: int, sharding: ModelSharding, activation: int
+) -> float:
     """Count the bytes of the copies of tokens, one for each of their experts, that backward makes of a layer.
 
-    Where devices share the experts, these are as many as it computes at once, beside the tokens that come at once.
+    Where devices share the experts, these are as many as it computes at once, beside the tokens
+    that come at once.
     """
     e, devices = llm.experts, sharding.experts
     copies = e.computed_at_once(positions * devices, devices)

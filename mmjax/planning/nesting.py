@@ -1,8 +1,9 @@
 """Place the passes of encoders' copies into the idle time of a pipeline: list scheduling in whole numbers.
 
-As in BigMac, the order of the LLM's passes stays that of its own schedule. Where a worker would wait, it runs its copy
-of the encoders, which has every P-th microbatch. Settings of the list scheduler are tried in turn and the fastest is
-taken, so the result is a pure function of whole numbers: every process comes to the same one.
+As in BigMac, the order of the LLM's passes stays that of its own schedule. Where a worker would
+wait, it runs its copy of the encoders, which has every P-th microbatch. Settings of the list
+scheduler are tried in turn and the fastest is taken, so the result is a pure function of whole
+numbers: every process comes to the same one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 from numba import njit
 
 NEVER = 2**62
-HOST, ENCODE, BACK = 0, 1, 2  # a worker's sequences: the host's passes, encoders' forward and their backward passes
+# a worker's sequences: the host's passes, encoders' forward and their backward passes
+HOST, ENCODE, BACK = 0, 1, 2
 
 
 class NestedPasses(NamedTuple):
@@ -23,20 +25,23 @@ class NestedPasses(NamedTuple):
     queue: np.ndarray  # int64 [passes]: numbers of passes, sequence after sequence
     bounds: np.ndarray  # int64 [workers, 3, 2]: where each sequence begins and ends in the queue
     length: np.ndarray  # int64 [passes]: times in whole numbers
-    need_start: np.ndarray  # int64 [passes + 1]; pass a waits for needs[need_start[a]:need_start[a + 1]]
+    # int64 [passes + 1]; pass a waits for needs[need_start[a]:need_start[a + 1]]
+    need_start: np.ndarray
     needs: np.ndarray  # numbers of passes
     microbatch: np.ndarray  # int64 [passes]
-    takes_tokens: np.ndarray  # bool [passes]: forward passes of the host's first stage that takes encoders' tokens
-    opens: np.ndarray  # bool [passes]: an encoder microbatch's first pass, from which on the worker holds it
+    # bool [passes]: forward passes of the host's first stage that takes encoders' tokens
+    takes_tokens: np.ndarray
+    # bool [passes]: an encoder microbatch's first pass, from which on the worker holds it
+    opens: np.ndarray
     closes: np.ndarray  # bool [passes]: its last
 
 
 def nest(passes: NestedPasses, copies: int, warmup: int) -> list[list[int]]:
     """Return every worker's passes in order, by number.
 
-    copies: of the encoders, P. warmup: microbatches that the first stage with encoders' tokens runs ahead. A copy holds
-    at most two microbatches more than the host's schedule asks for, however many there are. Raises ValueError for
-    sequences in which workers wait for each other.
+    copies: of the encoders, P. warmup: microbatches that the first stage with encoders' tokens runs
+    ahead. A copy holds at most two microbatches more than the host's schedule asks for, however
+    many there are. Raises ValueError for sequences in which workers wait for each other.
     """
     needed = -(-(warmup + 1) // copies)
     settings = product(
@@ -63,9 +68,10 @@ def nest(passes: NestedPasses, copies: int, warmup: int) -> list[list[int]]:
 def _schedule(passes, setting, orders):
     """Fill in every worker's order; return when the last pass ends, or NEVER where workers wait for each other.
 
-    setting: encoder microbatches that a worker may hold; how many microbatches ahead of the host encoders may begin
-    one; how near the host one must be to go before the host's own passes; and in quarters of an encoder's pass, how
-    soon the host's next pass must be due for the worker to wait for it.
+    setting: encoder microbatches that a worker may hold; how many microbatches ahead of the host
+    encoders may begin one; how near the host one must be to go before the host's own passes; and in
+    quarters of an encoder's pass, how soon the host's next pass must be due for the worker to wait
+    for it.
     """
     limit, ahead, urgent, patience = setting
     workers = len(passes.bounds)
@@ -109,7 +115,10 @@ def _schedule(passes, setting, orders):
                     for kind in (ENCODE, BACK):
                         if choice < 0 and ready[kind] <= clock:
                             length = passes.length[passes.queue[position[w, kind]]]
-                            if ready[HOST] == NEVER or 4 * (ready[HOST] - clock) >= patience * length:
+                            if (
+                                ready[HOST] == NEVER
+                                or 4 * (ready[HOST] - clock) >= patience * length
+                            ):
                                 choice = kind
                 if choice < 0:
                     continue

@@ -1,8 +1,8 @@
 """Cut a chain of layers into the stages of a pipeline, exactly: the least largest stage, then the least communication.
 
-What a layer takes is its forward and backward pass and what it recomputes, so that frozen layers count as they are
-(Cornstarch section 4.2). OmniBal (section 4.2) ranks candidates by the sum of a variance in ms^2 and a size in MB;
-an order of criteria needs no such weights.
+What a layer takes is its forward and backward pass and what it recomputes, so that frozen layers
+count as they are (Cornstarch section 4.2). OmniBal (section 4.2) ranks candidates by the sum of a
+variance in ms^2 and a size in MB; an order of criteria needs no such weights.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from numba import njit
 from mmjax.planning.schedules import StageGraph, make_schedule
 from mmjax.planning.simulate import StageTimes, simulate
 
-# Sums of the same times in another order differ by rounding, which must not decide between partitions.
+# Sums of the same times in another order differ by rounding, which must not decide between
+# partitions.
 ROUNDING = 1e-9
 
-# Of (first layer, end, stage), or bool `[stages, layers, layers + 1]` by stage, first layer and end.
+# Of (first layer, end, stage), or bool `[stages, layers, layers + 1]` by stage, first layer and
+# end.
 Fits = Callable[[int, int, int], bool] | np.ndarray
 
 
@@ -32,11 +34,12 @@ def partition(
 ) -> tuple[int, ...]:
     """Return the first layers of stages 2, 3, ... of the best partition.
 
-    Best has the least largest stage, of these the fewest bytes over all cuts, of these the least sum of squares.
-    seconds: of a microbatch's forward, backward and recomputation in each layer. cut_bytes: `[layers + 1]`, sent where
-    the chain is cut before a layer; the ends are not read. fits(first, end, stage): whether that stage's memory holds
-    these layers, with as many microbatches in flight as its depth asks for. Raises ValueError where nothing fits, and
-    for more stages than layers.
+    Best has the least largest stage, of these the fewest bytes over all cuts, of these the least
+    sum of squares.
+    seconds: of a microbatch's forward, backward and recomputation in each layer. cut_bytes:
+    `[layers + 1]`, sent where the chain is cut before a layer; the ends are not read. fits(first,
+    end, stage): whether that stage's memory holds these layers, with as many microbatches in flight
+    as its depth asks for. Raises ValueError where nothing fits, and for more stages than layers.
     """
     return best_partitions(seconds, stages, cut_bytes, fits=fits, count=1)[0]
 
@@ -52,18 +55,22 @@ def best_partitions(
 ) -> list[tuple[int, ...]]:
     """List partitions for the simulator to choose from, at most `count`.
 
-    These are the best by bytes, then by the sum of squares, of all whose largest stage is at most `1 + slack` times the
-    least possible. Other arguments and errors are those of `partition`.
+    These are the best by bytes, then by the sum of squares, of all whose largest stage is at most
+    `1 + slack` times the least possible. Other arguments and errors are those of `partition`.
     """
     layers = len(seconds)
     if not 1 <= stages <= layers:
-        raise ValueError(f"{layers} layers cannot be cut into {stages} stages: every stage has at least one layer")
+        raise ValueError(
+            f"{layers} layers cannot be cut into {stages} stages: every stage has at least one layer"
+        )
     prefix = np.concatenate([[0.0], np.cumsum(seconds, dtype=np.float64)])
     cut = np.zeros(layers + 1) if cut_bytes is None else np.asarray(cut_bytes, np.float64)
     allowed = _tabulate(fits, layers, stages)
     largest = _least_largest(prefix, allowed)
     if not np.isfinite(largest):
-        raise ValueError(f"no partition of {layers} layers into {stages} stages fits the stages' memory")
+        raise ValueError(
+            f"no partition of {layers} layers into {stages} stages fits the stages' memory"
+        )
     best = _fewest_bytes(prefix, cut, allowed, largest * (1 + slack) * (1 + ROUNDING), count)
     return [tuple(cuts) for cuts in best.tolist()]
 
@@ -84,8 +91,8 @@ class Chain:
 def iteration_seconds(chain: Chain, cuts: Sequence[int], *, side_by_side: bool = False) -> float:
     """Simulate a step of 1F1B over the stages that begin with layer 0 and with each of `cuts`.
 
-    side_by_side: encoders have stages of their own that do not wait for each other (modality parallelism, Cornstarch
-    section 4.1), so every tower begins a stage.
+    side_by_side: encoders have stages of their own that do not wait for each other (modality
+    parallelism, Cornstarch section 4.1), so every tower begins a stage.
     """
     begins = (0, *cuts)
     following = {stage: stage + 1 for stage in range(len(cuts))}
@@ -103,11 +110,13 @@ def iteration_seconds(chain: Chain, cuts: Sequence[int], *, side_by_side: bool =
     return simulate(schedule, StageTimes(forward, backward, sent)).makespan
 
 
-def fastest_partition(chain: Chain, stages: int, *, fits: Fits | None = None, count: int = 64) -> tuple[int, ...]:
+def fastest_partition(
+    chain: Chain, stages: int, *, fits: Fits | None = None, count: int = 64
+) -> tuple[int, ...]:
     """Return the partition with the shortest simulated step, of the `count` best ones.
 
-    Where a stage stands and what is sent counts there, beside the largest stage: a quarter of the partitions may have
-    one that is up to 5% larger, and send less for it.
+    Where a stage stands and what is sent counts there, beside the largest stage: a quarter of the
+    partitions may have one that is up to 5% larger, and send less for it.
     """
     seconds = chain.forward + chain.backward
     candidates = [
@@ -125,7 +134,8 @@ def _tabulate(fits: Fits | None, layers: int, stages: int) -> np.ndarray:
     if isinstance(fits, np.ndarray):
         return fits
     for stage in range(stages):
-        # Every other stage has a layer; the first begins with the first, the last ends with the last.
+        # Every other stage has a layer; the first begins with the first, the last ends with the
+        # last.
         for first in range(stage, layers - stages + stage + 1 if stage else 1):
             begin = first + 1 if stage < stages - 1 else layers
             for end in range(begin, layers - stages + stage + 2):
@@ -153,8 +163,9 @@ def _least_largest(prefix, allowed):
 def _fewest_bytes(prefix, cut, allowed, limit, count):
     """Return the `count` best partitions, int64 `[found, stages - 1]`, of those with no stage above the limit."""
     stages, layers = allowed.shape[:2]
-    # Of the first j layers in k stages, the best first: bytes, sum of squares, where the last stage begins, and which
-    # of the partitions that end there it continues. One place more than asked for takes what falls out of a full list.
+    # Of the first j layers in k stages, the best first: bytes, sum of squares, where the last stage
+    # begins, and which of the partitions that end there it continues. One place more than asked for
+    # takes what falls out of a full list.
     best = np.zeros((stages + 1, layers + 1, count + 1, 4))
     found = np.zeros((stages + 1, layers + 1), np.int64)
     found[0, 0] = 1
@@ -173,7 +184,10 @@ def _fewest_bytes(prefix, cut, allowed, limit, count):
                     found[stage + 1, end] = min(place + 1, count)
                     while place > 0 and (
                         size < ranked[place - 1, 0]
-                        or (size == ranked[place - 1, 0] and square < ranked[place - 1, 1] * (1 - ROUNDING))
+                        or (
+                            size == ranked[place - 1, 0]
+                            and square < ranked[place - 1, 1] * (1 - ROUNDING)
+                        )
                     ):
                         ranked[place] = ranked[place - 1]
                         place -= 1

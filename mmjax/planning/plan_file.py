@@ -1,13 +1,13 @@
 """Plan files: what a run was planned with and what planning chose, for a person to read and edit.
 
     {"version": 2, "config": "omni_84b", "cluster": "h100x320x8",
-     "arguments": {},
-     "settings": {"batch.size.count": 20480, "mesh.fsdp": 256, "model.llm.remat": [[9, "full"], [71, "none"]], ...},
-     "expected": {"seconds": 3.76, ...}}
+     "arguments": {}, "settings": {"batch.size.count": 20480, "mesh.fsdp": 256, "model.llm.remat":
+     [[9, "full"], [71, "none"]], ...}, "expected": {"seconds": 3.76, ...}}
 
-`arguments` are those of the config file's config(), `settings` changes to the config that it returns: the overrides
-that the plan was made with, then what planning chose. Both are read back as words of a command line. A tower's remat is
-run-length encoded, [COUNT, POLICY] for consecutive layers.
+`arguments` are those of the config file's config(), `settings` changes to the config that it
+returns: the overrides that the plan was made with, then what planning chose. Both are read back as
+words of a command line. A tower's remat is run-length encoded, [COUNT, POLICY] for consecutive
+layers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,17 @@ from mmjax.errors import UserError
 VERSION = 2  # version 1 had what planning chose alone, without the overrides that it was chosen for
 KEYS = ("version", "config", "cluster", "arguments", "settings", "expected", "signature")
 REMAKE = "make one with python -m mmjax.plan --out"
-# What every plan states, changed or not: sections and keys. Other keys are stated where they differ from the config's.
-CHOSEN = ("mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor", "batch.rows", "batch.microbatches", "batch.balance")
+# What every plan states, changed or not: sections and keys. Other keys are stated where they differ
+# from the config's.
+CHOSEN = (
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.context",
+    "mesh.tensor",
+    "batch.rows",
+    "batch.microbatches",
+    "batch.balance",
+)
 CHOSEN = (*CHOSEN, "training.loss_chunks")
 
 
@@ -58,7 +67,8 @@ def plan_text(
 ) -> str:
     """Format the plan file by which `config` becomes `planned`.
 
-    config: as loaded with these arguments and overrides, words `key=text`. name: the config's without overrides.
+    config: as loaded with these arguments and overrides, words `key=text`. name: the config's
+    without overrides.
     """
     settings = {key_of(word): _json_value(word.partition("=")[2].strip()) for word in overrides}
     old, new = (dict(leaves(Config, encode(Config, c, ""))) for c in (config, planned))
@@ -71,9 +81,13 @@ def plan_text(
         if section == "units" and rest:
             unit, _, field = rest.rpartition(".")
             # Something must name the unit, if all of it is as by default.
-            stated = field == "data" or getattr(planned.units[unit], field) != getattr(Unit(), field)
+            stated = field == "data" or getattr(planned.units[unit], field) != getattr(
+                Unit(), field
+            )
         else:
-            stated = key.endswith(".remat") or any(key == k or key.startswith(f"{k}.") for k in CHOSEN)
+            stated = key.endswith(".remat") or any(
+                key == k or key.startswith(f"{k}.") for k in CHOSEN
+            )
         if stated or (section != "units" and old.get(key) != text):
             settings[key] = _runs(text) if key.endswith(".remat") else _json_value(text)
     # One setting per line, for reading and for diffs.
@@ -112,16 +126,22 @@ def read_plan(path: Path) -> Plan:
     if not isinstance(plan, dict) or not isinstance(plan.get("settings"), dict):
         raise UserError(f'plan={path}: a plan is a JSON object with "settings"; {REMAKE}')
     if unknown := [key for key in plan if key not in KEYS]:
-        raise UserError(f"plan={path}: {unknown[0]!r} is no part of a plan{did_you_mean(unknown[0], KEYS)}")
+        raise UserError(
+            f"plan={path}: {unknown[0]!r} is no part of a plan{did_you_mean(unknown[0], KEYS)}"
+        )
     if (version := plan.get("version", 1)) != VERSION or isinstance(version, bool | float):
         raise UserError(
             f"plan={path}: it has version {json.dumps(version)} and this mmjax reads version {VERSION}; {REMAKE}"
         )
     arguments = plan.get("arguments", {})
     if not isinstance(arguments, dict):
-        raise UserError(f"plan={path}: arguments is {json.dumps(arguments)}; give an object of names and texts")
+        raise UserError(
+            f"plan={path}: arguments is {json.dumps(arguments)}; give an object of names and texts"
+        )
     if not isinstance(plan.get("config"), str):
-        raise UserError(f"plan={path}: config is {json.dumps(plan.get('config'))}; name the config of the plan")
+        raise UserError(
+            f"plan={path}: config is {json.dumps(plan.get('config'))}; name the config of the plan"
+        )
     return Plan(
         path=path,
         config=plan["config"],
@@ -149,7 +169,9 @@ def _word(path: Path, section: str, key: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"{key}={str(value).lower()}"
     if not isinstance(value, int | float | str):
-        raise UserError(f"plan={path}: {section}.{key} is {json.dumps(value)}; give a number, true, false or a text")
+        raise UserError(
+            f"plan={path}: {section}.{key} is {json.dumps(value)}; give a number, true, false or a text"
+        )
     return f"{key}={value}"
 
 
@@ -157,7 +179,12 @@ def _layers(path: Path, key: str, runs: list[Any]) -> list[str]:
     """Expand run-length encoded policies: [[2, "full"], [1, "none"]] is full, full, none."""
     layers: list[str] = []
     for run in runs:
-        well_formed = isinstance(run, list) and len(run) == 2 and type(run[0]) is int and run[1] in get_args(Remat)
+        well_formed = (
+            isinstance(run, list)
+            and len(run) == 2
+            and type(run[0]) is int
+            and run[1] in get_args(Remat)
+        )
         if not well_formed or not 1 <= run[0] <= MAX_LAYERS:
             raise UserError(
                 f"plan={path}: settings.{key} has {json.dumps(run)}; give runs of layers as [COUNT, POLICY], a policy "

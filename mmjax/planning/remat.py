@@ -22,7 +22,8 @@ class Option(NamedTuple):
 
     device: float | tuple[float, ...]  # bytes saved
     host: float | tuple[float, ...]  # bytes offloaded
-    seconds: float  # to recompute, or to load from the host, what is not saved; below 0 where that is faster
+    # to recompute, or to load from the host, what is not saved; below 0 where that is faster
+    seconds: float
 
 
 Options = Mapping[Remat, Option]
@@ -37,18 +38,22 @@ def choose_policies(
 ) -> dict[Kind, tuple[Remat, ...]] | None:
     """Find a policy for each layer that minimises the seconds within the memory; None where nothing fits.
 
-    Exact: a multiple-choice knapsack over the kinds of layers, as an integer program (OmniBal 4.3 goes layer by layer).
-    layers: their number of each kind, such as of a tower, where all cost the same. In a tower, policies that save least
-    come first: backward starts at the tower's end, with memory at its peak, where there should be no recomputation on
-    top.
+    Exact: a multiple-choice knapsack over the kinds of layers, as an integer program (OmniBal 4.3
+    goes layer by layer).
+    layers: their number of each kind, such as of a tower, where all cost the same. In a tower,
+    policies that save least come first: backward starts at the tower's end, with memory at its
+    peak, where there should be no recomputation on top.
     """
     choices, counts = _solve(layers, options, device, host, integral=True)
     if counts is None:
         return None
     plan: dict[Kind, tuple[Remat, ...]] = {}
     for name in layers:
-        chosen = [(policy, n) for (tower, policy), n in zip(choices, counts, strict=True) if tower == name]
-        # Layers of a tower cost the same, so only how many have a policy was solved; this is their order.
+        chosen = [
+            (policy, n) for (tower, policy), n in zip(choices, counts, strict=True) if tower == name
+        ]
+        # Layers of a tower cost the same, so only how many have a policy was solved; this is their
+        # order.
         chosen.sort(key=lambda pair: np.sum(options[name][pair[0]].device))
         plan[name] = tuple(policy for policy, n in chosen for _ in range(round(n)))
     return plan
@@ -64,7 +69,12 @@ def least_seconds(
     choices, counts = _solve(layers, options, device, host, integral=False)
     if counts is None:
         return None
-    return float(sum(n * options[tower][policy].seconds for (tower, policy), n in zip(choices, counts, strict=True)))
+    return float(
+        sum(
+            n * options[tower][policy].seconds
+            for (tower, policy), n in zip(choices, counts, strict=True)
+        )
+    )
 
 
 def _solve(
@@ -88,7 +98,8 @@ def _solve(
     layers_of_choice = in_tower.T @ counts
     # Where memory is ample each tower has its fastest policy throughout.
     fastest = np.zeros(len(choices))
-    fastest[np.where(in_tower > 0, costs[:, -1], np.inf).argmin(1)] = 1  # of equals the first, which saves most
+    # of equals the first, which saves most
+    fastest[np.where(in_tower > 0, costs[:, -1], np.inf).argmin(1)] = 1
     unlimited = layers_of_choice * fastest
     if (unlimited @ costs[:, :-1] <= limits).all():
         return choices, unlimited
@@ -117,7 +128,8 @@ class MemoryLimit:
 
     device: float
     host: float = 0.0
-    ram: bool = False  # the device is a CPU, and its bytes are a share of RAM that other programs use too
+    # the device is a CPU, and its bytes are a share of RAM that other programs use too
+    ram: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,8 +218,9 @@ class RunPlan:
     def evaluation_positions(self, llm: DecoderConfig, positions: int, activation: int) -> int:
         """Return how many positions of the LLM a rank may answer at once so that this takes no more than a step does.
 
-        The KV cache then has the place of the activations that layers keep for backward, and a pass forward needs no
-        more temporary memory per position than a step. positions: of the LLM in a step's microbatch on a rank.
+        The KV cache then has the place of the activations that layers keep for backward, and a pass
+        forward needs no more temporary memory per position than a step. positions: of the LLM in a
+        step's microbatch on a rank.
         """
         stage = self.fullest
         transient = stage.fixed["transient"]
@@ -217,13 +230,18 @@ class RunPlan:
     def with_policies(self, policies: Policies, measured: float) -> RunPlan:
         """Return the plan of one stage with these policies, and the bytes that were measured with them."""
         (stage,) = self.stages
-        stage = replace(stage, policies=stage.policies | {tower: tuple(chosen) for tower, chosen in policies.items()})
+        stage = replace(
+            stage,
+            policies=stage.policies | {tower: tuple(chosen) for tower, chosen in policies.items()},
+        )
         return replace(self, stages=(stage,), measured=measured)
 
     def with_times(self, times: Sequence[Sequence[float]]) -> RunPlan:
         """Return the plan with these seconds of every stage's forward and backward pass."""
         pairs = zip(self.stages, times, strict=True)
-        return replace(self, stages=tuple(replace(stage, forward=f, backward=b) for stage, (f, b) in pairs))
+        return replace(
+            self, stages=tuple(replace(stage, forward=f, backward=b) for stage, (f, b) in pairs)
+        )
 
     def applied(self, model: ModelConfig) -> ModelConfig:
         """Return the model with these policies."""
@@ -295,8 +313,8 @@ def _recompute_seconds(
 ) -> dict[Remat, float]:
     """Estimate, by policy, how many seconds longer than with `none` one layer takes on one device.
 
-    Where it was not measured: what is not saved is recomputed, written and read once more. Measured, a policy may take
-    less time than `none`, because saving costs time too.
+    Where it was not measured: what is not saved is recomputed, written and read once more.
+    Measured, a policy may take less time than `none`, because saving costs time too.
     """
 
     dtype = next(name for name, size in ACTIVATION.items() if size == activation)
@@ -315,4 +333,6 @@ def _recompute_seconds(
 
 def smallest_policy(options: Options) -> Remat:
     """Return the policy that saves least on the device without offloading."""
-    return min((p for p in options if not np.any(options[p].host)), key=lambda p: np.sum(options[p].device))
+    return min(
+        (p for p in options if not np.any(options[p].host)), key=lambda p: np.sum(options[p].device)
+    )

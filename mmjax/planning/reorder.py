@@ -1,8 +1,8 @@
 """Order the microbatches of a step so that the stages of a pipeline wait less: inter-microbatch reordering.
 
-MMScale section 5.2: its algorithm 3 gives a first order, which pairwise exchanges improve in the simulator; the order
-as planned stays unless the result is simulated to be faster. A pure function of whole numbers, with a fixed number of
-simulations, so that every process comes to the same order.
+MMScale section 5.2: its algorithm 3 gives a first order, which pairwise exchanges improve in the
+simulator; the order as planned stays unless the result is simulated to be faster. A pure function
+of whole numbers, with a fixed number of simulations, so that every process comes to the same order.
 """
 
 from __future__ import annotations
@@ -38,21 +38,26 @@ UNITS = 2**30  # of time, in the longest pass
 class Reordering:
     """Times by which the microbatches of a step are ordered.
 
-    A pass takes what its shape takes, padding included, and its attention what the pairs of the fullest rank take.
+    A pass takes what its shape takes, padding included, and its attention what the pairs of the
+    fullest rank take.
     """
 
     schedule: ScheduleName
     graph: StageGraph
     forward: np.ndarray  # int64 [stages, shapes], in units of time
     backward: np.ndarray
-    # float64 [2, stages, modules], the LLM first: forward and backward, of a pair; 0: shapes have full rows' attention
+    # float64 [2, stages, modules], the LLM first: forward and backward, of a pair; 0: shapes have
+    # full rows' attention
     pair: np.ndarray
 
     def order(self, shapes: Sequence[int], pairs: np.ndarray) -> list[int]:
         """Order microbatches of these shapes, by number. pairs: int `[modules, m]`, if each rank had the fullest's."""
         columns = np.asarray(shapes)
         attention = np.rint(self.pair[..., None] * pairs).astype(np.int64).sum(2)
-        forward, backward = self.forward[:, columns] + attention[0], self.backward[:, columns] + attention[1]
+        forward, backward = (
+            self.forward[:, columns] + attention[0],
+            self.backward[:, columns] + attention[1],
+        )
         return reorder(self.schedule, self.graph, forward, backward).tolist()
 
 
@@ -61,8 +66,9 @@ def make_reordering(
 ) -> Reordering:
     """Count what a config's stages run for microbatches of every shape.
 
-    rows: of each module on all ranks, the LLM first. lengths: of the rows, by shape and module. by_content: attention
-    counts by the pairs of each microbatch, else as in rows that one sample fills.
+    rows: of each module on all ranks, the LLM first. lengths: of the rows, by shape and module.
+    by_content: attention counts by the pairs of each microbatch, else as in rows that one sample
+    fills.
     """
     seconds, pair = time_stages(config, rows, lengths, by_content)
     scale = UNITS / seconds.max()
@@ -91,14 +97,20 @@ def time_stages(
                 flops = _flops_of_row(config, piece, shape, 0.0 if by_content else None)
                 seconds[:, number, k] += np.array(flops[:2]) * rows[module] / devices
             if by_content:
-                none, some = (_flops_of_row(config, piece, lengths[0], pairs) for pairs in (0.0, many))
+                none, some = (
+                    _flops_of_row(config, piece, lengths[0], pairs) for pairs in (0.0, many)
+                )
                 # As many FLOPs of products would take less time where a kernel computes attention.
                 slower = SHEET.flops / SHEET.attention if some.attention > none.attention else 1.0
-                pair[:, number, module] = (np.array(some[:2]) - np.array(none[:2])) / many * slower / devices
+                pair[:, number, module] = (
+                    (np.array(some[:2]) - np.array(none[:2])) / many * slower / devices
+                )
     return seconds, pair
 
 
-def _flops_of_row(config: Config, piece: LayerRange, shape: Sequence[int], pairs: float | None) -> Flops:
+def _flops_of_row(
+    config: Config, piece: LayerRange, shape: Sequence[int], pairs: float | None
+) -> Flops:
     """Count what layers run for one row of every module; None: their attention is that of a row with one sample."""
     towers = {"llm": config.model.llm, **config.model.item_modules}
     tower = towers[piece.tower]
@@ -129,7 +141,8 @@ class _Program(NamedTuple):
     microbatch: np.ndarray
     backward: np.ndarray  # 1: a backward pass, 0: a forward pass
     worker: np.ndarray
-    need_start: np.ndarray  # int64 [actions + 1]; action a waits for needs[need_start[a]:need_start[a + 1]]
+    # int64 [actions + 1]; action a waits for needs[need_start[a]:need_start[a + 1]]
+    need_start: np.ndarray
     needs: np.ndarray  # numbers of actions
 
 
@@ -149,11 +162,13 @@ def _program(name: ScheduleName, graph: StageGraph, microbatches: int) -> _Progr
     )
 
 
-def reorder(name: ScheduleName, graph: StageGraph, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+def reorder(
+    name: ScheduleName, graph: StageGraph, forward: np.ndarray, backward: np.ndarray
+) -> np.ndarray:
     """Return the order in which microbatches go through the stages, int64 `[m]`: 2, 0, 1 begins with microbatch 2.
 
-    forward, backward: int64 `[stages, m]`, times of the passes in whole numbers of any unit. Microbatches of equal
-    times stay in their order.
+    forward, backward: int64 `[stages, m]`, times of the passes in whole numbers of any unit.
+    Microbatches of equal times stay in their order.
     """
     m = forward.shape[1]
     planned = np.arange(m)
@@ -162,7 +177,8 @@ def reorder(name: ScheduleName, graph: StageGraph, forward: np.ndarray, backward
     if m < 2 or bool(np.all((forward == forward[:, :1]) & (backward == backward[:, :1]))):
         return planned
     seconds = np.stack([forward, backward]).astype(np.int64)
-    # Which microbatches a copy has is a matter of their numbers: from the planned order there are only exchanges.
+    # Which microbatches a copy has is a matter of their numbers: from the planned order there are
+    # only exchanges.
     order = planned.copy() if name == "nested" else _algorithm_3(name, graph, seconds)
     program = _program(name, graph, m)
     makespan = _exchange(order, seconds, SIMULATIONS, program)
@@ -178,19 +194,25 @@ def reorder(name: ScheduleName, graph: StageGraph, forward: np.ndarray, backward
 def _algorithm_3(name: ScheduleName, graph: StageGraph, seconds: np.ndarray) -> np.ndarray:
     """Order microbatches by MMScale's algorithm 3, int64 `[m]`.
 
-    The smallest goes first, to let all stages begin, and the p - 1 next smallest last, where nothing fills the
-    intervals between backward passes of the first stage. The others go where their forward pass fills such an interval
-    best.
+    The smallest goes first, to let all stages begin, and the p - 1 next smallest last, where
+    nothing fills the intervals between backward passes of the first stage. The others go where
+    their forward pass fills such an interval best.
     """
     m = seconds.shape[2]
-    # The paper's pipeline is a chain. Of a graph, its first stage is the deepest, of several the one with most to do.
-    first = max(range(len(graph.workers)), key=lambda s: (graph.depths[s], int(seconds[:, s].sum())))
+    # The paper's pipeline is a chain. Of a graph, its first stage is the deepest, of several the
+    # one with most to do.
+    first = max(
+        range(len(graph.workers)), key=lambda s: (graph.depths[s], int(seconds[:, s].sum()))
+    )
     depth = graph.depths[first]
     *pending, smallest = np.argsort(-seconds.sum((0, 1)), kind="stable").tolist()
     rear = [pending.pop() for _ in range(min(depth, len(pending)))]
     order = [smallest]
     program = _program(name, graph, m)
-    numbers = {kind: np.flatnonzero((program.stage == first) & (program.backward == kind)) for kind in (0, 1)}
+    numbers = {
+        kind: np.flatnonzero((program.stage == first) & (program.backward == kind))
+        for kind in (0, 1)
+    }
     end = np.zeros(len(program.stage), np.int64)
     # Microbatches that have no place yet take no time: number m stands for them.
     known = np.concatenate([seconds, np.zeros((*seconds.shape[:2], 1), np.int64)], axis=2)
@@ -200,8 +222,11 @@ def _algorithm_3(name: ScheduleName, graph: StageGraph, seconds: np.ndarray) -> 
         _simulate(np.array(order + [m] * (m - len(order))), known, end, program)
         backward_end = end[numbers[1]]
         start = backward_end[interval_number] - seconds[1, first, order[interval_number]]
-        # Before the first backward pass comes a forward pass, before the others the backward pass of the one before.
-        interval = start - (backward_end[interval_number - 1] if interval_number else end[numbers[0][0]])
+        # Before the first backward pass comes a forward pass, before the others the backward pass
+        # of the one before.
+        interval = start - (
+            backward_end[interval_number - 1] if interval_number else end[numbers[0][0]]
+        )
         # The first interval holds depth forward passes, each about an equal part of it.
         count = min(depth, len(pending)) if interval_number == 0 else 1
         for remaining in range(count, 0, -1):
@@ -222,7 +247,9 @@ def _simulate(order, seconds, end, program):
         start = free[program.worker[a]]
         for n in range(program.need_start[a], program.need_start[a + 1]):
             start = max(start, end[program.needs[n]])
-        end[a] = start + seconds[program.backward[a], program.stage[a], order[program.microbatch[a]]]
+        end[a] = (
+            start + seconds[program.backward[a], program.stage[a], order[program.microbatch[a]]]
+        )
         free[program.worker[a]] = end[a]
         makespan = max(makespan, end[a])
     return makespan

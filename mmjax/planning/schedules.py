@@ -1,11 +1,12 @@
 """Order the forward and backward passes of a pipeline's stages: GPipe, 1F1B (eager, interleaved, nested).
 
-Stages form a directed acyclic graph that ends in stages which compute losses, the sinks: encoders that do not depend
-on each other run side by side before the LLM (modality parallelism, Cornstarch section 4.1), generators behind it,
-whose backward passes then come before that of the LLM's last stage. Each group of devices, a worker, runs one stage,
-or several chunks of layers where the schedule is interleaved (Megatron-LM, Narayanan et al. 2021; MMScale section 4.3).
-Encoders may have a copy on every worker of the LLM, whose passes are nested in the LLM's idle time (BigMac).
-All functions are pure, so every process computes the same order.
+Stages form a directed acyclic graph that ends in stages which compute losses, the sinks: encoders
+that do not depend on each other run side by side before the LLM (modality parallelism, Cornstarch
+section 4.1), generators behind it, whose backward passes then come before that of the LLM's last
+stage. Each group of devices, a worker, runs one stage, or several chunks of layers where the
+schedule is interleaved (Megatron-LM, Narayanan et al. 2021; MMScale section 4.3). Encoders may have
+a copy on every worker of the LLM, whose passes are nested in the LLM's idle time (BigMac). All
+functions are pure, so every process computes the same order.
 """
 
 from __future__ import annotations
@@ -42,9 +43,13 @@ def list_stages(config: Config) -> list[UnitStage]:
     stages = []
     for name, unit in config.units.items():
         copies = config.units[unit.beside].pipeline if unit.beside else 1
-        for copy, (number, pieces) in product(range(copies), enumerate(cut_unit(config.model, name, unit))):
+        for copy, (number, pieces) in product(
+            range(copies), enumerate(cut_unit(config.model, name, unit))
+        ):
             layers = " + ".join(
-                tower if layers_of(config.model, tower) == stop - start else f"{tower}[{start}:{stop}]"
+                tower
+                if layers_of(config.model, tower) == stop - start
+                else f"{tower}[{start}:{stop}]"
                 for tower, start, stop in pieces
             )
             stage = UnitStage(
@@ -87,8 +92,9 @@ def stage_times(config: Config) -> tuple[tuple[int, int], ...]:
 class Action(NamedTuple):
     """One pass of one microbatch through one stage.
 
-    A stage without a backward pass has an empty one all the same: waiting for it keeps a frozen encoder from running
-    ahead of the stages that consume its activations, which would hold them all in memory.
+    A stage without a backward pass has an empty one all the same: waiting for it keeps a frozen
+    encoder from running ahead of the stages that consume its activations, which would hold them all
+    in memory.
     """
 
     kind: Pass
@@ -100,17 +106,22 @@ class Action(NamedTuple):
 class StageGraph:
     """Stages by number, the edges between them, and the worker that runs each. Raises ValueError for a cycle."""
 
-    edges: tuple[tuple[int, int], ...]  # (producer, consumer) of activations; gradients go the other way
+    # (producer, consumer) of activations; gradients go the other way
+    edges: tuple[tuple[int, int], ...]
     workers: tuple[int, ...]  # of every stage; equal numbers share devices
-    # By stage: of a copy its number and their count; copy 1 of 4 runs microbatches 1, 5, 9, ... Empty: no copies.
+    # By stage: of a copy its number and their count; copy 1 of 4 runs microbatches 1, 5, 9, ...
+    # Empty: no copies.
     copies: tuple[tuple[int, int], ...] = ()
-    # Forward and backward time of every stage in whole numbers, for a nested schedule. Empty: 1 and 2.
+    # Forward and backward time of every stage in whole numbers, for a nested schedule. Empty: 1 and
+    # 2.
     times: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         stages = range(len(self.workers))
         if unknown := [edge for edge in self.edges if not set(edge) <= set(stages)]:
-            raise ValueError(f"the edge {unknown[0]} leads to no stage: there are {len(self.workers)}")
+            raise ValueError(
+                f"the edge {unknown[0]} leads to no stage: there are {len(self.workers)}"
+            )
         if len(self.topological) < len(self.workers):
             raise ValueError(
                 f"the stages {sorted(set(stages) - set(self.topological))} depend on each other in a circle"
@@ -122,12 +133,16 @@ class StageGraph:
     @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:
         """Stages whose activations a stage takes, by stage."""
-        return tuple(tuple(a for a, b in self.edges if b == stage) for stage in range(len(self.workers)))
+        return tuple(
+            tuple(a for a, b in self.edges if b == stage) for stage in range(len(self.workers))
+        )
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
         """Stages that take a stage's activations, by stage."""
-        return tuple(tuple(b for a, b in self.edges if a == stage) for stage in range(len(self.workers)))
+        return tuple(
+            tuple(b for a, b in self.edges if a == stage) for stage in range(len(self.workers))
+        )
 
     @cached_property
     def topological(self) -> tuple[int, ...]:
@@ -154,7 +169,9 @@ class StageGraph:
         """Edges between workers on the longest path from a stage to a sink, by stage."""
         depths = [0] * len(self.workers)
         for stage in reversed(self.topological):
-            lengths = (depths[c] + (self.workers[c] != self.workers[stage]) for c in self.consumers[stage])
+            lengths = (
+                depths[c] + (self.workers[c] != self.workers[stage]) for c in self.consumers[stage]
+            )
             depths[stage] = max(lengths, default=0)
         return tuple(depths)
 
@@ -169,7 +186,9 @@ class StageGraph:
         if kind == "forward":
             producers = [s for s in self.producers[stage] if self.runs(s, microbatch)]
             return [(Action(kind, s, microbatch), (s, stage)) for s in producers]
-        needs: list[tuple[Action, tuple[int, int] | None]] = [(Action("forward", stage, microbatch), None)]
+        needs: list[tuple[Action, tuple[int, int] | None]] = [
+            (Action("forward", stage, microbatch), None)
+        ]
         return [*needs, *((Action(kind, s, microbatch), (stage, s)) for s in self.consumers[stage])]
 
     @cached_property
@@ -180,7 +199,9 @@ class StageGraph:
         try:
             return StageGraph(between, tuple(range(max(self.workers) + 1)))
         except ValueError as error:
-            raise ValueError("other workers' stages lie between those of one worker; use interleaved") from error
+            raise ValueError(
+                "other workers' stages lie between those of one worker; use interleaved"
+            ) from error
 
     @cached_property
     def workers_in_turn(self) -> int:
@@ -211,11 +232,17 @@ PieceNumber = tuple[int, int]  # of a stage, and of a piece in it
 def unit_links(config: Config) -> list[tuple[PieceNumber, PieceNumber]]:
     """List which pieces go on from which in another stage: of its tower, of an encoder the LLM, of the LLM generators.
 
-    A deepstack's further edges are no constraint: what is added later leaves the encoder before its last layer does.
+    A deepstack's further edges are no constraint: what is added later leaves the encoder before its
+    last layer does.
     """
     stages = list_stages(config)
-    pieces = {(n, k): piece for n, stage in enumerate(stages) for k, piece in enumerate(stage.pieces)}
-    begins = {(piece.tower, piece.start, stages[number[0]].copy): number for number, piece in pieces.items()}
+    pieces = {
+        (n, k): piece for n, stage in enumerate(stages) for k, piece in enumerate(stage.pieces)
+    }
+    begins = {
+        (piece.tower, piece.start, stages[number[0]].copy): number
+        for number, piece in pieces.items()
+    }
     only = (0, 1)
     links = []
     for number, (tower, _, stop) in pieces.items():
@@ -248,19 +275,24 @@ class Schedule:
 def make_schedule(name: ScheduleName, graph: StageGraph, microbatches: int) -> Schedule:
     """Order the actions of all workers.
 
-    `gpipe` runs all forward passes first and holds every microbatch's activations. `1f1b` runs as many forward passes
-    ahead as a stage is deep, so that it holds depth + 1 microbatches. `eager` runs twice as many ahead, which hides
-    the time of transfers at the cost of memory. `interleaved` is for workers with several chunks of the LLM; the other
-    stages run ahead as far as their consumers need. Otherwise a worker's stages, an encoder beside another or before
-    the LLM's first layers, or generators behind its last, run as one. Raises ValueError where others lie between a
-    worker's stages, and where an interleaved schedule's chunks do not go round its workers. `nested` is for encoders
-    with copies beside the LLM's stages, whose order is that of 1f1b.
+    `gpipe` runs all forward passes first and holds every microbatch's activations. `1f1b` runs as
+    many forward passes ahead as a stage is deep, so that it holds depth + 1 microbatches. `eager`
+    runs twice as many ahead, which hides the time of transfers at the cost of memory. `interleaved`
+    is for workers with several chunks of the LLM; the other stages run ahead as far as their
+    consumers need. Otherwise a worker's stages, an encoder beside another or before the LLM's first
+    layers, or generators behind its last, run as one. Raises ValueError where others lie between a
+    worker's stages, and where an interleaved schedule's chunks do not go round its workers.
+    `nested` is for encoders with copies beside the LLM's stages, whose order is that of 1f1b.
     """
     if name == "nested":
         return _nested(graph, microbatches)
     if name == "interleaved":
         return _interleaved(graph, microbatches)
-    ahead = {"gpipe": lambda depth: microbatches if depth else 0, "1f1b": lambda depth: depth, "eager": lambda d: 2 * d}
+    ahead = {
+        "gpipe": lambda depth: microbatches if depth else 0,
+        "1f1b": lambda depth: depth,
+        "eager": lambda d: 2 * d,
+    }
     orders = [
         _one_forward_one_backward(graph, worker, ahead[name](depth), microbatches)
         for worker, depth in enumerate(graph.by_worker.depths)
@@ -268,22 +300,34 @@ def make_schedule(name: ScheduleName, graph: StageGraph, microbatches: int) -> S
     return Schedule(graph, microbatches, tuple(orders))
 
 
-def _one_forward_one_backward(graph: StageGraph, worker: int, warmup: int, microbatches: int) -> tuple[Action, ...]:
+def _one_forward_one_backward(
+    graph: StageGraph, worker: int, warmup: int, microbatches: int
+) -> tuple[Action, ...]:
     """Run `warmup` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
     warmup = min(warmup, microbatches)
     stages = [stage for stage in graph.topological if graph.workers[stage] == worker]
 
     def forward(microbatch: int) -> list[Action]:
-        kinds = {stage: ("forward", "backward") if stage in graph.sinks else ("forward",) for stage in stages}
+        kinds = {
+            stage: ("forward", "backward") if stage in graph.sinks else ("forward",)
+            for stage in stages
+        }
         return [Action(kind, stage, microbatch) for stage in stages for kind in kinds[stage]]
 
     def backward(microbatch: int) -> list[Action]:
-        return [Action("backward", stage, microbatch) for stage in reversed(stages) if stage not in graph.sinks]
+        return [
+            Action("backward", stage, microbatch)
+            for stage in reversed(stages)
+            if stage not in graph.sinks
+        ]
 
     order = [action for i in range(warmup) for action in forward(i)]
     for i in range(microbatches - warmup):
         order += [*forward(warmup + i), *backward(i)]
-    return (*order, *(action for i in range(microbatches - warmup, microbatches) for action in backward(i)))
+    return (
+        *order,
+        *(action for i in range(microbatches - warmup, microbatches) for action in backward(i)),
+    )
 
 
 @lru_cache
@@ -292,11 +336,15 @@ def _nested(graph: StageGraph, microbatches: int) -> Schedule:
     stages = range(len(graph.workers))
     hosts = [stage for stage in stages if not graph.copies or graph.copies[stage][1] == 1]
     edges = ((hosts.index(a), hosts.index(b)) for a, b in graph.edges if a in hosts and b in hosts)
-    without = make_schedule("1f1b", StageGraph(tuple(edges), tuple(graph.workers[s] for s in hosts)), microbatches)
+    without = make_schedule(
+        "1f1b", StageGraph(tuple(edges), tuple(graph.workers[s] for s in hosts)), microbatches
+    )
     nested = [stage for stage in stages if stage not in hosts]
     if not nested:
         return Schedule(graph, microbatches, without.orders)
-    first = max((c for s in nested for c in graph.consumers[s] if c in hosts), key=graph.depths.__getitem__)
+    first = max(
+        (c for s in nested for c in graph.consumers[s] if c in hosts), key=graph.depths.__getitem__
+    )
     sequences: list[tuple[list[Action], ...]] = []
     outer: set[int] = set()  # the first of every worker's copies, and the last to run backward
     for worker, order in enumerate(without.orders):
@@ -327,48 +375,62 @@ def _nested(graph: StageGraph, microbatches: int) -> Schedule:
         closes=np.array([a.kind == "backward" and a.stage in outer for a in actions]),
     )
     orders = nest(passes, graph.copies[nested[0]][1], graph.depths[first])
-    return Schedule(graph, microbatches, tuple(tuple(actions[n] for n in order) for order in orders))
+    return Schedule(
+        graph, microbatches, tuple(tuple(actions[n] for n in order) for order in orders)
+    )
 
 
 def _interleaved(graph: StageGraph, microbatches: int) -> Schedule:
     """Order chunks as Megatron-LM does, and every stage before them as far ahead as its consumers need."""
     # Stages that run as one are as deep, chunks are not.
     depths = {
-        worker: {d for d, w in zip(graph.depths, graph.workers, strict=True) if w == worker} for worker in graph.workers
+        worker: {d for d, w in zip(graph.depths, graph.workers, strict=True) if w == worker}
+        for worker in graph.workers
     }
     chunked = {worker for worker in graph.workers if len(depths[worker]) > 1}
     chain = [stage for stage in graph.topological if graph.workers[stage] in chunked]
     workers = list(dict.fromkeys(graph.workers[stage] for stage in chain))
     chunks, rest = divmod(len(chain), max(1, len(workers)))
-    # The chain of chunks must go round the workers, and no other stage may stand in it.
-    # Chunk c of worker w is stage number c * workers + w of the chain: every worker's turn comes once a chunk.
+    # The chain of chunks must go round the workers, and no other stage may stand in it. Chunk c of
+    # worker w is stage number c * workers + w of the chain: every worker's turn comes once a chunk.
     round_robin = [graph.workers[stage] for stage in chain] == workers * chunks and not rest
     linked = all(edge in graph.edges for edge in pairwise(chain))
     if not chain or not round_robin or not linked:
-        raise ValueError("an interleaved schedule needs equally many chunks of layers on each of its workers, in turn")
+        raise ValueError(
+            "an interleaved schedule needs equally many chunks of layers on each of its workers, in turn"
+        )
     depth = graph.depths[chain[-1]]
-    # Workers take turns in groups of as many microbatches. Where the last group is not full, the turns of those that it
-    # lacks are left out, which contradicts no dependency of the others.
+    # Workers take turns in groups of as many microbatches. Where the last group is not full, the
+    # turns of those that it lacks are left out, which contradicts no dependency of the others.
     rounded = -(-microbatches // len(workers)) * len(workers)
     orders: list[tuple[Action, ...]] = [()] * (max(graph.workers) + 1)
     for rank, worker in enumerate(workers):
         order = _interleaved_order(chain, rank, len(workers), chunks, rounded, depth)
         orders[worker] = tuple(action for action in order if action.microbatch < microbatches)
-    # From the LLM outwards, as an encoder must be as far ahead as the stage that consumes it ever is.
+    # From the LLM outwards, as an encoder must be as far ahead as the stage that consumes it ever
+    # is.
     for worker in dict.fromkeys(graph.workers[stage] for stage in reversed(graph.topological)):
         if worker in chunked:
             continue
         (own_depth,) = depths[worker]
         if own_depth < depth:
             # Behind the chain no group of microbatches may wait for the next one's forward passes.
-            groups = (range(i, min(i + len(workers), microbatches)) for i in range(0, microbatches, len(workers)))
+            groups = (
+                range(i, min(i + len(workers), microbatches))
+                for i in range(0, microbatches, len(workers))
+            )
             orders[worker] = tuple(
                 action._replace(microbatch=group[action.microbatch])
                 for group in groups
                 for action in _one_forward_one_backward(graph, worker, own_depth, len(group))
             )
             continue
-        consumers = [c for stage, w in enumerate(graph.workers) if w == worker for c in graph.consumers[stage]]
+        consumers = [
+            c
+            for stage, w in enumerate(graph.workers)
+            if w == worker
+            for c in graph.consumers[stage]
+        ]
         warmup = max((_lead(orders[graph.workers[c]], c) for c in consumers), default=0)
         orders[worker] = _one_forward_one_backward(graph, worker, warmup, microbatches)
     return Schedule(graph, microbatches, tuple(orders))
@@ -384,14 +446,16 @@ def _interleaved_order(
     total = microbatches * chunks
 
     def action(kind: Pass, turn: int) -> Action:
-        # With 4 workers and 2 chunks, turns 0-3 are microbatches 0-3 of the first chunk, 4-7 the same of the second,
-        # 8-11 microbatches 4-7 of the first; backward passes begin with the last chunk.
+        # With 4 workers and 2 chunks, turns 0-3 are microbatches 0-3 of the first chunk, 4-7 the
+        # same of the second, 8-11 microbatches 4-7 of the first; backward passes begin with the
+        # last chunk.
         chunk = turn % (workers * chunks) // workers
         chunk = chunk if kind == "forward" else chunks - 1 - chunk
         microbatch = turn // (workers * chunks) * workers + turn % workers
         return Action(kind, chain[chunk * workers + rank], microbatch)
 
-    # As in Megatron-LM: two more for every worker behind this one, and a whole group for every chunk but the last.
+    # As in Megatron-LM: two more for every worker behind this one, and a whole group for every
+    # chunk but the last.
     warmup = min(total, (workers - rank - 1) * 2 + (chunks - 1) * workers + depth)
     order = [action("forward", turn) for turn in range(warmup)]
     for turn in range(total - warmup):

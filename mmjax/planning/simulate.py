@@ -17,7 +17,8 @@ class StageTimes:
     forward: np.ndarray  # [stages, microbatches]
     backward: np.ndarray  # [stages, microbatches]; 0 where a stage has no backward pass
     transfer: Mapping[tuple[int, int], float] | float = 0.0  # by edge, the same both ways
-    blocking: bool = False  # whether a worker waits until what it sends has arrived, everywhere at the same time
+    # whether a worker waits until what it sends has arrived, everywhere at the same time
+    blocking: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,15 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
     Raises ValueError where workers wait for each other, which no schedule of `make_schedule` does.
     """
     graph = schedule.graph
-    seconds = {"forward": np.asarray(times.forward).tolist(), "backward": np.asarray(times.backward).tolist()}
-    delay = times.transfer if isinstance(times.transfer, Mapping) else dict.fromkeys(graph.edges, times.transfer)
+    seconds = {
+        "forward": np.asarray(times.forward).tolist(),
+        "backward": np.asarray(times.backward).tolist(),
+    }
+    delay = (
+        times.transfer
+        if isinstance(times.transfer, Mapping)
+        else dict.fromkeys(graph.edges, times.transfer)
+    )
     ends: dict[Action, float] = {}
     starts: dict[Action, float] = {}
     position = [0] * len(schedule.orders)
@@ -68,20 +76,32 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
                 break
             # Between stages of one worker nothing is sent.
             arrivals = (
-                ends[need] + (delay[edge] if edge and graph.workers[edge[0]] != graph.workers[edge[1]] else 0.0)
+                ends[need]
+                + (
+                    delay[edge]
+                    if edge and graph.workers[edge[0]] != graph.workers[edge[1]]
+                    else 0.0
+                )
                 for need, edge in needs
             )
             starts[action] = max(free[worker], *arrivals) if needs else free[worker]
             ends[action] = starts[action] + seconds[action.kind][action.stage][action.microbatch]
             free[worker] = ends[action]
             if times.blocking:
-                free[worker] += max((delay[edge] for edge in _outputs(schedule, action)), default=0.0)
+                free[worker] += max(
+                    (delay[edge] for edge in _outputs(schedule, action)), default=0.0
+                )
             position[worker] += 1
             ready += waiting.pop(action, ())
     # Where nothing is ready any more and something is left, the orders contradict each other.
-    if unfinished := [order[n] for order, n in zip(schedule.orders, position, strict=True) if n < len(order)]:
-        raise ValueError(f"the workers wait for each other in a circle: {', '.join(map(_spell, unfinished))}")
-    # Sorting is stable and `starts` in an order that runs, so that of equal starts the needed one stays first.
+    if unfinished := [
+        order[n] for order, n in zip(schedule.orders, position, strict=True) if n < len(order)
+    ]:
+        raise ValueError(
+            f"the workers wait for each other in a circle: {', '.join(map(_spell, unfinished))}"
+        )
+    # Sorting is stable and `starts` in an order that runs, so that of equal starts the needed one
+    # stays first.
     actions = tuple(sorted(starts, key=starts.__getitem__))
     flights = [schedule.in_flight_bound(stage) for stage in range(len(graph.workers))]
     return Timeline(
@@ -96,9 +116,10 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
 def total_order(schedule: Schedule) -> tuple[Action, ...]:
     """Put the actions of all workers into one order that respects every dependency.
 
-    All processes walk it, each running what is local, so that they issue transfers and collectives in the same order
-    and none can wait for another that waits for it. It follows the time at which actions would start if all stages
-    took as long: a receive then stands close to where its data is sent. Raises ValueError as `simulate` does.
+    All processes walk it, each running what is local, so that they issue transfers and collectives
+    in the same order and none can wait for another that waits for it. It follows the time at which
+    actions would start if all stages took as long: a receive then stands close to where its data is
+    sent. Raises ValueError as `simulate` does.
     """
     # Backward passes take twice as long as forward passes, as without recomputation.
     shape = (len(schedule.graph.workers), schedule.microbatches)

@@ -24,8 +24,8 @@ class LayerTimes(NamedTuple):
     def interpolate(self, length: int) -> dict[str, float]:
         """Interpolate the seconds at a row length.
 
-        Seconds per position are linear between grid points, which is exact for a time of a*n + b*n^2, as layers with
-        quadratic attention have; outside the grid they are those of its end.
+        Seconds per position are linear between grid points, which is exact for a time of a*n +
+        b*n^2, as layers with quadratic attention have; outside the grid they are those of its end.
         """
         grid = sorted(self.seconds)
         return {
@@ -46,7 +46,9 @@ class Speed:
         if (times := self.measured.get(tower)) is None:
             return None
         rows, length = shape
-        return {name: seconds * rows / times.rows for name, seconds in times.interpolate(length).items()}
+        return {
+            name: seconds * rows / times.rows for name, seconds in times.interpolate(length).items()
+        }
 
 
 def profile_lengths(lengths: Sequence[int]) -> list[int]:

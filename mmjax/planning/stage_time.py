@@ -1,7 +1,7 @@
 """Time of a run's stages on a cluster: passes of a microbatch by cause, transfers, and what follows the last pass.
 
-Charged are products, attention, launches, the bytes of activations and weights, and collectives. Gathering shards hides
-behind a pass as far as that lasts. One mesh is one stage.
+Charged are products, attention, launches, the bytes of activations and weights, and collectives.
+Gathering shards hides behind a pass as far as that lasts. One mesh is one stage.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ PASSES = 3  # over activations: written in forward, read in backward, and gradie
 # That a layer launches, as compiled for H100 without remat: 56 to 60 and 62 to 74.
 FORWARD_KERNELS, BACKWARD_KERNELS = 58, 72
 MUON_ITERATIONS = 5  # of Newton-Schulz
-# Over an adapter's input and output, in forward and backward; its products are too narrow to hide that. Forward reads
-# the input for `a`, writes what `b` returns, and adds it to the layer's output. Backward scales the output's gradient,
-# reads it for the gradients of `b` and of `a`'s output, reads the input for the gradient of `a`, and adds the input's
-# gradient to the layer's.
+# Over an adapter's input and output, in forward and backward; its products are too narrow to hide
+# that. Forward reads the input for `a`, writes what `b` returns, and adds it to the layer's output.
+# Backward scales the output's gradient, reads it for the gradients of `b` and of `a`'s output,
+# reads the input for the gradient of `a`, and adds the input's gradient to the layer's.
 ADAPTER_PASSES = ((1, 4), (5, 4))
 
 
@@ -52,10 +52,12 @@ class PassTime(NamedTuple):
 
     compute: float = 0.0
     recompute: float = 0.0  # beyond saving everything; measured, it may be below 0
-    shards: float = 0.0  # gathering parameters and scattering gradients, beyond what computing hides
+    # gathering parameters and scattering gradients, beyond what computing hides
+    shards: float = 0.0
     tensor: float = 0.0  # what tensor-parallel devices exchange with nothing computed beside it
     exchange: float = 0.0  # of encoder tokens, and of the tokens that go to experts
-    context: float = 0.0  # of context parallelism: keys and values that arrive later than the kernel asks, or heads
+    # of context parallelism: keys and values that arrive later than the kernel asks, or heads
+    context: float = 0.0
 
     @property
     def total(self) -> float:
@@ -76,11 +78,13 @@ class StageRun:
     frozen: float  # parameters in the precision of the computation, or quantised
     moments: float
     has_backward: bool
-    unsaved: float  # bytes that one position of a layer saves without remat, before tensor parallelism
+    # bytes that one position of a layer saves without remat, before tensor parallelism
+    unsaved: float
     experts: float = 0.0  # of trainable and frozen, those of experts
     copies: int = 1  # of the layers, each on as many devices
     logits_again: bool = False  # whether backward makes the loss's logits again
-    alone: bool = False  # whether it is of the run's only stage, whose gradients every microbatch adds over `data`
+    # whether it is of the run's only stage, whose gradients every microbatch adds over `data`
+    alone: bool = False
 
     @property
     def ranks(self) -> int:
@@ -107,7 +111,9 @@ class StageRun:
         return {"llm": model.llm, **model.item_modules}[self.tower]
 
 
-def pass_times(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tuple[PassTime, PassTime]:
+def pass_times(
+    model: ModelConfig, stage: StageRun, batch: DeviceBatch
+) -> tuple[PassTime, PassTime]:
     """Estimate the time of a microbatch's forward and backward pass. batch: on each device."""
     machine = stage.machine
     config = stage.config(model)
@@ -126,12 +132,24 @@ def pass_times(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tuple
     if not isinstance(config, UnetConfig):
         tensor = tensor_seconds(config, work.positions, stage.parts, machine)
     if stage.tower == "llm":
-        # The first ranks send encoders' tokens on to those whose rows they are in; the last ones hidden states.
+        # The first ranks send encoders' tokens on to those whose rows they are in; the last ones
+        # hidden states.
         first, last = stage.layers.start == 0, stage.layers.stop == config.layers
-        widths = {name: n for name, n in batch.widths.items() if (last if name in model.generators else first)}
-        exchange = exchange_seconds(model, replace(batch, widths=widths), machine) if widths or first else 0.0
+        widths = {
+            name: n
+            for name, n in batch.widths.items()
+            if (last if name in model.generators else first)
+        }
+        exchange = (
+            exchange_seconds(model, replace(batch, widths=widths), machine)
+            if widths or first
+            else 0.0
+        )
         dispatched = sum(model.llm.expert_layers[stage.layers.start : stage.layers.stop])
-        exchanges = tuple(exchange + dispatched * of_layer for of_layer in dispatch_seconds(model.llm, work, machine))
+        exchanges = tuple(
+            exchange + dispatched * of_layer
+            for of_layer in dispatch_seconds(model.llm, work, machine)
+        )
         context = context_seconds(model.llm, batch, machine)
     forward = PassTime(
         compute=compute[0],
@@ -166,16 +184,31 @@ def _compute_seconds(
     counted = () if measured else stage.policies
     saved = stage.policies if unet else ("none",) * len(counted)
     flops = stage_flops(
-        model, stage.tower, stage.layers, saved, batch.shape, pairs=batch.pairs, reference=machine.reference
+        model,
+        stage.tower,
+        stage.layers,
+        saved,
+        batch.shape,
+        pairs=batch.pairs,
+        reference=machine.reference,
     )
     attention = 0.0
     if config.attention in ("flash", "auto"):
         # One forward pass of it; of a UNet, its share of all.
         share = flops.forward / (flops.total or 1.0)
-        attention = len(counted) * attention_flops(model, stage.tower, work) if not unet else share * flops.attention
+        attention = (
+            len(counted) * attention_flops(model, stage.tower, work)
+            if not unet
+            else share * flops.attention
+        )
 
     def backward_seconds(flops: Flops) -> float:
-        return rates.seconds(flops.backward, max(0.0, flops.attention - attention), flops.float8_backward) / parts
+        return (
+            rates.seconds(
+                flops.backward, max(0.0, flops.attention - attention), flops.float8_backward
+            )
+            / parts
+        )
 
     forward = rates.seconds(flops.forward, attention, flops.float8_forward) / parts
     backward = backward_seconds(flops)
@@ -202,7 +235,9 @@ def _compute_seconds(
     forward += kernels * FORWARD_KERNELS * rates.launch + activations
     backward += kernels * BACKWARD_KERNELS * rates.launch + (PASSES - 1) * activations
     generates = stage.tower in model.generators
-    has_connector = stage.layers.start == 0 if generates else unet or stage.layers.stop == config.layers
+    has_connector = (
+        stage.layers.start == 0 if generates else unet or stage.layers.stop == config.layers
+    )
     shares = {
         stage.tower: len(counted) / (1 if unet else config.layers),
         f"{stage.tower}.connector": float(has_connector),
@@ -212,8 +247,9 @@ def _compute_seconds(
             adapters = adapter_seconds(model, module, work, machine)
             forward += share * adapters[0] / parts
             backward += share * adapters[1] / parts
-    # Weights are cast for both passes; in backward, gradients of the computation's precision are added to float32 sums.
-    # Measured layers were timed with their casts and with writing their gradients, and are added where there are more.
+    # Weights are cast for both passes; in backward, gradients of the computation's precision are
+    # added to float32 sums. Measured layers were timed with their casts and with writing their
+    # gradients, and are added where there are more.
     trainable = stage.trainable / MASTER
     timed = 0.0
     if measured and stage.tower not in frozen_modules(model):
@@ -228,14 +264,20 @@ def _compute_seconds(
     return (forward, backward), recompute
 
 
-def adapter_seconds(model: ModelConfig, module: str, work: Work, machine: ClusterRun) -> tuple[float, float]:
+def adapter_seconds(
+    model: ModelConfig, module: str, work: Work, machine: ClusterRun
+) -> tuple[float, float]:
     """Estimate the seconds in which a module's adapters move activations through memory, (forward, backward)."""
     sizes = linear_layers(model)
     names = [name for name in adapters_by_layer(model) if module_of_layer(name) == module]
-    inputs, outputs = (sum(layer_count(model, name) * sizes[name][side] for name in names) for side in (0, 1))
+    inputs, outputs = (
+        sum(layer_count(model, name) * sizes[name][side] for name in names) for side in (0, 1)
+    )
     positions = work.tokens if module.endswith(".connector") else work.positions
     value = positions * machine.activation / machine.speed.rates.memory
-    forward, backward = (value * (read * inputs + written * outputs) for read, written in ADAPTER_PASSES)
+    forward, backward = (
+        value * (read * inputs + written * outputs) for read, written in ADAPTER_PASSES
+    )
     return forward, backward
 
 
@@ -245,16 +287,20 @@ def _gather_seconds(stage: StageRun, size: float, experts: float) -> float:
     Those are not gathered along `expert`, which has others on each device.
     """
     cluster, devices = stage.machine.cluster, stage.machine.sharding.experts
-    everywhere = collective_seconds(stage.gathered * (size - experts), stage.gathered, stage.parts, cluster)
+    everywhere = collective_seconds(
+        stage.gathered * (size - experts), stage.gathered, stage.parts, cluster
+    )
     shards = stage.gathered // devices
     return everywhere + collective_seconds(shards * experts, shards, stage.parts * devices, cluster)
 
 
-def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch: DeviceBatch) -> float:
+def edge_seconds(
+    model: ModelConfig, sender: StageRun, receiver: StageRun, batch: DeviceBatch
+) -> float:
     """Estimate the seconds in which a microbatch's activations go to the next stage, or their gradients come back.
 
-    batch: on each device of the sender. Every device of a tensor-parallel group takes its rows whole; those of the
-    sender's groups share the sending.
+    batch: on each device of the sender. Every device of a tensor-parallel group takes its rows
+    whole; those of the sender's groups share the sending.
     """
     work = row_work(model, batch.shape)[sender.tower]
     if sender.tower == receiver.tower:
@@ -275,12 +321,14 @@ def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch
 def reduce_seconds(stage: StageRun) -> float:
     """Estimate the seconds in which a step's float32 gradients are added up behind its passes.
 
-    Over the ranks of `data`, where not every microbatch's are. Copies of a stage have another all-reduce for their
-    gradients, and one for the updated values.
+    Over the ranks of `data`, where not every microbatch's are. Copies of a stage have another
+    all-reduce for their gradients, and one for the updated values.
     """
     over_data = 0.0 if stage.alone else _add_over_data_seconds(stage)
     cluster = stage.machine.cluster
-    return over_data + collective_seconds(2 * 2 * stage.trainable, stage.copies, len(stage.devices), cluster)
+    return over_data + collective_seconds(
+        2 * 2 * stage.trainable, stage.copies, len(stage.devices), cluster
+    )
 
 
 def _add_over_data_seconds(stage: StageRun) -> float:
@@ -304,8 +352,8 @@ def elementwise_update_seconds(
 ) -> float:
     """Estimate the seconds of an update, without Muon's exchanges. trainable, moments: bytes on a device."""
     rates = machine.speed.rates
-    # Parameters, gradients and moments are read; parameters and moments are written, and gradients cleared. Before,
-    # gradients are read for their norm: AdamW moves 36 bytes a parameter.
+    # Parameters, gradients and moments are read; parameters and moments are written, and gradients
+    # cleared. Before, gradients are read for their norm: AdamW moves 36 bytes a parameter.
     seconds = (5 * trainable + 2 * moments) / rates.memory
     if optimizer.over_data:  # each copy updates its share of the parameters, which all then gather
         stride = machine.parameter_shards * machine.mesh["tensor"]
@@ -326,7 +374,9 @@ def muon_seconds(model: ModelConfig, layers: int, tower: str, machine: ClusterRu
     sides += 4 * [layer.cross] if layer.cross else []
     flops = sum(newton_schulz_flops(layer.width, side) for side in sides)
     size = 2 * layers * matrices * machine.activation
-    links = all_to_all_seconds(size, fsdp, parts, machine.cluster) + all_to_all_seconds(size, parts, 1, machine.cluster)
+    links = all_to_all_seconds(size, fsdp, parts, machine.cluster) + all_to_all_seconds(
+        size, parts, 1, machine.cluster
+    )
     return layers * flops / machine.speed.rates.flops + links
 
 

@@ -18,7 +18,8 @@ from mmjax.planning.partition import partition
 
 ENCODER_STAGES = 8  # at most: an encoder that is too slow gets more ranks
 LLM_STAGES = 64  # at most
-FEW_STAGES = tuple(2**k for k in range(6))  # that are tried with context, expert and virtual parallelism
+# that are tried with context, expert and virtual parallelism
+FEW_STAGES = tuple(2**k for k in range(6))
 SHORT_ROWS = 8  # parts of a row at most, of which so many in one row are looked at
 
 
@@ -31,10 +32,13 @@ class RowLengths(NamedTuple):
     def row_share(self, microbatches: int, rows: np.ndarray) -> np.ndarray:
         """Return the share of a step's work that each row of a microbatch takes, padding included.
 
-        All are as long as the fullest. That holds the longest part; and of a part more than there are rows two lie in
-        one row, of a part more than twice as many three, so it holds two or three times the shortest of these.
+        All are as long as the fullest. That holds the longest part; and of a part more than there
+        are rows two lie in one row, of a part more than twice as many three, so it holds two or
+        three times the shortest of these.
         """
-        return _fullest_rows(self.shares, self.count / microbatches, microbatches, np.asarray(rows, np.float64))
+        return _fullest_rows(
+            self.shares, self.count / microbatches, microbatches, np.asarray(rows, np.float64)
+        )
 
     def longest(self, microbatches: int) -> float:
         """Return the share of the longest part of a microbatch, as expected."""
@@ -68,16 +72,20 @@ def _fullest_rows(rising, parts, microbatches, rows):
 class TowerCosts:
     """Costs of a tower's layers on the devices of one rank.
 
-    Seconds and bytes of a microbatch are those of a step's whole work: a rank has a share of it in each microbatch.
-    Arrays have an entry for each layer; the first and last have what comes before and behind the layers.
+    Seconds and bytes of a microbatch are those of a step's whole work: a rank has a share of it in
+    each microbatch. Arrays have an entry for each layer; the first and last have what comes before
+    and behind the layers.
     """
 
-    layout: Layout  # tensor and context parallelism of a rank's devices, and expert parallelism of its ranks
-    width: int  # of the layers, which a number of shards divides: others would leave parameters whole
+    # tensor and context parallelism of a rank's devices, and expert parallelism of its ranks
+    layout: Layout
+    # of the layers, which a number of shards divides: others would leave parameters whole
+    width: int
     forward: np.ndarray  # seconds
     backward: np.ndarray  # seconds without recomputation; 0 where no gradient is wanted
     lengths: RowLengths
-    launch: tuple[float, float]  # seconds of a layer's forward and backward pass, however little it computes
+    # seconds of a layer's forward and backward pass, however little it computes
+    launch: tuple[float, float]
     cast_forward: np.ndarray  # seconds of casting weights, unsharded
     cast_backward: np.ndarray  # and of adding gradients
     state: np.ndarray  # bytes of parameters, gradients and moments, unsharded
@@ -119,15 +127,19 @@ SUMMED = (
 class Problem(NamedTuple):
     """Costs of a model's towers, and the cluster whose devices are allocated to them."""
 
-    towers: Mapping[str, Sequence[TowerCosts]]  # of the LLM, encoders and generators, with each layout
+    # of the LLM, encoders and generators, with each layout
+    towers: Mapping[str, Sequence[TowerCosts]]
     cluster: Cluster
     room: float  # bytes of a device
-    ranks: tuple[int, ...]  # numbers of ranks that a tower may have, such as the divisors of a step's samples
+    # numbers of ranks that a tower may have, such as the divisors of a step's samples
+    ranks: tuple[int, ...]
     microbatches: tuple[int, ...]
     samples: float = np.inf  # of a step; every rank has one in each microbatch
     generators: tuple[str, ...] = ()  # towers that stand behind the LLM
-    exchanged_items: int = 1  # long ones, for which there is room in what a rank sends to each other
-    virtual: tuple[int, ...] = (1,)  # numbers of parts that an LLM's layers on each stage's devices may have
+    # long ones, for which there is room in what a rank sends to each other
+    exchanged_items: int = 1
+    # numbers of parts that an LLM's layers on each stage's devices may have
+    virtual: tuple[int, ...] = (1,)
 
     @property
     def encoders(self) -> tuple[str, ...]:
@@ -138,7 +150,8 @@ class Problem(NamedTuple):
 class TowerOptions(NamedTuple):
     """Ways to run a tower in one number of stages, all of which fit in memory: `[options]` or `[options, stages]`.
 
-    With virtual stages, `stages` are all parts, of which the devices of a stage have every `workers`-th.
+    With virtual stages, `stages` are all parts, of which the devices of a stage have every
+    `workers`-th.
     """
 
     costs: TowerCosts
@@ -194,16 +207,20 @@ def fold(values: np.ndarray, virtual: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=512)
-def interleaved_in_flight(workers: int, virtual: int, microbatches: int, stages_after: int) -> np.ndarray:
+def interleaved_in_flight(
+    workers: int, virtual: int, microbatches: int, stages_after: int
+) -> np.ndarray:
     """Return how many microbatches are in flight in each virtual stage, with so many other stages behind the last."""
     total = microbatches * virtual
     part = np.arange(total) % (workers * virtual) // workers  # of each of a worker's forward passes
-    ran = np.zeros((2, total + 1, virtual), np.int64)  # passes of each part before each, forward and backward
+    # passes of each part before each, forward and backward
+    ran = np.zeros((2, total + 1, virtual), np.int64)
     ran[0, 1:] = (part[:, None] == np.arange(virtual)).cumsum(0)
     ran[1, 1:] = ran[0, 1:, ::-1]
     in_flight = np.zeros((virtual, workers), np.int64)
     for worker in range(workers):
-        # The warm-up of Megatron-LM, then passes in turn: before each backward pass most are in flight.
+        # The warm-up of Megatron-LM, then passes in turn: before each backward pass most are in
+        # flight.
         warmup = min(total, 2 * (workers - worker - 1) + (virtual - 1) * workers + stages_after)
         in_turn = ran[0, warmup + 1 :] - ran[1, : total - warmup]
         in_flight[:, worker] = np.maximum(ran[0, warmup], in_turn.max(0, initial=0))
@@ -226,8 +243,9 @@ def list_options(
 ) -> list[TowerOptions]:
     """List the ways to run a tower that fit, by layout, number of stages and of virtual ones.
 
-    stages_after: microbatches in flight in the LLM's first stage, behind an encoder. rows: that an encoder has in a
-    microbatch at least, the LLM's ranks. Behind the LLM are the generators, behind which there is nothing.
+    stages_after: microbatches in flight in the LLM's first stage, behind an encoder. rows: that an
+    encoder has in a microbatch at least, the LLM's ranks. Behind the LLM are the generators, behind
+    which there is nothing.
     """
     if tower == "llm":
         stages_after = int(bool(problem.generators))  # each is one stage
@@ -239,13 +257,17 @@ def list_options(
         max_stages = 1 if tower in problem.generators else max_stages
         max_stages = min(max_stages, problem.cluster.devices // costs.devices)
         beside = costs.layout.context * costs.layout.expert
-        for stages, virtual in product(range(1, max_stages + 1), problem.virtual if tower == "llm" else (1,)):
+        for stages, virtual in product(
+            range(1, max_stages + 1), problem.virtual if tower == "llm" else (1,)
+        ):
             if beside * virtual > 1 and stages not in FEW_STAGES:
                 continue
             divides = microbatches % stages == 0 and stages * virtual <= len(costs.forward)
             if virtual > 1 and (stages == 1 or beside > 1 or not divides):
                 continue
-            options = stage_options(problem, costs, stages, microbatches, stages_after, rows, virtual)
+            options = stage_options(
+                problem, costs, stages, microbatches, stages_after, rows, virtual
+            )
             if len(options.data):
                 all_options.append(options)
     return all_options
@@ -264,7 +286,9 @@ class StageWork(NamedTuple):
 
     def passes(self, again: np.ndarray | float = 0.0) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of both passes, behind which gathering and scattering hide. again: of recomputation."""
-        backward = np.maximum(self.backward + again, self.gathered + self.scattered) * (self.backward > 0)
+        backward = np.maximum(self.backward + again, self.gathered + self.scattered) * (
+            self.backward > 0
+        )
         return np.maximum(self.forward, self.gathered), backward
 
     def tail(self, virtual: int = 1) -> np.ndarray:
@@ -273,14 +297,21 @@ class StageWork(NamedTuple):
 
 
 def stage_work(
-    costs: TowerCosts, ends: np.ndarray, share: np.ndarray, shards: np.ndarray, gather: np.ndarray, reduce: np.ndarray
+    costs: TowerCosts,
+    ends: np.ndarray,
+    share: np.ndarray,
+    shards: np.ndarray,
+    gather: np.ndarray,
+    reduce: np.ndarray,
 ) -> StageWork:
     """Add up the costs of a tower's layers in stages, of which one ends where the next begins.
 
-    share: of a step's work, for each way to split ranks. shards: of parameters. gather, reduce: as `link_seconds`
-    returns them. Returns `[ways, stages]`.
+    share: of a step's work, for each way to split ranks. shards: of parameters. gather, reduce: as
+    `link_seconds` returns them. Returns `[ways, stages]`.
     """
-    return StageWork._make(_stage_work(costs.prefix_sums, np.array(costs.launch), ends, share, shards, gather, reduce))
+    return StageWork._make(
+        _stage_work(costs.prefix_sums, np.array(costs.launch), ends, share, shards, gather, reduce)
+    )
 
 
 @njit(cache=True)
@@ -292,9 +323,13 @@ def _stage_work(prefix_sums, launch, ends, share, shards, gather, reduce):
         # In the order of SUMMED.
         of_stage = prefix_sums[:, ends[stage + 1]] - prefix_sums[:, ends[stage]]
         for way in range(ways):
-            forward[way, stage] = share[way] * of_stage[0] + layers * launch[0] + of_stage[2] / shards[way]
+            forward[way, stage] = (
+                share[way] * of_stage[0] + layers * launch[0] + of_stage[2] / shards[way]
+            )
             if of_stage[1] > 0:
-                backward[way, stage] = share[way] * of_stage[1] + layers * launch[1] + of_stage[3] / shards[way]
+                backward[way, stage] = (
+                    share[way] * of_stage[1] + layers * launch[1] + of_stage[3] / shards[way]
+                )
             state[way, stage] = of_stage[4] / shards[way]
             gathered[way, stage] = gather[way] * of_stage[5]
             scattered[way, stage] = gather[way] * of_stage[6]
@@ -321,7 +356,9 @@ def stage_options(
     """List the ways to run a tower in so many stages that fit, without those that others beat; as `list_options`."""
     splits = list_splits(problem.cluster, costs.layout, problem.ranks, costs.width, costs.experts)
     ranks = splits[:, 0] * splits[:, 1] * costs.layout.expert
-    usable = (costs.devices * ranks * stages <= problem.cluster.devices) & (ranks * microbatches <= problem.samples)
+    usable = (costs.devices * ranks * stages <= problem.cluster.devices) & (
+        ranks * microbatches <= problem.samples
+    )
     splits, ranks = splits[usable], ranks[usable]
     ends = _cut(costs, stages * virtual)
     most_rows = np.maximum(rows, ranks)
@@ -333,9 +370,18 @@ def stage_options(
     first = int(in_flight[0])
     in_flight = np.minimum(microbatches, in_flight)
     data, fsdp, gather, reduce = splits.T
-    work = stage_work(costs, ends, share, fsdp * (costs.layout.expert * costs.layout.context), gather, reduce)
-    of_layers = np.array(costs.peak), costs.passed, costs.saved[::-1].copy(), costs.again[::-1].copy()
-    again, fits = _recompute_what_is_over(work.state, share, ends, in_flight, problem.room, *of_layers, virtual)
+    work = stage_work(
+        costs, ends, share, fsdp * (costs.layout.expert * costs.layout.context), gather, reduce
+    )
+    of_layers = (
+        np.array(costs.peak),
+        costs.passed,
+        costs.saved[::-1].copy(),
+        costs.again[::-1].copy(),
+    )
+    again, fits = _recompute_what_is_over(
+        work.state, share, ends, in_flight, problem.room, *of_layers, virtual
+    )
     if not fits.all():
         work = StageWork._make(column[fits] for column in work)
         again, share, data, fsdp = again[fits], share[fits], data[fits], fsdp[fits]
@@ -359,10 +405,13 @@ def stage_options(
 
 
 @njit(cache=True)
-def _recompute_what_is_over(state, share, ends, in_flight, room, peak, passed, saved, again, virtual):
+def _recompute_what_is_over(
+    state, share, ends, in_flight, room, peak, passed, saved, again, virtual
+):
     """Return the seconds of recomputation with which ways to split ranks fit, `[ways, stages]`, and which do.
 
-    saved, again: by remat policy, bytes rising. Of virtual stages the devices have every `workers`-th.
+    saved, again: by remat policy, bytes rising. Of virtual stages the devices have every
+    `workers`-th.
     """
     ways, stages = state.shape
     workers = stages // virtual
@@ -400,14 +449,25 @@ def list_splits(
 ) -> np.ndarray:
     """List the ways to split ranks into replicas and shards, float64 `[ways, 4]`.
 
-    Columns: data, fsdp, and the seconds to gather a byte over the shards and to scatter it over the replicas. Expert
-    and context parallelism shard parameters too; `experts`, a share of them, are not gathered along the first.
+    Columns: data, fsdp, and the seconds to gather a byte over the shards and to scatter it over the
+    replicas. Expert and context parallelism shard parameters too; `experts`, a share of them, are
+    not gathered along the first.
     """
     expert = layout.expert
-    shards = [2**k for k in range(max(ranks).bit_length()) if width % (2**k * expert * layout.context) == 0]
-    ways = [(n // (fsdp * expert), fsdp) for n in ranks for fsdp in shards if n % (fsdp * expert) == 0]
-    links = [link_seconds(cluster, replace(layout, data=data, fsdp=fsdp), experts) for data, fsdp in ways]
-    return np.array([(*way, *link) for way, link in zip(ways, links, strict=True)], np.float64).reshape(-1, 4)
+    shards = [
+        2**k
+        for k in range(max(ranks).bit_length())
+        if width % (2**k * expert * layout.context) == 0
+    ]
+    ways = [
+        (n // (fsdp * expert), fsdp) for n in ranks for fsdp in shards if n % (fsdp * expert) == 0
+    ]
+    links = [
+        link_seconds(cluster, replace(layout, data=data, fsdp=fsdp), experts) for data, fsdp in ways
+    ]
+    return np.array(
+        [(*way, *link) for way, link in zip(ways, links, strict=True)], np.float64
+    ).reshape(-1, 4)
 
 
 def link_seconds(cluster: Cluster, layout: Layout, experts: float) -> tuple[float, float]:
@@ -415,7 +475,9 @@ def link_seconds(cluster: Cluster, layout: Layout, experts: float) -> tuple[floa
     tensor = layout.tensor
     shards = layout.fsdp * layout.context
     gather = (1 - experts) * collective_seconds(1.0, shards * layout.expert, tensor, cluster)
-    gather += experts * collective_seconds(1.0 / layout.expert, shards, tensor * layout.expert, cluster)
+    gather += experts * collective_seconds(
+        1.0 / layout.expert, shards, tensor * layout.expert, cluster
+    )
     return gather, collective_seconds(1.0, layout.data, tensor * shards * layout.expert, cluster)
 
 
@@ -423,7 +485,8 @@ def link_seconds(cluster: Cluster, layout: Layout, experts: float) -> tuple[floa
 def _undominated(seconds: np.ndarray, ranks: np.ndarray) -> np.ndarray:
     """Return the options that no other with as many ranks beats in every pass and behind the last; bool `[options]`.
 
-    seconds: float64 `[options, 2 * stages + 1]`; options of as many ranks are neighbours. Of equals the first stays.
+    seconds: float64 `[options, 2 * stages + 1]`; options of as many ranks are neighbours. Of equals
+    the first stays.
     """
     stays = np.ones(len(ranks), np.bool_)
     first = 0

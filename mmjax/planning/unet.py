@@ -66,7 +66,9 @@ def _block_pair(
     """Yield a residual block, and the attention behind it where its level has any."""
     yield _residual_block(f"{level}.residual.block{number}", channels, positions)
     if config.attending[place]:
-        yield _attention_block(f"{level}.attention.block{number}", channels, positions, config, place)
+        yield _attention_block(
+            f"{level}.attention.block{number}", channels, positions, config, place
+        )
 
 
 def _convolution(name: str, outputs: int) -> UnetBlock:
@@ -77,7 +79,9 @@ def _residual_block(name: str, channels: int, positions: int) -> UnetBlock:
     return UnetBlock(name, saved=2 * channels * positions, output=channels * positions)
 
 
-def _attention_block(name: str, width: int, positions: int, config: UnetConfig, place: int) -> UnetBlock:
+def _attention_block(
+    name: str, width: int, positions: int, config: UnetConfig, place: int
+) -> UnetBlock:
     return UnetBlock(
         name,
         # The MLP's hidden channels, and keys and values of tokens.
@@ -88,23 +92,28 @@ def _attention_block(name: str, width: int, positions: int, config: UnetConfig, 
     )
 
 
-# Arrays as wide as attention's residual stream that an attention block keeps for backward, its output included: of a
-# trained one also the inputs of products.
+# Arrays as wide as attention's residual stream that an attention block keeps for backward, its
+# output included: of a trained one also the inputs of products.
 WIDE_ARRAYS = {False: 9, True: 15}
 SCORE_BYTES = 2 * 4  # of dense attention: scores and weights, in float32
 
 
-def unet_saved_bytes(config: UnetConfig, images: int, activation: int, trained: bool) -> tuple[float, float]:
+def unet_saved_bytes(
+    config: UnetConfig, images: int, activation: int, trained: bool
+) -> tuple[float, float]:
     """Count the bytes that so many images keep for backward, and those of the block that needs most in its own pass.
 
-    activation: bytes of a number. A gradient reaches all blocks, or those from the first that the condition reaches.
+    activation: bytes of a number. A gradient reaches all blocks, or those from the first that the
+    condition reaches.
     """
     scores = SCORE_BYTES * (config.attention == "dense")
     blocks = unet_blocks(config)
     if not trained:
         blocks = blocks[next(i for i, block in enumerate(blocks) if block.attends) :]
         blocks[0] = blocks[0]._replace(scores=0)  # it needs no gradient of its self-attention
-    saved = [activation * (b.saved + WIDE_ARRAYS[trained] * b.wide) + scores * b.scores for b in blocks]
+    saved = [
+        activation * (b.saved + WIDE_ARRAYS[trained] * b.wide) + scores * b.scores for b in blocks
+    ]
     outside = [
         activation * b.output if config.remat == "full" and b.recomputed else n
         for b, n in zip(blocks, saved, strict=True)

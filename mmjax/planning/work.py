@@ -59,19 +59,29 @@ def layer_sizes(config: Tower) -> LayerSizes:
         gated = isinstance(c, VisionConfig) and c.gated
         cross = c.width if isinstance(c, DiffusionTransformerConfig) else 0
         return LayerSizes(
-            width=c.width, queries=c.width, keys=c.width, heads=c.heads, mlp=c.mlp_width, gated=gated, cross=cross
+            width=c.width,
+            queries=c.width,
+            keys=c.width,
+            heads=c.heads,
+            mlp=c.mlp_width,
+            gated=gated,
+            cross=cross,
         )
     attention = np.array([c.heads * c.head_width, c.kv_heads * c.head_width, c.heads], float)
     share = sum(c.delta_layers) / max(1, c.layers)
     if net := c.delta_net:
-        of_net = np.array([net.value_heads * net.value_width, net.key_heads * net.key_width, 0], float)
+        of_net = np.array(
+            [net.value_heads * net.value_width, net.key_heads * net.key_width, 0], float
+        )
         attention += (of_net - attention) * share
     mlp = float(c.mlp_width)
     if experts := c.experts:
         sparse = experts.per_token * experts.width + experts.shared_width
         mlp += (sparse - mlp) * sum(c.expert_layers) / max(1, c.layers)
     queries, keys, heads = attention.tolist()
-    return LayerSizes(width=c.width, queries=queries, keys=keys, heads=heads, mlp=mlp, gated=c.gated)
+    return LayerSizes(
+        width=c.width, queries=queries, keys=keys, heads=heads, mlp=mlp, gated=c.gated
+    )
 
 
 def head_width(config: Tower) -> int:
@@ -92,7 +102,11 @@ def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> Mod
     backend = "blockwise" if rates.attention is None else "flash"
 
     modules = {"llm": model.llm, **model.item_modules}
-    changes = {name: {"attention": backend} for name, config in modules.items() if config.attention == "auto"}
+    changes = {
+        name: {"attention": backend}
+        for name, config in modules.items()
+        if config.attention == "auto"
+    }
     if context > 1 and model.llm.attention == "dense":
         changes["llm"] = {"attention": "blockwise"}
     return with_changes(model, changes)
@@ -101,38 +115,49 @@ def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> Mod
 def _mean_pairs(config: Tower, pairs: Any, window_pairs: Callable[[int], Any]) -> Any:
     """Average over a tower's layers: `pairs` without a window, `window_pairs` with one, of so many positions."""
     if isinstance(config, AudioConfig):
-        return window_pairs(config.chunk_positions * config.attended_chunks) if config.chunk else pairs
+        return (
+            window_pairs(config.chunk_positions * config.attended_chunks) if config.chunk else pairs
+        )
     if isinstance(config, Generator) or not config.windowed:
         return pairs
     window = config.window if isinstance(config, DecoderConfig) else config.window**2
     return pairs + (window_pairs(window) - pairs) * len(config.windowed) / config.layers
 
 
-def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch]) -> dict[str, Work]:
+def useful_work(
+    model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch]
+) -> dict[str, Work]:
     """Measure the work in the arrays of a microbatch by tower, without padding."""
     pairs = int(allowed_pairs(text).sum())
-    pairs = _mean_pairs(model.llm, pairs, lambda window: pairs - int(pairs_beyond_window(text, window).sum()))
+    pairs = _mean_pairs(
+        model.llm, pairs, lambda window: pairs - int(pairs_beyond_window(text, window).sum())
+    )
     work = {"llm": Work(int((text.sample >= 0).sum()), pairs)}
     for name, batch in items.items():
         if name in model.generators:
             work[name] = _generator_work(model.generators[name], batch.item)
             continue
         encoder = model.encoders[name]
-        # Coordinates below 0 mark inputs that become no token: class tokens, which pass through the layers, and the
-        # silence behind a clip, which does not.
+        # Coordinates below 0 mark inputs that become no token: class tokens, which pass through the
+        # layers, and the silence behind a clip, which does not.
         output_item = np.where(batch.coordinates[..., ROW] >= 0, batch.item, -1)
         layer_item = batch.item
         if isinstance(encoder, AudioConfig):
-            # The convolutions keep one frame of each position, pooling the last position of each group.
+            # The convolutions keep one frame of each position, pooling the last position of each
+            # group.
             layer_item = output_item[:, :: encoder.stride]
             output_item = layer_item[:, encoder.pool - 1 :: encoder.pool]
         group = merged_positions(encoder)
         # A token exists where any member of its merge group does.
-        token_item = output_item.reshape(len(output_item), output_item.shape[1] // group, group).max(-1, initial=-1)
+        token_item = output_item.reshape(
+            len(output_item), output_item.shape[1] // group, group
+        ).max(-1, initial=-1)
         pairs = int(item_pairs(layer_item).sum())
         windows = _windows(encoder, batch, layer_item)
         pairs = _mean_pairs(encoder, pairs, lambda size, item=windows: int(item_pairs(item).sum()))
-        inputs, positions, tokens = (int((x >= 0).sum()) for x in (batch.item, layer_item, token_item))
+        inputs, positions, tokens = (
+            int((x >= 0).sum()) for x in (batch.item, layer_item, token_item)
+        )
         work[name] = Work(positions, pairs, inputs, tokens)
     return work
 
@@ -159,7 +184,10 @@ def _windows(encoder: Encoder, items: ItemBatch, layer_item: np.ndarray) -> np.n
         return layer_item
     window = encoder.window
     row, column = np.moveaxis(np.maximum(items.coordinates[..., ROW:], 0) // window, -1, 0)
-    sizes = np.array([items.item.max(initial=0), row.max(initial=0), column.max(initial=0)], np.int64) + 1
+    sizes = (
+        np.array([items.item.max(initial=0), row.max(initial=0), column.max(initial=0)], np.int64)
+        + 1
+    )
     number = np.ravel_multi_index((np.maximum(items.item, 0), row, column), sizes)
     # Renumbered without gaps, for `item_pairs` counts by number.
     dense = np.unique(number, return_inverse=True)[1].reshape(number.shape)
@@ -171,8 +199,8 @@ def length_work(
 ) -> dict[str, Work]:
     """Estimate the work of samples by tower from lengths alone: causal in the LLM, full inside each item.
 
-    llm: int `[n]`, tokens of each sample. For every item, int `[p]`: its encoder's number, patches or frames, tokens.
-    Generators are numbered after the encoders.
+    llm: int `[n]`, tokens of each sample. For every item, int `[p]`: its encoder's number, patches
+    or frames, tokens. Generators are numbered after the encoders.
     """
     length = llm.astype(np.int64)
 
@@ -181,7 +209,9 @@ def length_work(
 
     # A window of w excludes, of n tokens, the causal pairs of n - w tokens.
     pairs = _mean_pairs(
-        model.llm, causal(length), lambda window: causal(length) - causal(np.maximum(length - window, 0))
+        model.llm,
+        causal(length),
+        lambda window: causal(length) - causal(np.maximum(length - window, 0)),
     )
     work = {"llm": Work(int(length.sum()), pairs)}
     for k, (name, config) in enumerate(model.item_modules.items()):
@@ -192,21 +222,30 @@ def length_work(
         # Full attention inside an item: n queries of n keys each.
         pairs = int((positions**2).sum())
         # A length does not tell which windows an image's edge cuts: all are counted as complete.
-        pairs = _mean_pairs(config, pairs, lambda size, n=positions: int((n * np.minimum(n, size)).sum()))
+        pairs = _mean_pairs(
+            config, pairs, lambda size, n=positions: int((n * np.minimum(n, size)).sum())
+        )
         is_generator = isinstance(config, Generator)
-        count = int((encoder == k).sum()) * config.condition_tokens if is_generator else int(tokens[encoder == k].sum())
+        count = (
+            int((encoder == k).sum()) * config.condition_tokens
+            if is_generator
+            else int(tokens[encoder == k].sum())
+        )
         work[name] = Work(int(positions.sum()), pairs, int(inputs.sum()), count)
     return work
 
 
 def row_work(
-    model: ModelConfig, shape: Mapping[str, tuple[int, int]], pairs: Mapping[str, float] | None = None
+    model: ModelConfig,
+    shape: Mapping[str, tuple[int, int]],
+    pairs: Mapping[str, float] | None = None,
 ) -> dict[str, Work]:
     """Compute the work that the backend runs for padded rows, by tower.
 
-    shape: (rows, row length) of "llm", the encoders and the generators. pairs: those of the blocks that attention
-    visits, where the rows' contents are known (`visited_pairs`). Else dense attention runs all pairs of a row, and of
-    other backends all blocks that they may visit count: for the LLM those up to the diagonal.
+    shape: (rows, row length) of "llm", the encoders and the generators. pairs: those of the blocks
+    that attention visits, where the rows' contents are known (`visited_pairs`). Else dense
+    attention runs all pairs of a row, and of other backends all blocks that they may visit count:
+    for the LLM those up to the diagonal.
     """
     work = {}
     for name, (rows, length) in shape.items():
@@ -215,7 +254,12 @@ def row_work(
             # Every place for an image is computed, and nothing behind the last one.
             images = rows * config.most_images(length)
             positions = images * config.min_patches
-            work[name] = Work(positions, positions * config.min_patches, positions, images * config.condition_tokens)
+            work[name] = Work(
+                positions,
+                positions * config.min_patches,
+                positions,
+                images * config.condition_tokens,
+            )
             continue
         # Padding included: the backend computes it like everything else.
         layer_length = length // config.stride if isinstance(config, AudioConfig) else length
@@ -226,7 +270,9 @@ def row_work(
             work[name] = Work(positions, pairs[name])
         else:
             one = np.zeros(1, np.int64)  # of each row one part, as long as the row
-            work[name] = Work(positions, rows * float(visited_pairs(config, one, one, one + length, 1, length)[0]))
+            work[name] = Work(
+                positions, rows * float(visited_pairs(config, one, one, one + length, 1, length)[0])
+            )
         if isinstance(config, DiffusionTransformerConfig):
             images = config.most_images(length)
             blocks = rows * -(-length // config.min_patches)
@@ -262,9 +308,9 @@ def visited_pairs(
 ) -> np.ndarray:
     """Count the pairs in the blocks that attention visits, of one head, averaged over the layers, float64 `[rows]`.
 
-    row, offset, length: int `[p]`, where each sample of the LLM or item of an encoder lies in its row. Samples are
-    causal (what an item's tokens see ahead of them is left out), items full; the patches of an image's window lie side
-    by side.
+    row, offset, length: int `[p]`, where each sample of the LLM or item of an encoder lies in its
+    row. Samples are causal (what an item's tokens see ahead of them is left out), items full; the
+    patches of an image's window lie side by side.
     """
     if isinstance(config, AudioConfig):
         offset, length, row_length = (x // config.stride for x in (offset, length, row_length))
@@ -297,12 +343,14 @@ def visited_pairs(
 def allowed_pairs(text: TextBatch) -> np.ndarray:
     """Count the allowed pairs of every row of the LLM for one head, int64 `[R]`.
 
-    Reads `sample`, `pos` (no two tokens of a row alike), `span`, `kind` and `sees`, each `[R, T]`. Raises ValueError
-    for two tokens of a sample with one `pos`.
+    Reads `sample`, `pos` (no two tokens of a row alike), `span`, `kind` and `sees`, each `[R, T]`.
+    Raises ValueError for two tokens of a sample with one `pos`.
     """
     arrays = [np.asarray(getattr(text, field)) for field in Mask._fields]
     length = max(text.sample.shape[1], 1)
-    return np.array([block_work(Mask._make(row), length).sum() for row in zip(*arrays, strict=True)], np.int64)
+    return np.array(
+        [block_work(Mask._make(row), length).sum() for row in zip(*arrays, strict=True)], np.int64
+    )
 
 
 def pairs_beyond_window(text: TextBatch, window: int) -> np.ndarray:
@@ -315,18 +363,21 @@ def pairs_beyond_window(text: TextBatch, window: int) -> np.ndarray:
     running_max = partial(np.maximum.accumulate, axis=1)
     starts = np.diff(text.sample, axis=1, prepend=-2) != 0
     first = running_max(np.where(starts, np.arange(length), 0))
-    # Keys in columns first to far (exclusive) are beyond the window: with window 2, token 2 of a sample misses key 0.
-    # Branches between a token and branch 0 do not count.
+    # Keys in columns first to far (exclusive) are beyond the window: with window 2, token 2 of a
+    # sample misses key 0. Branches between a token and branch 0 do not count.
     column = np.arange(length)
     in_branch, in_branch_0 = (
-        np.maximum(x - window + 1, first) for x in (column, column - branch_gap(running_max, text.sample, text.kind))
+        np.maximum(x - window + 1, first)
+        for x in (column, column - branch_gap(running_max, text.sample, text.kind))
     )
     count = np.zeros(len(text.sample), np.int64)
     for bit in np.unique(text.kind):
         far = in_branch_0 if bit >> FIRST_BRANCH_BIT == 0 else in_branch
         # before_column[:, t] counts the row's tokens of this kind in columns 0 to t (exclusive).
         before_column = np.pad(np.cumsum(text.kind == bit, axis=1), ((0, 0), (1, 0)))
-        beyond = np.take_along_axis(before_column, far, 1) - np.take_along_axis(before_column, first, 1)
+        beyond = np.take_along_axis(before_column, far, 1) - np.take_along_axis(
+            before_column, first, 1
+        )
         count += np.where((text.sees & bit != 0) & (text.sample >= 0), beyond, 0).sum(1)
     return count - _far_in_spans(text, window)
 

@@ -1,7 +1,7 @@
 """Draw charts as SVG whose colours follow the page's stylesheet, light or dark.
 
-Written by hand because Matplotlib's SVG has fixed colours, no titles to hover over, and three times the size. Colours
-are classes of the page's stylesheet, `c0`, `c1`, ... All texts are escaped here.
+Written by hand because Matplotlib's SVG has fixed colours, no titles to hover over, and three times
+the size. Colours are classes of the page's stylesheet, `c0`, `c1`, ... All texts are escaped here.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ TOP = 10
 BOTTOM = 26
 CHARACTER = 6.4  # average width of a character of a label
 SMOOTH_FROM = 40  # points, from which on a noisy curve is drawn smoothed too
-DIGITS = range(3, 10)  # of a label; more than the first where two labels of an axis would be the same
-# Outliers are looked for among FEW values or more: those, up to the share RARE at either end, that are further from the
-# others than FAR times the span of these.
+# of a label; more than the first where two labels of an axis would be the same
+DIGITS = range(3, 10)
+# Outliers are looked for among FEW values or more: those, up to the share RARE at either end, that
+# are further from the others than FAR times the span of these.
 FEW = 20
 RARE = 0.02
 FAR = 3.0
-LEVEL = 0.1  # of a value, or in decades: a smaller span counts as this, so that a level line has no outliers
+# of a value, or in decades: a smaller span counts as this, so that a level line has no outliers
+LEVEL = 0.1
 
 Formatter = Callable[..., str]  # formats a value with a number of digits
 
@@ -132,7 +134,11 @@ def line_chart(
             outline = np.concatenate([within(curve.high), within(curve.low)[::-1]])
             over = np.concatenate([x(curve.step), x(curve.step)[::-1]])
             parts.append(f'<path class="band {style}" d="{path(over, outline)}Z"/>')
-        parts.append(_curve(name, f"{'pale ' if smooth else ''}line {style}", x(curve.step), within(curve.mean)))
+        parts.append(
+            _curve(
+                name, f"{'pale ' if smooth else ''}line {style}", x(curve.step), within(curve.mean)
+            )
+        )
         if smooth:
             parts.append(_curve(name, f"line {style}", x(curve.step), within(curve.smoothed())))
         parts += _outliers(curve.step, curve.mean, x, y, style, spell)
@@ -158,7 +164,9 @@ def area_chart(
         outline = np.clip(np.concatenate([y(base + values), y(base)[::-1]]), TOP, None)
         over = np.concatenate([x(step), x(step)[::-1]])
         style = f"area {colour_class(colours[name])}"
-        parts.append(f'<path class="{style}" d="{path(over, outline)}Z"><title>{escape(name)}</title></path>')
+        parts.append(
+            f'<path class="{style}" d="{path(over, outline)}Z"><title>{escape(name)}</title></path>'
+        )
         base = base + values
     parts += [*_marks(x, marks, height), *_outliers(step, total, x, y, colour_class(GREY), spell)]
     return _svg([*parts, _axes(x, y, spell, width, height)], width, height)
@@ -176,7 +184,8 @@ def histogram(
     """Draw a histogram of values `[n]` with bins of equal width and the median marked. bounds: of the bins."""
     low, high = bounds or (float(values.min()), float(values.max()))
     if bounds is None and np.array_equal(values, np.round(values)):
-        # Bins of the same number of integers each: others would alternate between n and n + 1, and look like a comb.
+        # Bins of the same number of integers each: others would alternate between n and n + 1, and
+        # look like a comb.
         step = max(1.0, math.ceil((high - low + 1) / bins))
         edges = np.arange(low - 0.5, high + step, step)
     else:
@@ -197,7 +206,8 @@ def histogram(
     return _svg([_axes(x, y, spell, width, height, count), *bars, median], width, height)
 
 
-# ---------------------------------------------------------------------------------------------------------------- parts
+# --------------------------------------------------------------------------------------------------
+# parts
 
 
 def colour_class(number: int) -> str:
@@ -212,9 +222,8 @@ def path(x: np.ndarray, y: np.ndarray) -> str:
 
 def _curve(name: str, style: str, x: np.ndarray, y: np.ndarray) -> str:
     if len(x) == 1:
-        return (
-            f'<circle class="dot {style}" cx="{x[0]:.1f}" cy="{y[0]:.1f}" r="3"><title>{escape(name)}</title></circle>'
-        )
+        place = f'cx="{x[0]:.1f}" cy="{y[0]:.1f}" r="3"'
+        return f'<circle class="dot {style}" {place}><title>{escape(name)}</title></circle>'
     return f'<path class="{style}" d="{path(x, y)}"><title>{escape(name)}</title></path>'
 
 
@@ -247,7 +256,9 @@ def _marks(x: Scale, marks: Sequence[float], height: int) -> list[str]:
     return [f'<path class="mark" d="M{mark_x:.1f} {TOP}V{height - BOTTOM}"/>' for mark_x in inside]
 
 
-def _outliers(step: np.ndarray, values: np.ndarray, x: Scale, y: Scale, style: str, spell: Formatter) -> list[str]:
+def _outliers(
+    step: np.ndarray, values: np.ndarray, x: Scale, y: Scale, style: str, spell: Formatter
+) -> list[str]:
     """Draw triangles at the edge of a chart where values lie beyond it, and label the largest."""
     parts = []
     below = (values < y.low) & (values > 0 if y.logarithmic else True)
@@ -255,7 +266,9 @@ def _outliers(step: np.ndarray, values: np.ndarray, x: Scale, y: Scale, style: s
         for number, value in zip(step[beyond].tolist(), values[beyond].tolist(), strict=True):
             title = f"step {number:,.0f}: {escape(spell(value))}"
             triangle = f"M{float(x(number)):.1f} {edge:.1f}l-5 {8 * inwards}h10Z"
-            parts.append(f'<path class="area outlier {style}" d="{triangle}"><title>{title}</title></path>')
+            parts.append(
+                f'<path class="area outlier {style}" d="{triangle}"><title>{title}</title></path>'
+            )
     if (above := values > y.high).any():
         largest = int(np.argmax(np.where(above, values, -np.inf)))
         label = spell(float(values[largest]))
@@ -266,7 +279,9 @@ def _outliers(step: np.ndarray, values: np.ndarray, x: Scale, y: Scale, style: s
     return parts
 
 
-def _axes(x: Scale, y: Scale, spell: Formatter, width: int, height: int, spell_y: Formatter | None = None) -> str:
+def _axes(
+    x: Scale, y: Scale, spell: Formatter, width: int, height: int, spell_y: Formatter | None = None
+) -> str:
     """Draw both axes and the grid. spell: formats y over steps, or x where y has a format of its own."""
     spell_x, spell_y = (count, spell) if spell_y is None else (spell, spell_y)
     bottom = height - BOTTOM
@@ -280,7 +295,8 @@ def _axes(x: Scale, y: Scale, spell: Formatter, width: int, height: int, spell_y
         parts.append(f'<text class="tick" {text_place}>{escape(label)}</text>')
     ticks = x.ticks(max(2, width // 80))
     for tick, label in zip(ticks, _labels(ticks, spell_x), strict=True):
-        tick_x = min(float(x(tick)), width - CHARACTER * len(label) / 2)  # else the last label is cut off
+        # else the last label is cut off
+        tick_x = min(float(x(tick)), width - CHARACTER * len(label) / 2)
         text_place = f'x="{tick_x:.1f}" y="{bottom + 17}" text-anchor="middle"'
         parts.append(f'<text class="tick" {text_place}>{escape(label)}</text>')
     parts.append(f'<path class="axis" d="M{start:.1f} {bottom}H{width - RIGHT}"/>')
@@ -291,7 +307,9 @@ def _svg(parts: Sequence[str], width: int, height: int) -> str:
     return f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(parts)}</svg>'
 
 
-def _value_bounds(curves: Mapping[str, Curve], logarithmic: bool, from_zero: bool) -> tuple[float, float]:
+def _value_bounds(
+    curves: Mapping[str, Curve], logarithmic: bool, from_zero: bool
+) -> tuple[float, float]:
     """Compute the bounds of the vertical axis; outliers may lie beyond."""
     joined = np.concatenate([curve.mean for curve in curves.values()])
     if logarithmic:
@@ -305,7 +323,9 @@ def _value_bounds(curves: Mapping[str, Curve], logarithmic: bool, from_zero: boo
     return (low if from_zero and low == 0 else low - pad), high + pad
 
 
-def _robust_bounds(values: np.ndarray, level: float = 0.0, from_zero: bool = False) -> tuple[float, float]:
+def _robust_bounds(
+    values: np.ndarray, level: float = 0.0, from_zero: bool = False
+) -> tuple[float, float]:
     """Compute the smallest and the largest value that is no outlier. level: the least span to measure them by."""
     ordered = np.sort(values)
     low = min(float(ordered[0]), 0.0) if from_zero else float(ordered[0])

@@ -86,7 +86,9 @@ LAUNCH_HEADINGS = ("from step", "began", "mmjax", "processes", "devices", "sampl
 
 def facts_of(runs: Sequence[Run]) -> Rows:
     """Summarise each run in a row; the first row is the heading."""
-    rows: Rows = [("run", "steps", "loss", "tokens/s", "MFU", "a step", "data wait", "began", "scores")]
+    rows: Rows = [
+        ("run", "steps", "loss", "tokens/s", "MFU", "a step", "data wait", "began", "scores")
+    ]
     for run in runs:
         curves = run.metrics.curves
         keys = ("loss", "tokens/s", "mfu", "seconds/step", "seconds/data_wait")
@@ -99,8 +101,12 @@ def facts_of(runs: Sequence[Run]) -> Rows:
                 count(speed.typical()) if speed else "",
                 percent(mfu.typical()) if mfu else "",
                 duration(seconds.typical()) if seconds else "",
-                percent(float(np.mean(wait.mean) / np.mean(seconds.mean))) if wait and seconds else "",
-                str(run.launches[0].get("began", ""))[:16].replace("T", " ") if run.launches else "",
+                percent(float(np.mean(wait.mean) / np.mean(seconds.mean)))
+                if wait and seconds
+                else "",
+                str(run.launches[0].get("began", ""))[:16].replace("T", " ")
+                if run.launches
+                else "",
                 _scores(run),
             )
         )
@@ -123,7 +129,10 @@ def _scores(run: Run) -> str:
         scores = json.loads(run.folder.scores.read_text())
         split = "test"
     except (OSError, ValueError):
-        scores = {name: float(curve.mean[-1]) for name, curve in run.metrics.with_prefix("validation/").items()}
+        scores = {
+            name: float(curve.mean[-1])
+            for name, curve in run.metrics.with_prefix("validation/").items()
+        }
         split = "validation"
     texts = [
         f"{name.removeprefix('exact_match_')} {percent(value)}"
@@ -136,7 +145,9 @@ def _scores(run: Run) -> str:
 def list_launches(run: Run) -> list[ShownLaunch]:
     """List the launches in a run's history, each compared with the one before."""
     return [
-        ShownLaunch(_launch_facts(launch), _mixture(launch), _changed(previous, launch) if previous else [])
+        ShownLaunch(
+            _launch_facts(launch), _mixture(launch), _changed(previous, launch) if previous else []
+        )
         for previous, launch in zip([None, *run.launches], run.launches, strict=False)
     ]
 
@@ -155,7 +166,9 @@ def _mixture(launch: dict[str, Any]) -> str:
     weights = launch.get("weights")
     if not isinstance(files, dict) or not isinstance(weights, list) or not sum(weights) > 0:
         return ""
-    return ", ".join(f"{name} {percent(w / sum(weights))}" for name, w in zip(files, weights, strict=False))
+    return ", ".join(
+        f"{name} {percent(w / sum(weights))}" for name, w in zip(files, weights, strict=False)
+    )
 
 
 def _changed(previous: dict[str, Any], launch: dict[str, Any]) -> list[str]:
@@ -191,7 +204,9 @@ def sheets_of(folder: Path, budget: int) -> list[ShownSheet]:
         with suppress(OSError, ValueError):
             sheet = json.loads(path.read_text())
             entry = (int(sheet["step"]), path.with_suffix(".png"), sheet)
-            newest[sheet["source"]] = max(newest.get(sheet["source"], entry), entry, key=itemgetter(0))
+            newest[sheet["source"]] = max(
+                newest.get(sheet["source"], entry), entry, key=itemgetter(0)
+            )
     shown = []
     for source, (step, path, sheet) in sorted(newest.items()):
         with suppress(OSError):
@@ -201,13 +216,18 @@ def sheets_of(folder: Path, budget: int) -> list[ShownSheet]:
             caption = f"{source} after step {step:,}: {len(sheet['prompts'])} images{judged}"
             budget -= len(picture)
             width *= max(1, SHEET // width)
-            shown.append(ShownSheet(caption, picture if budget >= 0 else "", width, sheet["prompts"]))
+            shown.append(
+                ShownSheet(caption, picture if budget >= 0 else "", width, sheet["prompts"])
+            )
     return shown
 
 
 def worst_table(run: Run, limit: int) -> Rows:
     """Tabulate the samples with the largest losses of the last steps; the first row is the heading."""
-    rows = [(worst.sample, f"{worst.loss:.4g}", f"{worst.step:,}") for worst in run.metrics.worst[:limit]]
+    rows = [
+        (worst.sample, f"{worst.loss:.4g}", f"{worst.step:,}")
+        for worst in run.metrics.worst[:limit]
+    ]
     return [("sample", "loss", "step"), *rows] if rows else []
 
 
@@ -245,7 +265,9 @@ class RunPart:
     @property
     def left_out(self) -> bool:
         """Return whether samples were left out."""
-        return any(samples is not None and samples.total for samples in (self.quarantine, self.oversize))
+        return any(
+            samples is not None and samples.total for samples in (self.quarantine, self.oversize)
+        )
 
 
 @cache
@@ -299,10 +321,14 @@ def progress_of(run: Run) -> RunProgress:
     """Summarise how far a run is and how fast it is just now: moving averages, unlike the report's medians."""
     curves = run.metrics.curves
     keys = ("loss", "tokens/s", "mfu", "seconds/step", "seconds/data_wait")
-    loss, speed, mfu, seconds, wait = (float(curves[key].smoothed()[-1]) if key in curves else None for key in keys)
+    loss, speed, mfu, seconds, wait = (
+        float(curves[key].smoothed()[-1]) if key in curves else None for key in keys
+    )
     training = run.config.training
     epochs = float(curves["epoch"].mean[-1]) if "epoch" in curves else 0.0
-    share = min(1.0, run.metrics.steps / training.steps if training.steps else epochs / training.epochs)
+    share = min(
+        1.0, run.metrics.steps / training.steps if training.steps else epochs / training.epochs
+    )
     remaining = run.metrics.steps * (1 / share - 1) if share else None
     shown = {
         "step": _progress(run),
@@ -326,7 +352,10 @@ def sections_of(parts: Sequence[RunPart]) -> dict[str, str]:
     """Name the sections that have contents, as titles by id, in the order of the page."""
     shown = {
         "lengths": ("Lengths and rows", any(part.missing or part.lengths for part in parts)),
-        "balance": ("Balance", any(part.work or (part.ranks != 1 and part.balance) for part in parts)),
+        "balance": (
+            "Balance",
+            any(part.work or (part.ranks != 1 and part.balance) for part in parts),
+        ),
         "time": ("Time", any(part.time for part in parts)),
         "pictures": ("Images made", any(part.sheets for part in parts)),
         "passes": ("Pipeline", any(part.timelines for part in parts)),

@@ -64,7 +64,8 @@ PARTS = {
     "reduction": "#6f8f72",
     "update": "#a3a8a0",
 }
-LABEL_ROOM = 1.2  # an axis is so many times its longest bar, which leaves room for the label behind that
+# an axis is so many times its longest bar, which leaves room for the label behind that
+LABEL_ROOM = 1.2
 INVISIBLE = 0.002  # share of an axis; a part that is shorter in all bars is left out of the legend
 
 
@@ -100,28 +101,49 @@ def _draw_memory(figure: Figure, top: float, forecast: RunForecast) -> None:
     limit = forecast.chosen.plan.limit.device
     largest = max(balanced.plan.device for balanced in forecast.by_balance.values())
     limit_visible = limit < 4 * largest  # else the bars would be too short to read
-    axes = _bar_axes(figure, top, forecast, LABEL_ROOM * max(largest, limit if limit_visible else 0))
+    axes = _bar_axes(
+        figure, top, forecast, LABEL_ROOM * max(largest, limit if limit_visible else 0)
+    )
     write_text(figure, LEFT, top + 14, "Memory of a device", weight="bold")
     for row, balanced in enumerate(forecast.by_balance.values()):
         memory = balanced.plan
         segments = [(kind, memory.fullest.fixed[kind], colour) for kind, colour in KINDS.items()]
-        segments += [(module_name(name), memory.fullest.activations[name], colour) for name, colour in colours.items()]
+        segments += [
+            (module_name(name), memory.fullest.activations[name], colour)
+            for name, colour in colours.items()
+        ]
         label = size(memory.device) + ("" if memory.fits else ": too large")
         label_colour = INK if memory.fits else ALARM
         _draw_bar(axes, row, segments, size, label, label_colour, limit if limit_visible else 0.0)
     if limit_visible:
         axes.axvline(limit, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
         x = LEFT + INNER * limit / axes.get_xlim()[1]
-        write_text(figure, max(x, LEFT + 190), top + 14, f"room {size(limit)}", ha="center")  # right of the heading
+        # right of the heading
+        write_text(figure, max(x, LEFT + 190), top + 14, f"room {size(limit)}", ha="center")
     else:
-        write_text(figure, WIDTH - RIGHT, top + 14, f"room {size(limit)}, beyond this picture", ha="right", color=PALE)
+        write_text(
+            figure,
+            WIDTH - RIGHT,
+            top + 14,
+            f"room {size(limit)}, beyond this picture",
+            ha="right",
+            color=PALE,
+        )
     bottom = top + HEADING + BAR * len(forecast.by_balance) + 8
     maximum = {
-        kind: max(balanced.plan.fullest.fixed[kind] for balanced in forecast.by_balance.values()) for kind in KINDS
+        kind: max(balanced.plan.fullest.fixed[kind] for balanced in forecast.by_balance.values())
+        for kind in KINDS
     }
-    visible = {kind: colour for kind, colour in KINDS.items() if maximum[kind] > INVISIBLE * largest}
+    visible = {
+        kind: colour for kind, colour in KINDS.items() if maximum[kind] > INVISIBLE * largest
+    }
     draw_legend(figure, bottom, "always there", visible)
-    draw_legend(figure, bottom + 19, "activations of", {module_name(name): colour for name, colour in colours.items()})
+    draw_legend(
+        figure,
+        bottom + 19,
+        "activations of",
+        {module_name(name): colour for name, colour in colours.items()},
+    )
 
 
 def _draw_time(figure: Figure, top: float, forecast: RunForecast) -> None:
@@ -130,10 +152,16 @@ def _draw_time(figure: Figure, top: float, forecast: RunForecast) -> None:
     axes = _bar_axes(figure, top, forecast, LABEL_ROOM * slowest)
     write_text(figure, LEFT, top + 14, "Time of a step", weight="bold")
     times = [time_parts(balanced) for balanced in forecast.by_balance.values()]
-    for row, (balanced, seconds) in enumerate(zip(forecast.by_balance.values(), times, strict=True)):
+    for row, (balanced, seconds) in enumerate(
+        zip(forecast.by_balance.values(), times, strict=True)
+    ):
         segments = [(part, seconds[part], colour) for part, colour in PARTS.items()]
-        _draw_bar(axes, row, segments, duration, f"{duration(balanced.seconds)}, MFU {balanced.mfu:.1%}")
-    visible = [part for part in PARTS if max(seconds[part] for seconds in times) > INVISIBLE * slowest]
+        _draw_bar(
+            axes, row, segments, duration, f"{duration(balanced.seconds)}, MFU {balanced.mfu:.1%}"
+        )
+    visible = [
+        part for part in PARTS if max(seconds[part] for seconds in times) > INVISIBLE * slowest
+    ]
     names = {part: PARTS[part] for part in visible}
     draw_legend(figure, top + HEADING + BAR * len(forecast.by_balance) + 8, "spent on", names)
 
@@ -141,11 +169,15 @@ def _draw_time(figure: Figure, top: float, forecast: RunForecast) -> None:
 def time_parts(forecast: Forecast) -> dict[str, float]:
     """Split the time of a step into parts that add up to it.
 
-    `recompute` may be negative, where a layer is faster with remat than without; it is then subtracted from computing.
+    `recompute` may be negative, where a layer is faster with remat than without; it is then
+    subtracted from computing.
     """
     time = forecast.time
     parts = {part: getattr(time, part) for part in PARTS}
-    return parts | {"compute": time.compute + min(time.recompute, 0.0), "recompute": max(time.recompute, 0.0)}
+    return parts | {
+        "compute": time.compute + min(time.recompute, 0.0),
+        "recompute": max(time.recompute, 0.0),
+    }
 
 
 def _bar_axes(figure: Figure, top: float, forecast: RunForecast, limit: float) -> Axes:
@@ -177,14 +209,18 @@ def _draw_bar(
     limit = axes.get_xlim()[1]
     start = 0.0
     for name, amount, colour in segments:
-        axes.barh(row, amount, left=start, height=0.72, color=colour, edgecolor=PAPER, linewidth=0.6)
+        axes.barh(
+            row, amount, left=start, height=0.72, color=colour, edgecolor=PAPER, linewidth=0.6
+        )
         width = INNER * amount / limit - 8
         candidates = (f"{name} {format_amount(amount)}", format_amount(amount))
         text = next((text for text in candidates if text_width(text) < width), "")
         # Luma of ITU-R BT.601: white text on dark colours.
         dark = np.dot(matplotlib.colors.to_rgb(colour), (0.3, 0.59, 0.11)) < 0.6
         centred = {"ha": "center", "va": "center_baseline"}
-        axes.text(start + amount / 2, row, text, color="white" if dark else INK, fontsize=8, **centred)
+        axes.text(
+            start + amount / 2, row, text, color="white" if dark else INK, fontsize=8, **centred
+        )
         start += amount
     x = max(start, label_from) + 0.008 * limit
     axes.text(x, row, label, va="center_baseline", weight="bold", color=label_colour)

@@ -1,7 +1,7 @@
 """Plot each rank's work by phase and lengths of data, and what all plots are drawn with.
 
-Positions are in pixels of a figure that is WIDTH wide, from its upper left corner. The same data gives the same SVG,
-byte for byte.
+Positions are in pixels of a figure that is WIDTH wide, from its upper left corner. The same data
+gives the same SVG, byte for byte.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ STYLE = {
 
 
 @matplotlib.rc_context(STYLE)
-def plot_work(path: Path, works: Mapping[str, Work], headings: Mapping[str, str], subtitle: str) -> None:
+def plot_work(
+    path: Path, works: Mapping[str, Work], headings: Mapping[str, str], subtitle: str
+) -> None:
     """Plot each rank's work in every step. works and headings: by kind of balancing."""
     height = 66 + len(works) * work_height(next(iter(works.values()))) + 34
     figure = new_figure(height, "Work of every rank in every step", subtitle)
@@ -75,13 +77,18 @@ def plot_race(
 ) -> None:
     """Plot how fast mmjax and transformers' Trainer train, and how they learn (`bench peer`).
 
-    rates: tokens a CPU second of both, by case. losses: of `case` by side, as (tokens trained on, loss).
+    rates: tokens a CPU second of both, by case. losses: of `case` by side, as (tokens trained on,
+    loss).
     """
     top = 92
     height = top + 46 * len(rates) + 50
     subtitle = "the same samples and weights, in turns"
     figure = new_figure(height, "mmjax and transformers' Trainer on one CPU core", subtitle)
-    colours = {"mmjax": MODULES["llm"], "Trainer": MODULES["audio"], "Trainer, grouped by length": OTHERS[1]}
+    colours = {
+        "mmjax": MODULES["llm"],
+        "Trainer": MODULES["audio"],
+        "Trainer, grouped by length": OTHERS[1],
+    }
     half = (INNER - LEFT) / 2
     bars = add_axes(figure, LEFT + 78, top, half - 78, 46 * len(rates))
     for k, (name, (ours, theirs)) in enumerate(rates.items()):
@@ -104,7 +111,9 @@ def plot_race(
 
 
 @matplotlib.rc_context(STYLE)
-def plot_lengths(path: Path, title: str, subtitle: str, lengths: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+def plot_lengths(
+    path: Path, title: str, subtitle: str, lengths: Mapping[str, Mapping[str, np.ndarray]]
+) -> None:
     """Plot a histogram of each measure. lengths: values `[n]` by measure, then by source."""
     sources = list(dict.fromkeys(source for by_source in lengths.values() for source in by_source))
     palette = (*MODULES.values(), *OTHERS)
@@ -125,7 +134,9 @@ def plot_lengths(path: Path, title: str, subtitle: str, lengths: Mapping[str, Ma
     save_figure(figure, path, title)
 
 
-def _draw_histogram(axes: Axes, by_source: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
+def _draw_histogram(
+    axes: Axes, by_source: Mapping[str, np.ndarray], colours: Mapping[str, str]
+) -> None:
     """Draw the histograms of several sources over each other on a logarithmic axis, without zeros."""
     joined = np.concatenate(list(by_source.values()))
     positive = joined[joined > 0]
@@ -141,10 +152,13 @@ def _draw_histogram(axes: Axes, by_source: Mapping[str, np.ndarray], colours: Ma
     _thin_frame(axes)
 
 
-# ----------------------------------------------------------------------------------------------------------------- work
+# --------------------------------------------------------------------------------------------------
+# work
 
 
-def draw_works(figure: Figure, top: float, works: Mapping[str, Work], headings: Mapping[str, str]) -> None:
+def draw_works(
+    figure: Figure, top: float, works: Mapping[str, Work], headings: Mapping[str, str]
+) -> None:
     """Draw a panel for each kind of balancing and module, and below them a legend of the shades."""
     for kind, work in works.items():
         write_text(figure, LEFT, top + 14, headings[kind], weight="bold")
@@ -154,7 +168,9 @@ def draw_works(figure: Figure, top: float, works: Mapping[str, Work], headings: 
         for k, (name, amounts) in enumerate(work.items()):
             line, column = divmod(k, across)
             x = LEFT + column * (width + GAP)
-            _draw_panel(figure, x, top + 38 + line * (PANEL + 40), width, name, amounts, colours[name])
+            _draw_panel(
+                figure, x, top + 38 + line * (PANEL + 40), width, name, amounts, colours[name]
+            )
         top += work_height(work)
     _draw_shade_legend(figure, top + 14, next(iter(works.values())))
 
@@ -163,7 +179,9 @@ def work_height(work: Work) -> float:
     return 38 + -(-len(work) // ACROSS) * (PANEL + 40) - 8
 
 
-def _draw_panel(figure: Figure, x: float, top: float, width: float, name: str, work: np.ndarray, colour: str) -> None:
+def _draw_panel(
+    figure: Figure, x: float, top: float, width: float, name: str, work: np.ndarray, colour: str
+) -> None:
     """Draw the work `[steps, ranks]` of a module: steps from left to right, ranks downwards."""
     steps, ranks = work.shape
     cells = fold_ranks(work)
@@ -186,19 +204,24 @@ def _draw_panel(figure: Figure, x: float, top: float, width: float, name: str, w
 
 
 def _draw_shades(
-    axes: Axes, shares: np.ndarray, shades: LinearSegmentedColormap, extent: tuple[float, float, float, float]
+    axes: Axes,
+    shares: np.ndarray,
+    shades: LinearSegmentedColormap,
+    extent: tuple[float, float, float, float],
 ) -> None:
     axes.set(xticks=[], yticks=[])
     # The exponent makes colours fall off faster than the work, so that idle ranks stand out.
-    axes.imshow(shares**1.5, cmap=shades, vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="none")
+    axes.imshow(
+        shares**1.5, cmap=shades, vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="none"
+    )
     _thin_frame(axes)
 
 
 def fold_ranks(work: np.ndarray) -> np.ndarray:
     """Divide the work `[steps, ranks]` by that of each step's busiest rank, and fold ranks into columns.
 
-    Returns `[rows, steps x columns]`. Ranks fill the columns of a step downwards, at most TALLEST in each; nan in the
-    last column's empty cells. 100 ranks take 2 columns of 50.
+    Returns `[rows, steps x columns]`. Ranks fill the columns of a step downwards, at most TALLEST
+    in each; nan in the last column's empty cells. 100 ranks take 2 columns of 50.
     """
     steps, ranks = work.shape
     columns = -(-ranks // TALLEST)
@@ -222,7 +245,8 @@ def _draw_shade_legend(figure: Figure, y: float, work: Work) -> None:
         write_text(figure, WIDTH - RIGHT, y, text, ha="right", color=PALE)
 
 
-# -------------------------------------------------------------------------------------------------------------- drawing
+# --------------------------------------------------------------------------------------------------
+# drawing
 
 
 def module_name(name: str) -> str:

@@ -15,7 +15,13 @@ from PIL import Image
 from mmjax.batch import TOKEN_FIELDS, TextBatch
 from mmjax.config import AudioConfig
 from mmjax.data.loading.packing import pack_microbatch
-from mmjax.data.loading.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
+from mmjax.data.loading.replay import (
+    PackedRow,
+    PlacedSample,
+    Replayed,
+    describe_window,
+    seen_by_layers,
+)
 from mmjax.data.media.patches import log_mel_frames
 from mmjax.data.sample import Text
 from mmjax.errors import UserError
@@ -29,7 +35,8 @@ CHARACTERS = 6_000  # shown of a sample
 SIDE = 320  # largest side of an image in pixels; the page enlarges small ones
 PLAIN_PIXELS = 96 * 96  # images up to this size are stored without loss
 MASK = 600  # largest side of a mask in pixels
-# RGB by `seen_by_layers`: seen by no layer, by the layers without a sliding window only, by all layers.
+# RGB by `seen_by_layers`: seen by no layer, by the layers without a sliding window only, by all
+# layers.
 MASK_COLOURS = [255, 255, 255, 178, 189, 204, 68, 84, 106]
 CLIP = (300, 64)  # size of a clip's spectrogram and wave in pixels
 STRIP = 30  # height of the strip with the contents of a row's positions
@@ -95,7 +102,10 @@ class Shower:
         rows = list(self.replayed.rows())
         if not rows:
             return None
-        row = max(rows, key=lambda r: (len({i.encoder for s in r.samples for i in s.items}), len(r.samples)))
+        row = max(
+            rows,
+            key=lambda r: (len({i.encoder for s in r.samples for i in s.items}), len(r.samples)),
+        )
         text = self._text_of(row)
         used = sum(s.end - s.begin for s in row.samples)
         return ShownRow(
@@ -115,8 +125,16 @@ class Shower:
         for entry in worst:
             # Ids of earlier launches may be of other data.
             sample = self._id(entry.sample)
-            if sample is not None and entry.step > self.planned.launch.first and len(shown) < WORST_SHOWN:
-                shown.append(self._sample(sample, entry.sample, f"loss {entry.loss:.4g} in step {entry.step}", {}))
+            if (
+                sample is not None
+                and entry.step > self.planned.launch.first
+                and len(shown) < WORST_SHOWN
+            ):
+                shown.append(
+                    self._sample(
+                        sample, entry.sample, f"loss {entry.loss:.4g} in step {entry.step}", {}
+                    )
+                )
         return shown
 
     def _placed_sample(self, sample: PlacedSample) -> ShownSample:
@@ -124,7 +142,9 @@ class Shower:
             item.number: f"{item.encoder}: rank {item.rank}, row {item.row}, {item.begin}-{item.begin + item.positions}"
             for item in sample.items
         }
-        return self._sample(sample.id, sample.name, f"positions {sample.begin}-{sample.end}", places)
+        return self._sample(
+            sample.id, sample.name, f"positions {sample.begin}-{sample.end}", places
+        )
 
     def _sample(self, sample: int, name: str, caption: str, places: dict[int, str]) -> ShownSample:
         """Show a sample by its id. places: captions of its items, by number."""
@@ -138,8 +158,12 @@ class Shower:
         first_items = [piece.item for piece in pieces if piece.item is not None]
         for piece in pieces:
             if piece.item is not None:
-                # A piece stands for all items up to the next piece's first one: the tiles of an image, say.
-                end = min((n for n in first_items if n > piece.item), default=max(encoders, default=-1) + 1)
+                # A piece stands for all items up to the next piece's first one: the tiles of an
+                # image, say.
+                end = min(
+                    (n for n in first_items if n > piece.item),
+                    default=max(encoders, default=-1) + 1,
+                )
                 items = tuple(
                     self._item(sample, n, encoders[n], places.get(n, encoders[n]))
                     for n in range(piece.item, end)
@@ -149,7 +173,9 @@ class Shower:
                 shown.append(ShownPiece(items=neighbours + items))
                 continue
             text = piece.text[: max(0, CHARACTERS - characters)]
-            shown.append(ShownPiece(text, piece.trained, piece.branch if piece.branch != branch else 0))
+            shown.append(
+                ShownPiece(text, piece.trained, piece.branch if piece.branch != branch else 0)
+            )
             characters += len(piece.text)
             branch = piece.branch
         excess = characters - CHARACTERS
@@ -160,7 +186,10 @@ class Shower:
         """Map the numbers of a sample's items to their encoders."""
         segments = self.replayed.loader.reader.sample(sample).segments
         return {
-            s.number + k: s.encoder for s in segments if not isinstance(s, Text) for k in range(getattr(s, "items", 1))
+            s.number + k: s.encoder
+            for s in segments
+            if not isinstance(s, Text)
+            for k in range(getattr(s, "items", 1))
         }
 
     def _item(self, sample: int, number: int, encoder: str, caption: str) -> ShownItem:
@@ -187,7 +216,8 @@ class Shower:
         start, end = index.source_start[names.index(source) :][:2].tolist()
         return start + int(number) if start + int(number) < end else None
 
-    # ------------------------------------------------------------------------------------------------ the row's arrays
+    # ----------------------------------------------------------------------------------------------
+    # the row's arrays
 
     def _text_of(self, row: PackedRow) -> TextBatch:
         """Pack a row's arrays, `[T]`, and load only its rank's rows for it."""
@@ -202,7 +232,9 @@ class Shower:
     @property
     def _legend(self) -> dict[str, int]:
         modules = self.planned.launch.config.model.item_modules
-        return {"text": GREY, "trained on": 0} | {name: k for k, name in enumerate(modules, start=1)}
+        return {"text": GREY, "trained on": 0} | {
+            name: k for k, name in enumerate(modules, start=1)
+        }
 
     def _colours(self, text: TextBatch) -> np.ndarray:
         """Choose the colour of each position by its contents, int `[T]`; -1 for padding."""
@@ -213,7 +245,9 @@ class Shower:
         trained[1:] = (text.weight[:-1] > 0) & (text.sample[1:] == text.sample[:-1])
         colours[trained & used] = self._legend["trained on"]
         for name in self.planned.launch.config.model.item_modules:
-            colours[(text.kind == self.replayed.loader.arrays.bit(name)) & used] = self._legend[name]
+            colours[(text.kind == self.replayed.loader.arrays.bit(name)) & used] = self._legend[
+                name
+            ]
         return colours
 
     def _strip(self, text: TextBatch, row: PackedRow) -> str:
@@ -229,7 +263,9 @@ class Shower:
             if width > 7 * len(sample.name):
                 middle = (sample.begin + sample.end) / 2 * scale
                 name = escape(sample.name)
-                parts.append(f'<text class="tick" x="{middle:.1f}" y="{STRIP + 15}" text-anchor="middle">{name}</text>')
+                parts.append(
+                    f'<text class="tick" x="{middle:.1f}" y="{STRIP + 15}" text-anchor="middle">{name}</text>'
+                )
         return f'<svg class="strip" viewBox="0 0 {WIDE} {STRIP + 20}" role="img">{"".join(parts)}</svg>'
 
     def _mask(self, text: TextBatch) -> str:
@@ -254,8 +290,12 @@ class Shower:
         for begin, end, colour in _runs(colours):
             style = f"area {colour_class(colour)}"
             start = begin + bar + 2
-            parts.append(f'<rect class="{style}" x="{start}" y="0" width="{end - begin}" height="{bar}"/>')
-            parts.append(f'<rect class="{style}" x="0" y="{start}" width="{bar}" height="{end - begin}"/>')
+            parts.append(
+                f'<rect class="{style}" x="{start}" y="0" width="{end - begin}" height="{bar}"/>'
+            )
+            parts.append(
+                f'<rect class="{style}" x="0" y="{start}" width="{bar}" height="{end - begin}"/>'
+            )
         side = length + bar + 2
         return f'<svg class="square" viewBox="0 0 {side} {side}" role="img">{"".join(parts)}</svg>'
 
@@ -271,7 +311,9 @@ def shown_item(config: object, value: np.ndarray, caption: str, side: int = SIDE
     """Show a decoded item of an encoder: an image of at most `side` pixels, or a clip."""
     if isinstance(config, AudioConfig):
         caption = f"{caption}; {len(value) / config.clips.sample_rate:.2f} s"
-        return ShownItem(caption, mel_picture(log_mel_frames(config, value)), wave_picture(value), CLIP[0])
+        return ShownItem(
+            caption, mel_picture(log_mel_frames(config, value)), wave_picture(value), CLIP[0]
+        )
     picture, width = image_picture(value, side)
     return ShownItem(f"{caption}; {value.shape[1]} x {value.shape[0]}", picture, "", width)
 
@@ -281,7 +323,9 @@ def item_image(value: np.ndarray) -> Image.Image:
     return Image.fromarray(value[..., 0] if value.shape[-1] == 1 else value)
 
 
-def image_picture(value: np.ndarray, side: int = SIDE, plain: int = PLAIN_PIXELS) -> tuple[str, int]:
+def image_picture(
+    value: np.ndarray, side: int = SIDE, plain: int = PLAIN_PIXELS
+) -> tuple[str, int]:
     """Encode an image as a data URI. Returns it and its width on the page, where small images are enlarged.
 
     side: the largest in pixels. plain: images of up to so many pixels are stored without loss.

@@ -41,7 +41,8 @@ class Curve:
         """Aggregate neighbouring points until at most `max_points` are left."""
         if len(self) <= max_points:
             return self
-        # reduceat reduces from each start up to the next: starts [0, 2] of 5 points reduce [0:2] and [2:5].
+        # reduceat reduces from each start up to the next: starts [0, 2] of 5 points reduce [0:2]
+        # and [2:5].
         starts = np.unique(np.linspace(0, len(self), max_points, endpoint=False).astype(int))
         counts = np.diff([*starts, len(self)])
         return Curve(
@@ -81,12 +82,17 @@ class Metrics:
     curves: Mapping[str, Curve]
     steps: int  # the last step that was logged
     worst: tuple[Worst, ...]  # of the last steps, each sample once, the largest loss first
-    slowest: Mapping[str, tuple[int, float]]  # by process: how many steps it finished last, and their seconds in all
+    # by process: how many steps it finished last, and their seconds in all
+    slowest: Mapping[str, tuple[int, float]]
     not_finite: int  # steps whose loss or gradient is not finite
 
     def with_prefix(self, prefix: str) -> dict[str, Curve]:
         """Select the curves whose names start with a prefix, by the rest of their names."""
-        return {key.removeprefix(prefix): curve for key, curve in self.curves.items() if key.startswith(prefix)}
+        return {
+            key.removeprefix(prefix): curve
+            for key, curve in self.curves.items()
+            if key.startswith(prefix)
+        }
 
 
 NOTHING = Metrics({}, 0, (), {}, 0)
@@ -102,8 +108,9 @@ def read_metrics(path: Path, max_points: int = POINTS) -> Metrics:
 class MetricsFollower:
     """Follow a metrics.jsonl that a run appends to: every update reads only what was added since the last one.
 
-    Curves have at most twice `max_points` points. Where more would be needed, the file is read again from its start, as
-    it is where another file has taken its place: a resumed run drops the lines behind its checkpoint.
+    Curves have at most twice `max_points` points. Where more would be needed, the file is read
+    again from its start, as it is where another file has taken its place: a resumed run drops the
+    lines behind its checkpoint.
     """
 
     def __init__(self, path: Path, max_points: int = POINTS) -> None:
@@ -176,11 +183,14 @@ class _MetricsReader:
     def add(self, record: Mapping[str, Any]) -> None:
         step = self._step = record["step"]
         for key, value in record.items():
-            if type(value) in (int, float) and key not in NOT_CURVES:  # a bool is an int to isinstance
+            # a bool is an int to isinstance
+            if type(value) in (int, float) and key not in NOT_CURVES:
                 self._open.setdefault(key, []).append(value)
                 self._last[key] = step
         # NaN and Inf are logged as strings: JSON has neither.
-        self._not_finite += any(isinstance(record.get(key), str) for key in ("loss", "gradient_norm"))
+        self._not_finite += any(
+            isinstance(record.get(key), str) for key in ("loss", "gradient_norm")
+        )
         if isinstance(worst := record.get("worst"), dict):
             self._worst.append((step, worst))
         if isinstance(process := record.get("slowest"), str):
@@ -206,7 +216,10 @@ class _MetricsReader:
             curves=curves,
             steps=self._step,
             worst=tuple(self._worst_samples()),
-            slowest={process: (n, self._slow_seconds[process]) for process, n in self._slowest.most_common()},
+            slowest={
+                process: (n, self._slow_seconds[process])
+                for process, n in self._slowest.most_common()
+            },
             not_finite=self._not_finite,
         )
 
@@ -215,9 +228,12 @@ class _MetricsReader:
         for step, worst in self._worst:
             for sample, value in worst.items():
                 loss = float(value)
-                if sample not in largest or not loss <= largest[sample].loss:  # NaN is larger than any
+                # NaN is larger than any
+                if sample not in largest or not loss <= largest[sample].loss:
                     largest[sample] = Worst(sample, step, loss)
-        return sorted(largest.values(), key=lambda w: -w.loss if math.isfinite(w.loss) else -math.inf)
+        return sorted(
+            largest.values(), key=lambda w: -w.loss if math.isfinite(w.loss) else -math.inf
+        )
 
 
 PLANNED_STEPS = 32  # the last steps, whose rows and work are shown
@@ -261,7 +277,10 @@ class Planned:
 
     def work(self, balanced: bool) -> np.ndarray:
         """Count the positions of every rank, int64 `[modules, steps, ranks]`, as it ran or as without balancing."""
-        by_step = [sum(m.work() if balanced else m.unbalanced for m in plan.microbatches) for plan in self.plans]
+        by_step = [
+            sum(m.work() if balanced else m.unbalanced for m in plan.microbatches)
+            for plan in self.plans
+        ]
         return np.stack(by_step, axis=1)
 
     def fills(self, module: int) -> np.ndarray:
@@ -271,7 +290,10 @@ class Planned:
             of_module = microbatch.module == module  # [parts]: a sample's text, or one of its items
             useful = self.loader.index.useful(microbatch.samples)[of_module]
             rows = microbatch.rows[module] * microbatch.topology.ranks
-            fills.append(np.bincount(microbatch.row[of_module], useful, rows) / microbatch.shape.lengths[module])
+            fills.append(
+                np.bincount(microbatch.row[of_module], useful, rows)
+                / microbatch.shape.lengths[module]
+            )
         return np.concatenate(fills)
 
 
@@ -301,8 +323,8 @@ def read_runs(paths: Sequence[Path], with_metrics: bool = True, trust: bool = Fa
 def plan_again(run: Run) -> Planned:
     """Plan the last steps of a run again, or its first steps where it has done none.
 
-    Raises UserError where its history, its length index or its data files are gone, and where that would execute or
-    fetch what others wrote.
+    Raises UserError where its history, its length index or its data files are gone, and where that
+    would execute or fetch what others wrote.
     """
     last = max(run.metrics.steps, 1)
     launch = launch_of_step(run.folder.history, last - 1, run.folder.due_samples)
@@ -312,7 +334,9 @@ def plan_again(run: Run) -> Planned:
         )
     run.folder.check(launch.config)
     if not run.metrics.steps:
-        last = min(launch.first + PLANNED_STEPS, max(launch.config.training.steps, launch.first + 1))
+        last = min(
+            launch.first + PLANNED_STEPS, max(launch.config.training.steps, launch.first + 1)
+        )
     loader = loader_of(launch, run.folder)
     first = max(launch.first, last - PLANNED_STEPS)
     return Planned(launch, loader, first, [loader.plan(step) for step in range(first, last)])

@@ -35,7 +35,8 @@ from mmjax.reporting.plots import (
     write_text,
 )
 
-# In pixels: a worker's row, the room above the first and below the last, and two columns to the right of them.
+# In pixels: a worker's row, the room above the first and below the last, and two columns to the
+# right of them.
 ROW = 20
 HEADING = 28
 AXIS = 40
@@ -44,7 +45,8 @@ FLIGHT_COLUMN = 62
 TOP = 66
 LEGEND = 53
 GAP = 1  # between passes, where they are wide enough
-# Passes have the numbers of their microbatches where a row has not more of them than this, and digits have room.
+# Passes have the numbers of their microbatches where a row has not more of them than this, and
+# digits have room.
 NUMBERED = 40
 DIGIT = 6
 LIGHT = 0.6  # of white in the colour of a forward pass
@@ -62,9 +64,12 @@ def plot_timelines(
 ) -> None:
     """Plot timelines one below the other, each with a time axis of its own.
 
-    timelines: by heading, such as planned and measured. names: of the stages, a tower's with its layers in brackets.
+    timelines: by heading, such as planned and measured. names: of the stages, a tower's with its
+    layers in brackets.
     """
-    figure = new_figure(TOP + sum(map(timeline_height, timelines.values())) + LEGEND, title, subtitle)
+    figure = new_figure(
+        TOP + sum(map(timeline_height, timelines.values())) + LEGEND, title, subtitle
+    )
     top = TOP
     for heading, timeline in timelines.items():
         draw_timeline(figure, top, heading, timeline, names)
@@ -78,7 +83,9 @@ def timeline_height(timeline: Timeline) -> int:
     return HEADING + ROW * len(timeline.schedule.orders) + AXIS
 
 
-def draw_timeline(figure: Figure, top: float, heading: str, timeline: Timeline, names: Sequence[str]) -> None:
+def draw_timeline(
+    figure: Figure, top: float, heading: str, timeline: Timeline, names: Sequence[str]
+) -> None:
     """Draw a row for each worker: its forward passes light, its backward passes dark, and idle time grey.
 
     A bar is half and half where the last stage runs both passes of a microbatch in one program.
@@ -92,7 +99,9 @@ def draw_timeline(figure: Figure, top: float, heading: str, timeline: Timeline, 
     write_text(figure, right, top + 14, summary, ha="right", weight="bold")
     for text, x in (("idle", right + IDLE_COLUMN), ("in flight", WIDTH - RIGHT)):
         write_text(figure, x, top + 14, text, ha="right", color=PALE)
-    busy = np.bincount([action.stage for action in timeline.actions], timeline.end - timeline.start, len(names))
+    busy = np.bincount(
+        [action.stage for action in timeline.actions], timeline.end - timeline.start, len(names)
+    )
     for row, (label, stages) in enumerate(zip(labels, workers, strict=True)):
         y = top + HEADING + ROW * (row + 0.5) + 4
         idle = 1 - busy[stages].sum() / timeline.makespan
@@ -113,7 +122,12 @@ def draw_timeline(figure: Figure, top: float, heading: str, timeline: Timeline, 
 
 def draw_timeline_legend(figure: Figure, top: float, names: Sequence[str]) -> None:
     """Draw the colours of towers and the shades of passes, in LEGEND pixels."""
-    draw_legend(figure, top, "passes of", {module_name(tower): x for tower, x in _tower_colours(names).items()})
+    draw_legend(
+        figure,
+        top,
+        "passes of",
+        {module_name(tower): x for tower, x in _tower_colours(names).items()},
+    )
     # Shown, not told: a page in dark mode turns light into dark.
     shades = {"forward": _mix(PALE, "white", LIGHT), "backward": PALE, "idle": IDLE}
     draw_legend(figure, top + 19, "in shades", shades)
@@ -122,10 +136,15 @@ def draw_timeline_legend(figure: Figure, top: float, names: Sequence[str]) -> No
 
 def _stages_of_workers(timeline: Timeline) -> list[list[int]]:
     workers = timeline.schedule.graph.workers
-    return [[stage for stage, n in enumerate(workers) if n == worker] for worker in range(max(workers) + 1)]
+    return [
+        [stage for stage, n in enumerate(workers) if n == worker]
+        for worker in range(max(workers) + 1)
+    ]
 
 
-def _draw_passes(axes: Axes, pixels_per_second: float, timeline: Timeline, names: Sequence[str]) -> None:
+def _draw_passes(
+    axes: Axes, pixels_per_second: float, timeline: Timeline, names: Sequence[str]
+) -> None:
     """Draw the passes of every worker over its idle time. pixels_per_second: of the axes' width."""
     graph = timeline.schedule.graph
     shades = _stage_shades(timeline, names)
@@ -141,7 +160,9 @@ def _draw_passes(axes: Axes, pixels_per_second: float, timeline: Timeline, names
         parts = [("forward", UPPER), ("backward", LOWER)] if both else [(action.kind, WHOLE)]
         end = start + seconds[action] - min(GAP / pixels_per_second, 0.15 * seconds[action])
         for kind, height in parts:
-            bars.setdefault((shades[action.stage][kind], height), []).append((start, end, graph.workers[action.stage]))
+            bars.setdefault((shades[action.stage][kind], height), []).append(
+                (start, end, graph.workers[action.stage])
+            )
         kind, (upper, lower) = parts[-1]
         if numbered and (end - start) * pixels_per_second > DIGIT * len(str(action.microbatch)):
             y = graph.workers[action.stage] + (upper + lower) / 2
@@ -152,7 +173,9 @@ def _draw_passes(axes: Axes, pixels_per_second: float, timeline: Timeline, names
         _draw_bars(axes, colour, height, colour_bars)
 
 
-def _draw_bars(axes: Axes, colour: str, height: tuple[float, float], bars: Sequence[tuple[float, float, int]]) -> None:
+def _draw_bars(
+    axes: Axes, colour: str, height: tuple[float, float], bars: Sequence[tuple[float, float, int]]
+) -> None:
     """Draw bars (from, to, row) of one colour as one thick dashed line, so that thousands make a small file."""
     middle = sum(height) / 2
     points = [(x, row + middle) for start, end, row in bars for x in (start, end)]
@@ -169,7 +192,8 @@ def _tower_colours(names: Sequence[str]) -> dict[str, str]:
 def _stage_shades(timeline: Timeline, names: Sequence[str]) -> list[dict[str, str]]:
     """Choose the colours of every stage's passes, forward and backward.
 
-    Where a worker has several stages of a tower, as in interleaved schedules, every second one is darker.
+    Where a worker has several stages of a tower, as in interleaved schedules, every second one is
+    darker.
     """
     colours = _tower_colours(names)
     chunks: Counter[tuple[int, str]] = Counter()

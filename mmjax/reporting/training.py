@@ -13,7 +13,17 @@ import numpy as np
 from mmjax.balance.parts import dist_ratio
 from mmjax.config import AudioConfig
 from mmjax.console import count, duration, size
-from mmjax.reporting.charts import GREY, HALF, WIDE, Figure, Formatter, area_chart, data_uri, histogram, line_chart
+from mmjax.reporting.charts import (
+    GREY,
+    HALF,
+    WIDE,
+    Figure,
+    Formatter,
+    area_chart,
+    data_uri,
+    histogram,
+    line_chart,
+)
 from mmjax.reporting.run import Curve, Planned, Run
 from mmjax.training.pass_times import StepTimelines
 
@@ -29,30 +39,46 @@ def length_figures(run: Run, planned: Planned) -> Iterator[Figure]:
         if k == 0:
             what = "samples"
         else:
-            what = "clips" if isinstance(run.config.model.item_modules[module], AudioConfig) else "images"
+            what = (
+                "clips"
+                if isinstance(run.config.model.item_modules[module], AudioConfig)
+                else "images"
+            )
         span = f"{count(used.min())} to {count(used.max())} {'tokens' if k == 0 else 'positions'}"
         title = f"Before: {what} have {span}, half under {count(np.median(used))}"
-        caption = f"{len(used):,} {'samples' if k == 0 else f'items of {module}'} in the length index."
+        caption = (
+            f"{len(used):,} {'samples' if k == 0 else f'items of {module}'} in the length index."
+        )
         yield Figure(title, caption, histogram(used, k))
         fills = planned.fills(k)
-        row_lengths = sorted({m.shape.lengths[k] for plan in planned.plans for m in plan.microbatches})
+        row_lengths = sorted(
+            {m.shape.lengths[k] for plan in planned.plans for m in plan.microbatches}
+        )
         title = f"After: rows of {module} are {percent(fills.mean())} full, the emptiest {percent(fills.min())}"
         caption = f"{len(fills):,} rows of {' or '.join(f'{n:,}' for n in row_lengths)} positions, {planned.span}."
-        yield Figure(title, caption, histogram(fills, k, percent, (0.0, max(1.0, float(fills.max())))))
+        yield Figure(
+            title, caption, histogram(fills, k, percent, (0.0, max(1.0, float(fills.max()))))
+        )
 
 
 def work_plot(planned: Planned, modules: tuple[str, ...]) -> str:
     """Plot every rank's work, as it ran and without balancing, as a data URI; empty where there is one rank."""
-    from mmjax.reporting.plots import MEANINGS, plot_work  # matplotlib looks for fonts when it is first imported
+    # matplotlib looks for fonts when it is first imported
+    from mmjax.reporting.plots import MEANINGS, plot_work
 
     kind = planned.launch.config.batch.balance.kind
-    works = {way: dict(zip(modules, planned.work(way != "none"), strict=True)) for way in dict.fromkeys(("none", kind))}
+    works = {
+        way: dict(zip(modules, planned.work(way != "none"), strict=True))
+        for way in dict.fromkeys(("none", kind))
+    }
     ranks = next(iter(works["none"].values())).shape[1]
     if ranks == 1:
         return ""
     headings = {way: f"balance {way}: {MEANINGS[way]}" for way in works}
     headings[kind] += " (as it ran)"
-    return _plot_uri(lambda path: plot_work(path, works, headings, f"{ranks} ranks, {planned.span}"))
+    return _plot_uri(
+        lambda path: plot_work(path, works, headings, f"{ranks} ranks, {planned.span}")
+    )
 
 
 def _plot_uri(plot: Callable[[Path], None]) -> str:
@@ -66,8 +92,12 @@ def _plot_uri(plot: Callable[[Path], None]) -> str:
 def work_table(planned: Planned, modules: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Tabulate how much less work the mean rank has than the busiest one; the first row is the heading."""
     rows = [("1 - mean / fullest rank", "without balancing", "as it ran")]
-    for module, unbalanced, balanced in zip(modules, planned.work(False), planned.work(True), strict=True):
-        rows.append((module, *(percent(float(dist_ratio(work).mean())) for work in (unbalanced, balanced))))
+    for module, unbalanced, balanced in zip(
+        modules, planned.work(False), planned.work(True), strict=True
+    ):
+        rows.append(
+            (module, *(percent(float(dist_ratio(work).mean())) for work in (unbalanced, balanced)))
+        )
     return rows
 
 
@@ -75,11 +105,15 @@ def timeline_plot(timelines: StepTimelines) -> str:
     """Plot when a pipeline's passes were planned to run, and when they ran, as a data URI."""
     from mmjax.reporting.timeline_plot import plot_timelines
 
-    shown = {f"planned, by {'measured layer times' if timelines.profiled else 'assumed rates'}": timelines.planned}
+    shown = {
+        f"planned, by {'measured layer times' if timelines.profiled else 'assumed rates'}": timelines.planned
+    }
     if timelines.measured is not None:
         shown[f"measured, step {timelines.step:,}"] = timelines.measured
     title = "Passes of a step"
-    subtitle = f"schedule {timelines.schedule}, {timelines.planned.schedule.microbatches} microbatches"
+    subtitle = (
+        f"schedule {timelines.schedule}, {timelines.planned.schedule.microbatches} microbatches"
+    )
     return _plot_uri(lambda path: plot_timelines(path, title, subtitle, shown, timelines.stages))
 
 
@@ -94,7 +128,8 @@ def percent(share: float, digits: int = 3) -> str:
     return f"{100 * share:.{digits}g}%"
 
 
-Title = Callable[[str, Mapping[str, Curve]], str]  # of a suffix, such as a source's name, and the curves
+# of a suffix, such as a source's name, and the curves
+Title = Callable[[str, Mapping[str, Curve]], str]
 
 
 @dataclass(frozen=True)
@@ -135,7 +170,11 @@ def _last(what: str, spell: Formatter) -> Title:
 
     def title(suffix: str, curves: Mapping[str, Curve]) -> str:
         values = {name: spell(curve.mean[-1]) for name, curve in list(curves.items())[:NAMED]}
-        texts = [f"{name} {value}" for name, value in values.items()] if len(curves) > 1 else values.values()
+        texts = (
+            [f"{name} {value}" for name, value in values.items()]
+            if len(curves) > 1
+            else values.values()
+        )
         return f"{what}{suffix}: {', '.join(texts)} at the end"
 
     return title
@@ -156,21 +195,61 @@ def _maximum(what: str, spell: Formatter) -> Title:
 
 
 CHARTS = (
-    Chart("loss", _change("Loss"), "Pale: every step. Bold: moving average over a twentieth.", noisy=True, wide=True),
+    Chart(
+        "loss",
+        _change("Loss"),
+        "Pale: every step. Bold: moving average over a twentieth.",
+        noisy=True,
+        wide=True,
+    ),
     Chart("loss/", _change("Loss by source"), noisy=True),
     Chart("image_loss/", _change("Loss of images"), "Squared error of the velocity.", noisy=True),
-    Chart("rewards/accuracies", _last("Chosen answers preferred", percent), spell=percent, noisy=True),
+    Chart(
+        "rewards/accuracies", _last("Chosen answers preferred", percent), spell=percent, noisy=True
+    ),
     Chart("rewards/margins", _change("Reward of chosen answers above rejected ones"), noisy=True),
     Chart("validation/loss", _change("Validation loss")),
-    Chart("validation/rewards/accuracies", _last("Validation, chosen answers preferred", percent), spell=percent),
+    Chart(
+        "validation/rewards/accuracies",
+        _last("Validation, chosen answers preferred", percent),
+        spell=percent,
+    ),
     Chart("validation/image_loss/", _change("Validation loss of images")),
-    Chart("validation/exact_match_", _last("Validation, exact match", percent), spell=percent, from_zero=True),
-    Chart("gradient_norm", _typical("Gradient norm", count), "On a logarithmic scale.", logarithmic=True, noisy=True),
+    Chart(
+        "validation/exact_match_",
+        _last("Validation, exact match", percent),
+        spell=percent,
+        from_zero=True,
+    ),
+    Chart(
+        "gradient_norm",
+        _typical("Gradient norm", count),
+        "On a logarithmic scale.",
+        logarithmic=True,
+        noisy=True,
+    ),
     Chart("learning_rate/", _maximum("Learning rate", count), from_zero=True),
     Chart("tokens/s", _typical("Tokens a second", count), from_zero=True),
-    Chart("mfu", _typical("MFU", percent), "Model FLOPs over what the devices can do.", percent, from_zero=True),
-    Chart("fill/", _typical("How full rows are", percent), "Useful positions over all that are computed.", percent),
-    Chart("memory/", _maximum("Memory", size), "Of a device, and of the host's process.", size, from_zero=True),
+    Chart(
+        "mfu",
+        _typical("MFU", percent),
+        "Model FLOPs over what the devices can do.",
+        percent,
+        from_zero=True,
+    ),
+    Chart(
+        "fill/",
+        _typical("How full rows are", percent),
+        "Useful positions over all that are computed.",
+        percent,
+    ),
+    Chart(
+        "memory/",
+        _maximum("Memory", size),
+        "Of a device, and of the host's process.",
+        size,
+        from_zero=True,
+    ),
     Chart("open_files", _maximum("Open files", count), "A leak would rise here.", from_zero=True),
 )
 
@@ -188,10 +267,14 @@ def training_figures(runs: Sequence[Run]) -> Iterator[Figure]:
             yield _figure(chart, "", by_run[run.name], colours, run.resumes)
             continue
         for name in names:
-            curves = {run_name: curves[name] for run_name, curves in by_run.items() if name in curves}
+            curves = {
+                run_name: curves[name] for run_name, curves in by_run.items() if name in curves
+            }
             colours = {run.name: run_colour(run) for run in runs if run.name in curves}
             suffix = "" if name == chart.key else f" {name}"
-            yield _figure(chart, suffix, curves, colours, [step for run in runs for step in run.resumes])
+            yield _figure(
+                chart, suffix, curves, colours, [step for run in runs for step in run.resumes]
+            )
 
 
 def _select(chart: Chart, curves: dict[str, Curve]) -> dict[str, Curve]:
@@ -207,7 +290,10 @@ def _merge_equal(curves: dict[str, Curve]) -> dict[str, Curve]:
     equal: dict[bytes, list[str]] = {}
     for name, curve in curves.items():
         equal.setdefault(curve.mean.tobytes(), []).append(name)
-    return {f"{first} and {len(rest)} more" if rest else first: curves[first] for first, *rest in equal.values()}
+    return {
+        f"{first} and {len(rest)} more" if rest else first: curves[first]
+        for first, *rest in equal.values()
+    }
 
 
 def series_colours(names: Sequence[str]) -> dict[str, int]:
@@ -222,7 +308,11 @@ def run_colour(run: Run) -> int:
 
 
 def _figure(
-    chart: Chart, suffix: str, curves: Mapping[str, Curve], colours: Mapping[str, int], resumes: Sequence[int]
+    chart: Chart,
+    suffix: str,
+    curves: Mapping[str, Curve],
+    colours: Mapping[str, int],
+    resumes: Sequence[int],
 ) -> Figure:
     draw = partial(
         line_chart,
@@ -244,14 +334,19 @@ def _figure(
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- balance
+# --------------------------------------------------------------------------------------------------
+# balance
 
 
 def balance_figures(run: Run) -> Iterator[Figure]:
     """Chart the busiest rank over the mean one in every phase, as it ran and as without balancing; none of one rank."""
     curves = run.metrics.curves
     # Of one rank the fullest is the mean, in every step.
-    if all(curve.high.max() <= 1 for key, curve in curves.items() if key.startswith("max_over_mean") and len(curve)):
+    if all(
+        curve.high.max() <= 1
+        for key, curve in curves.items()
+        if key.startswith("max_over_mean") and len(curve)
+    ):
         return
     for k, module in enumerate(run.modules):
         balanced = curves.get(f"max_over_mean/{module}")
@@ -260,7 +355,9 @@ def balance_figures(run: Run) -> Iterator[Figure]:
             continue
         ratio, ratio_before = balanced.typical(), unbalanced.typical()
         title = f"{module}: the fullest rank has {ratio:.2f} times the mean, without balancing {ratio_before:.2f}"
-        svg, colours = _compare(run, balanced, unbalanced, k, lambda value, digits=3: f"{value:.{digits}g}")
+        svg, colours = _compare(
+            run, balanced, unbalanced, k, lambda value, digits=3: f"{value:.{digits}g}"
+        )
         yield Figure(title, "Typical values of the second half.", svg, colours)
     balanced = curves.get("straggler_wait")
     unbalanced = curves.get("straggler_wait_before")
@@ -273,11 +370,18 @@ def balance_figures(run: Run) -> Iterator[Figure]:
             title += f", padding takes {percent(padding.typical())}"
         title += f"; without balancing both would take {wait_before}"
         svg, colours = _compare(run, balanced, unbalanced, 3, percent, from_zero=True)
-        yield Figure(title, "By the cost model, attention in every phase of every microbatch.", svg, colours)
+        yield Figure(
+            title, "By the cost model, attention in every phase of every microbatch.", svg, colours
+        )
 
 
 def _compare(
-    run: Run, balanced: Curve, unbalanced: Curve, colour: int, spell: Formatter, from_zero: bool = False
+    run: Run,
+    balanced: Curve,
+    unbalanced: Curve,
+    colour: int,
+    spell: Formatter,
+    from_zero: bool = False,
 ) -> tuple[str, dict[str, int]]:
     """Draw a curve over that without balancing. Returns the SVG and its legend."""
     colours = {"without balancing": GREY, "as it ran": colour}
@@ -285,7 +389,8 @@ def _compare(
     return line_chart(curves, colours, spell, run.resumes, from_zero=from_zero), colours
 
 
-# ---------------------------------------------------------------------------------------------------------------- time
+# --------------------------------------------------------------------------------------------------
+# time
 
 
 def time_figures(run: Run) -> Iterator[Figure]:
@@ -300,7 +405,10 @@ def time_figures(run: Run) -> Iterator[Figure]:
     colours = {"waiting for data": 2, "all else": 1}
     title = f"A step takes {duration(step.typical())}; {percent(share)} of all time was waiting for data"
     caption = "The first step after a start takes longer: it includes the warm-up."
-    svg, narrow = (area_chart(layers, step.step, colours, duration, run.resumes, width) for width in (WIDE, HALF))
+    svg, narrow = (
+        area_chart(layers, step.step, colours, duration, run.resumes, width)
+        for width in (WIDE, HALF)
+    )
     yield Figure(title, caption, svg, colours, narrow)
     if (loading := curves.get("seconds/load")) is not None:
         workers = run.config.data.workers
@@ -309,13 +417,19 @@ def time_figures(run: Run) -> Iterator[Figure]:
         title = f"A worker loads a step in {duration(loading.typical())}"
         caption = f"Opening, decoding and packing, by {loader}, while the devices compute."
         colours = {"loading": 4, "the step": 1}
-        svg = line_chart({"loading": loading, "the step": step}, colours, duration, run.resumes, from_zero=True)
+        svg = line_chart(
+            {"loading": loading, "the step": step}, colours, duration, run.resumes, from_zero=True
+        )
         yield Figure(title, caption, svg, colours)
     if (planning := curves.get("plan_ms")) is not None:
         title = f"Planning takes {duration(planning.typical() / 1e3)}"
-        caption = "Grouping and placing, in the workers; a peak begins a new chunk of steps. Logarithmic."
+        caption = (
+            "Grouping and placing, in the workers; a peak begins a new chunk of steps. Logarithmic."
+        )
         milliseconds: Formatter = lambda value, digits=3: duration(value / 1e3, digits)  # noqa: E731
-        svg = line_chart({"planning": planning}, {"planning": 5}, milliseconds, run.resumes, logarithmic=True)
+        svg = line_chart(
+            {"planning": planning}, {"planning": 5}, milliseconds, run.resumes, logarithmic=True
+        )
         yield Figure(title, caption, svg)
 
 
@@ -330,7 +444,13 @@ def time_table(run: Run) -> list[tuple[str, ...]]:
     rows = [("of a step", "median", "largest")]
     for what, (key, unit) in measured.items():
         if (curve := run.metrics.curves.get(key)) is not None:
-            rows.append((what, duration(unit * float(np.median(curve.mean))), duration(unit * float(curve.high.max()))))
+            rows.append(
+                (
+                    what,
+                    duration(unit * float(np.median(curve.mean))),
+                    duration(unit * float(curve.high.max())),
+                )
+            )
     return rows if len(rows) > 1 else []
 
 
@@ -338,5 +458,7 @@ def slowest_table(run: Run) -> list[tuple[str, ...]]:
     """Tabulate how often each process finished last, below a heading; empty where there is one process."""
     slowest = run.metrics.slowest
     steps = sum(n for n, _ in slowest.values())
-    rows = [(name, f"{n:,}", percent(n / steps), duration(s / n)) for name, (n, s) in slowest.items()]
+    rows = [
+        (name, f"{n:,}", percent(n / steps), duration(s / n)) for name, (n, s) in slowest.items()
+    ]
     return [("the slowest process", "steps", "of all", "took, on average"), *rows] if rows else []

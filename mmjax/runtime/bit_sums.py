@@ -1,6 +1,7 @@
 """Sum the bits of arrays, so that storage which returns zeros or noise for what was saved is noticed.
 
-On accelerators programs sum; what lies on CPUs is the host's memory already, and NumPy does, so nothing is compiled.
+On accelerators programs sum; what lies on CPUs is the host's memory already, and NumPy does, so
+nothing is compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ Sums = dict[str, int]  # checksum of every array by its name, see `bit_sums`
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
     """Return the leaves of a tree by their names, "a.b.c"."""
-    return {jax.tree_util.keystr(p, simple=True, separator="."): x for p, x in jax.tree.leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(p, simple=True, separator="."): x
+        for p, x in jax.tree.leaves_with_path(tree)
+    }
 
 
 def _mix(x: Any) -> Any:
@@ -41,7 +45,9 @@ def bit_sums(tree: Any) -> dict[str, jax.Array]:
         # Not `arange` in another shape: iotas stay in the array's own sharding.
         position = jnp.zeros(x.shape, jnp.uint32)
         for axis, size in enumerate(x.shape):
-            position = position * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+            position = position * np.uint32(size) + jax.lax.broadcasted_iota(
+                jnp.uint32, x.shape, axis
+            )
         return jnp.sum(_mixed_with_position(bits, position), dtype=jnp.uint32)
 
     return {name: bit_sum(x) for name, x in leaves_by_name(tree).items()}

@@ -1,11 +1,12 @@
 """Checkpoints: parameters, optimizer state, config and data position in one atomic, asynchronous save.
 
-The only file that uses Orbax. Layers are stored one by one, not stacked, so a checkpoint restores into any division of
-the layers into stacks; arrays are read straight into the requested shardings, so it restores onto any mesh. Every array
-is saved with a checksum: storage may return a missing or damaged chunk as zeros or noise without an error.
+The only file that uses Orbax. Layers are stored one by one, not stacked, so a checkpoint restores
+into any division of the layers into stacks; arrays are read straight into the requested shardings,
+so it restores onto any mesh. Every array is saved with a checksum: storage may return a missing or
+damaged chunk as zeros or noise without an error.
 
-On accelerators programs divide stacks into layers. What lies on CPUs is the host's memory already: NumPy does so there,
-and nothing is compiled.
+On accelerators programs divide stacks into layers. What lies on CPUs is the host's memory already:
+NumPy does so there, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params, key_names, stack_layers, unstack_layers
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import without_shards
-from mmjax.runtime.bit_sums import Sums, as_ints, bit_sums, find_damaged, host_bit_sum, leaves_by_name
+from mmjax.runtime.bit_sums import (
+    Sums,
+    as_ints,
+    bit_sums,
+    find_damaged,
+    host_bit_sum,
+    leaves_by_name,
+)
 from mmjax.runtime.checkpoint_commit import (
     Commit,
     Retention,
@@ -58,9 +66,9 @@ _STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
 @cache
 def silence_late_io_errors() -> None:
     """Install the filters, once per process."""
-    # When one array of many cannot be read or written, Orbax gives up and closes its event loop. The others finish
-    # later in threads of TensorStore, some after the run has printed its own error; each would print a traceback.
-    # Remove when Orbax awaits them all.
+    # When one array of many cannot be read or written, Orbax gives up and closes its event loop.
+    # The others finish later in threads of TensorStore, some after the run has printed its own
+    # error; each would print a traceback. Remove when Orbax awaits them all.
     previous_hook = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
@@ -72,7 +80,11 @@ def silence_late_io_errors() -> None:
 
     def allow(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return error is None or "was never retrieved" not in record.getMessage() or not _from_storage(error)
+        return (
+            error is None
+            or "was never retrieved" not in record.getMessage()
+            or not _from_storage(error)
+        )
 
     sys.unraisablehook = hook
     logging.getLogger("asyncio").addFilter(allow)
@@ -82,16 +94,20 @@ def _from_storage(error: BaseException) -> bool:
     """Return whether an error was raised by Orbax, or by TensorStore, whose errors have no traceback."""
     if error.__traceback__ is None:
         return bool(_STATUS.match(str(error)))
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = (
+        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
     return any(name.startswith("orbax.") for name in modules)
 
 
 FORMAT = "mmjax-2"
-# In a checkpoint's folder: the arrays, and a JSON object with format, run, config, data position and checksums.
+# In a checkpoint's folder: the arrays, and a JSON object with format, run, config, data position
+# and checksums.
 STATE = "state"
 META = "meta/metadata"
 
-# Orbax and its storage report every save as a warning or an info line; we print one line of our own instead.
+# Orbax and its storage report every save as a warning or an info line; we print one line of our own
+# instead.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
@@ -133,11 +149,15 @@ class CheckpointStore:
         self.retention = retention
         self._saves = 0
         self._commit: Commit | None = None
-        # A pipeline's state lies on several meshes, each with programs of its own; a checkpoint does not show it.
+        # A pipeline's state lies on several meshes, each with programs of its own; a checkpoint
+        # does not show it.
         self._abstract = tuple(state.abstract for state in executor.states)
         self._targets = [unstack_layers(part, _layer_of_struct) for part in self._abstract]
         self._target = _merge_parts(self._targets)
-        self._local = [any(x.sharding.addressable_devices for x in jax.tree.leaves(part)) for part in self._abstract]
+        self._local = [
+            any(x.sharding.addressable_devices for x in jax.tree.leaves(part))
+            for part in self._abstract
+        ]
         self._on_host = all(map(_lies_on_cpus, self._abstract))
         # Of several processes each holds shards alone.
         self._saves_from_host = self._on_host and coordination.count() == 1
@@ -145,7 +165,9 @@ class CheckpointStore:
         self._unstack: list[Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]] = []
         for target in self._targets:
             shardings = jax.tree.map(lambda x: x.sharding, target)
-            self._unstack.append(jax.jit(_unstack_with_sums, out_shardings=(shardings, shardings.step)))
+            self._unstack.append(
+                jax.jit(_unstack_with_sums, out_shardings=(shardings, shardings.step))
+            )
         self._handler = _state_handler()
 
         def open_folder() -> None:
@@ -171,10 +193,14 @@ class CheckpointStore:
         sums: Sums = {}
         for number, part in enumerate(self._executor.parts(state)):
             if self._saves_from_host:
-                part = unstack_layers(jax.tree.map(_copy_to_host, part), lambda stack, layer: stack[layer, ...])
+                part = unstack_layers(
+                    jax.tree.map(_copy_to_host, part), lambda stack, layer: stack[layer, ...]
+                )
             elif self._local[number]:
                 part, part_sums = self._unstack[number](part)
-                sums |= {name: value for name, value in as_ints(part_sums).items() if name not in sums}
+                sums |= {
+                    name: value for name, value in as_ints(part_sums).items() if name not in sums
+                }
             else:
                 part = jax.tree.map(without_shards, self._targets[number])
             parts.append(part)
@@ -189,7 +215,8 @@ class CheckpointStore:
         futures: list[Any] = []
 
         def begin() -> None:
-            # Returns when the state is in the host's memory: from then on training may donate its buffers.
+            # Returns when the state is in the host's memory: from then on training may donate its
+            # buffers.
             tree = unstacked.pop()
             saving = self._handler.async_save(partial / STATE, args=ocp.args.PyTreeSave(tree))
             futures.extend(asyncio.run_coroutine_threadsafe(saving, _loop()).result())
@@ -201,7 +228,8 @@ class CheckpointStore:
             (partial / META).parent.mkdir()
             (partial / META).write_text(json.dumps(with_checksum(meta)))
 
-        # Errors travel as text to `write`, so that every process starts the same save and all learn why it failed.
+        # Errors travel as text to `write`, so that every process starts the same save and all learn
+        # why it failed.
         refused = coordination.run_on_leader(
             lambda: run_and_describe_failure(lambda: begin_partial(self._folder, data.step))
         )
@@ -212,8 +240,9 @@ class CheckpointStore:
             begun = refused
             if self._saves_from_host:
                 begun = begun or run_and_describe_failure(begin)
-            # Every future is awaited, also after one has failed: none may write any more when the folder is removed.
-            # In the thread that writes, so that training does not wait for the others.
+            # Every future is awaited, also after one has failed: none may write any more when the
+            # folder is removed. In the thread that writes, so that training does not wait for the
+            # others.
             if divided:  # each process knows the sums of its own stages
                 for gathered in coordination.gather(f"sums/{save}", json.dumps(sums)):
                     meta["sums"] = json.loads(gathered) | meta["sums"]
@@ -243,8 +272,8 @@ class CheckpointStore:
     def restore(self, step: int) -> tuple[State, CheckpointMetadata]:
         """Restore step `step` into this run's shardings.
 
-        Raises DamagedCheckpoint on all processes where one of them cannot read it, and UserError where it is of another
-        model or optimizer.
+        Raises DamagedCheckpoint on all processes where one of them cannot read it, and UserError
+        where it is of another model or optimizer.
         """
         path = self._folder / str(step) / STATE
         parts: list[Any] = []  # metadata and state
@@ -252,13 +281,16 @@ class CheckpointStore:
         differences: list[str] = []  # from the state that this run needs
 
         def read() -> None:
-            # By the handler itself: Orbax's checkpointers have processes wait for each other, also for a failed one.
+            # By the handler itself: Orbax's checkpointers have processes wait for each other, also
+            # for a failed one.
             saved = _parse_metadata(self._folder, step)
             misplaced.append(describe_misplaced(self._folder, saved))
             parts.append(saved)
             differences.extend(_different_names(saved.sums, self._target))
             if not self._on_host:
-                differences.extend(_different_dtypes(self._handler.metadata(path).tree, self._target))
+                differences.extend(
+                    _different_dtypes(self._handler.metadata(path).tree, self._target)
+                )
             if not differences:
                 # Each part by itself: what several have lies on the mesh of each.
                 for target, local in zip(self._targets, self._local, strict=True):
@@ -266,9 +298,14 @@ class CheckpointStore:
                     parts.append(_restore(self._handler, path, target, partial) if local else None)
                     differences.extend(_different_dtypes(parts[-1], target))
 
-        error = next(filter(None, coordination.gather(f"restored/{step}", run_and_describe_failure(read))), "")
+        error = next(
+            filter(None, coordination.gather(f"restored/{step}", run_and_describe_failure(read))),
+            "",
+        )
         if not error and any(misplaced):
-            raise UserError(f"checkpoint {path.parent} cannot be used: {misplaced[0]}", everywhere=True)
+            raise UserError(
+                f"checkpoint {path.parent} cannot be used: {misplaced[0]}", everywhere=True
+            )
         if not error and differences:
             raise UserError(
                 f"checkpoint {path.parent} is of another model or optimizer: {differences[0]}; resume with the model, "
@@ -277,10 +314,16 @@ class CheckpointStore:
                 everywhere=True,
             )
         for part in parts[1:]:
-            if not error and part is not None and (wrong := find_damaged(part, parts[0].sums)) is not None:
+            if (
+                not error
+                and part is not None
+                and (wrong := find_damaged(part, parts[0].sums)) is not None
+            ):
                 error = f"{wrong} is not what was saved"
         if error:
-            raise DamagedCheckpoint(f"checkpoint {self._folder / str(step)} cannot be used: {error}", everywhere=True)
+            raise DamagedCheckpoint(
+                f"checkpoint {self._folder / str(step)} cannot be used: {error}", everywhere=True
+            )
         saved, *unstacked = parts
         runs = self._executor.model.runs
         restored = []
@@ -288,7 +331,9 @@ class CheckpointStore:
             if part is None:
                 restored.append(jax.tree.map(without_shards, like))
             else:
-                restored.append(_put(stack_layers(part, runs), jax.tree.map(lambda x: x.sharding, like)))
+                restored.append(
+                    _put(stack_layers(part, runs), jax.tree.map(lambda x: x.sharding, like))
+                )
         return self._executor.from_parts(restored), saved
 
     def close(self) -> None:
@@ -299,16 +344,21 @@ class CheckpointStore:
 def checkpoint_step(folder: Path, step: int | None = None) -> int:
     """Return a checkpoint's step, by default the newest's. Raises UserError where there is no such checkpoint."""
     if not (steps := saved_steps(folder)):
-        raise UserError(f"{folder} holds no checkpoint yet; train further, or start afresh with --overwrite")
+        raise UserError(
+            f"{folder} holds no checkpoint yet; train further, or start afresh with --overwrite"
+        )
     if step is not None and step not in steps:
-        raise UserError(f"--step {step}: {folder.parent} has checkpoints of {', '.join(map(str, steps))}")
+        raise UserError(
+            f"--step {step}: {folder.parent} has checkpoints of {', '.join(map(str, steps))}"
+        )
     return steps[-1] if step is None else step
 
 
 def read_metadata(folder: Path, step: int) -> CheckpointMetadata:
     """Read the metadata of checkpoint `step`.
 
-    Raises UserError where it is not one of mmjax's, is damaged, or is of another step or run than its place says.
+    Raises UserError where it is not one of mmjax's, is damaged, or is of another step or run than
+    its place says.
     """
     saved = _parse_metadata(folder, step)
     if misplaced := describe_misplaced(folder, saved):
@@ -321,7 +371,9 @@ def _parse_metadata(folder: Path, step: int) -> CheckpointMetadata:
         meta = json.loads((folder / str(step) / META).read_text())
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
             stored_format = meta.get("format") if isinstance(meta, dict) else None
-            raise UserError(f"its format is {stored_format!r}; this version of mmjax reads {FORMAT!r}")
+            raise UserError(
+                f"its format is {stored_format!r}; this version of mmjax reads {FORMAT!r}"
+            )
         meta = verify_checksum(meta)
         data = DataState(**meta["data"])
         return CheckpointMetadata(step, meta["config"], data, meta["sums"], meta.get("run", ""))
@@ -330,14 +382,19 @@ def _parse_metadata(folder: Path, step: int) -> CheckpointMetadata:
 def describe_misplaced(folder: Path, saved: CheckpointMetadata) -> str:
     """Say of which step and run a checkpoint is that was put in the place of another; empty where it was not.
 
-    Runs begun by versions that drew no id have none to compare: of their checkpoints only the step is compared.
+    Runs begun by versions that drew no id have none to compare: of their checkpoints only the step
+    is compared.
     """
     run = RunFolder(folder.parent).read_identity()
     if saved.data.step == saved.step and run in ("", saved.run):
         return ""
     config = json.loads(saved.config)
     name = config.get("run") or f"runs/{config.get('name')}"
-    subject = f"the state of run {name} after step {saved.data.step}" if run not in ("", saved.run) else ""
+    subject = (
+        f"the state of run {name} after step {saved.data.step}"
+        if run not in ("", saved.run)
+        else ""
+    )
     subject = subject or f"this run's state after step {saved.data.step}"
     return (
         f"it is {subject}, in the place of step {saved.step}; put back what was there, or remove it. To start from "
@@ -348,8 +405,8 @@ def describe_misplaced(folder: Path, saved: CheckpointMetadata) -> str:
 def restore_parameters(folder: Path, step: int, model: Model, shardings: Params) -> Params:
     """Restore only the parameters of checkpoint `step`, into these shardings.
 
-    What was frozen may be trainable now, and the reverse. Raises UserError where the checkpoint is damaged, or a
-    parameter is missing, unexpected or of another shape.
+    What was frozen may be trainable now, and the reverse. Raises UserError where the checkpoint is
+    damaged, or a parameter is missing, unexpected or of another shape.
     """
     saved = read_metadata(folder, step)
     path = folder / str(step) / STATE
@@ -369,8 +426,8 @@ def restore_parameters(folder: Path, step: int, model: Model, shardings: Params)
 class SavedParameters:
     """The parameters of checkpoint `step`, read a few at a time into the host's memory.
 
-    They are named by their path in nested dicts, layers by number. Raises UserError where the checkpoint is damaged, or
-    not of this model.
+    They are named by their path in nested dicts, layers by number. Raises UserError where the
+    checkpoint is damaged, or not of this model.
     """
 
     def __init__(self, folder: Path, step: int, model: Model) -> None:
@@ -397,20 +454,34 @@ class SavedParameters:
             return {}
         with _reading(self._folder, self._step):
             parts = _restore(_state_handler(), self._path, stored, partial=True)
-            if (wrong := find_damaged(_state_of({"trainable": {}, "frozen": {}} | parts), self._sums)) is not None:
+            if (
+                wrong := find_damaged(
+                    _state_of({"trainable": {}, "frozen": {}} | parts), self._sums
+                )
+            ) is not None:
                 raise UserError(f"{wrong} is not what was saved")
-        return {key_names(path): x for part in parts.values() for path, x in jax.tree.leaves_with_path(part)}
+        return {
+            key_names(path): x
+            for part in parts.values()
+            for path, x in jax.tree.leaves_with_path(part)
+        }
 
 
 def _select(tree: Any, names: set[tuple[str, ...]], path: tuple[str, ...] = ()) -> Any:
     """Keep the branches of nested dicts that lead to these names."""
     if not isinstance(tree, dict):
         return tree
-    inner = {k: _select(v, names, (*path, k)) for k, v in tree.items() if isinstance(v, dict) or (*path, k) in names}
+    inner = {
+        k: _select(v, names, (*path, k))
+        for k, v in tree.items()
+        if isinstance(v, dict) or (*path, k) in names
+    }
     return {k: v for k, v in inner.items() if v != {}}
 
 
-def _parameter_tree(handler: ocp.PyTreeCheckpointHandler, path: Path, target: Params) -> dict[str, Params]:
+def _parameter_tree(
+    handler: ocp.PyTreeCheckpointHandler, path: Path, target: Params
+) -> dict[str, Params]:
     """Read the stored structure of trainable and frozen parameters. Raises UserError where it is of another model."""
     tree = handler.metadata(path).tree
     parts = {part: tree.get(part) or {} for part in ("trainable", "frozen")}
@@ -418,12 +489,18 @@ def _parameter_tree(handler: ocp.PyTreeCheckpointHandler, path: Path, target: Pa
     expected = leaves_by_name(target)
     for name, x in expected.items():
         if name not in stored:
-            raise UserError(f"it is of another model: it has no parameter {name}, which this model needs")
+            raise UserError(
+                f"it is of another model: it has no parameter {name}, which this model needs"
+            )
         if tuple(stored[name].shape) != tuple(x.shape):
-            shapes = f"{name} has shape {tuple(stored[name].shape)}, this model needs {tuple(x.shape)}"
+            shapes = (
+                f"{name} has shape {tuple(stored[name].shape)}, this model needs {tuple(x.shape)}"
+            )
             raise UserError(f"it is of another model: {shapes}")
     if extra := sorted(set(stored) - set(expected)):
-        raise UserError(f"it is of another model: it has parameter {extra[0]}, which this model lacks")
+        raise UserError(
+            f"it is of another model: it has parameter {extra[0]}, which this model lacks"
+        )
     return parts
 
 
@@ -434,8 +511,8 @@ def _state_of(parts: dict[str, Params]) -> TrainState:
 class _LocalShards:
     """An array as Orbax reads it to save it, but no jax.Array: of these it refuses what one process holds whole.
 
-    Where this process has none of the array, an empty shard that Orbax never writes gives it the shape of shards. Goes
-    when Orbax saves arrays of a part of the processes' devices.
+    Where this process has none of the array, an empty shard that Orbax never writes gives it the
+    shape of shards. Goes when Orbax saves arrays of a part of the processes' devices.
     """
 
     def __init__(self, x: jax.Array) -> None:
@@ -446,13 +523,17 @@ class _LocalShards:
         self.nbytes = x.nbytes
         self.ndim = x.ndim
         empty = SimpleNamespace(shape=x.sharding.shard_shape(x.shape))
-        self.addressable_shards = x.addressable_shards or [SimpleNamespace(data=empty, replica_id=-1, index=None)]
+        self.addressable_shards = x.addressable_shards or [
+            SimpleNamespace(data=empty, replica_id=-1, index=None)
+        ]
 
 
 class _StageHandler(ocp.type_handlers.ArrayHandler):
     """Saves arrays that lie on some of the processes' devices, such as those of a pipeline's stages."""
 
-    async def serialize(self, values: Sequence[jax.Array], infos: Sequence[Any], args: Any = None) -> Any:
+    async def serialize(
+        self, values: Sequence[jax.Array], infos: Sequence[Any], args: Any = None
+    ) -> Any:
         return await super().serialize([_LocalShards(x) for x in values], infos, args)
 
 
@@ -465,18 +546,21 @@ class _HostHandler(ocp.type_handlers.NumpyHandler):
 
 def _state_handler() -> ocp.PyTreeCheckpointHandler:
     silence_late_io_errors()
-    # By default Orbax slices replicated arrays on the devices, to divide the writing among replicas: a hundred small
-    # programs, compiled in mid-run.
+    # By default Orbax slices replicated arrays on the devices, to divide the writing among
+    # replicas: a hundred small programs, compiled in mid-run.
     arrays = _StageHandler(use_replica_parallel=False)
     host = _HostHandler(deepcopy_host_arrays=False)  # what is saved is a copy already
-    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, host), (jax.Array, arrays))
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, host), (jax.Array, arrays)
+    )
     # Random mantissas do not compress: a tenth of the bytes for half of the time.
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
 
 
 def _restore(handler: ocp.PyTreeCheckpointHandler, path: Path, structs: Any, partial: bool) -> Any:
     """Read arrays into their shardings, or whole into the host's memory where they all belong on CPUs."""
-    # A stage that trains nothing has no moments where the whole state has some: Orbax would read a number there.
+    # A stage that trains nothing has no moments where the whole state has some: Orbax would read a
+    # number there.
     item = _without_empty(structs) if partial else structs
     if _lies_on_cpus(structs):
         args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
@@ -487,7 +571,9 @@ def _restore(handler: ocp.PyTreeCheckpointHandler, path: Path, structs: Any, par
     for name, struct in leaves_by_name(structs).items():
         if restored[name].shape != struct.shape:
             raise ValueError(f"{name} has shape {restored[name].shape}, not {struct.shape}")
-    return jax.tree.unflatten(jax.tree.structure(structs), [restored[name] for name in leaves_by_name(structs)])
+    return jax.tree.unflatten(
+        jax.tree.structure(structs), [restored[name] for name in leaves_by_name(structs)]
+    )
 
 
 def _without_empty(tree: Any) -> Any:
@@ -534,7 +620,9 @@ def _different_names(sums: Sums, target: Any) -> Iterator[str]:
     """List the arrays that only the checkpoint or only the target has."""
     # The checksums are protected by one of their own, so a missing name is no damage.
     different = sums.keys() ^ leaves_by_name(target).keys()
-    yield from (f"{name} is only {'there' if name in sums else 'here'}" for name in sorted(different))
+    yield from (
+        f"{name} is only {'there' if name in sums else 'here'}" for name in sorted(different)
+    )
 
 
 def _different_dtypes(stored: Any, target: Any) -> Iterator[str]:
@@ -555,7 +643,9 @@ def _merge_parts(parts: Sequence[Any]) -> Any:
     first = parts[0]
     if isinstance(first, dict):
         names = dict.fromkeys(name for part in parts for name in part)
-        return {name: _merge_parts([part[name] for part in parts if name in part]) for name in names}
+        return {
+            name: _merge_parts([part[name] for part in parts if name in part]) for name in names
+        }
     if isinstance(first, tuple):
         members = [_merge_parts(members) for members in zip(*parts, strict=True)]
         return type(first)._make(members) if hasattr(first, "_make") else tuple(members)
@@ -563,7 +653,9 @@ def _merge_parts(parts: Sequence[Any]) -> Any:
 
 
 def _with_sharding(abstract: Any, shardings: Any) -> Any:
-    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
+    )
 
 
 def _layer_of_struct(leaf: jax.ShapeDtypeStruct, layer: int) -> jax.ShapeDtypeStruct:
@@ -599,5 +691,7 @@ def _reading(folder: Path, step: int) -> Iterator[None]:
             yield
     except UserError as error:
         older = [s for s in saved_steps(folder) if s < step]
-        remedy = f"to use step {older[-1]} instead, remove it" if older else "there is no older one here"
+        remedy = (
+            f"to use step {older[-1]} instead, remove it" if older else "there is no older one here"
+        )
         raise UserError(f"{error}; {remedy}") from error.__cause__

@@ -5,8 +5,9 @@
     checkpoints/200.torn        could not be read when the run was resumed; kept until a later one is complete
     checkpoints/50.old          being removed
 
-Nothing is removed before its replacement is complete, so that a kill at any moment, or a full disk, costs at most the
-steps since the last save. Processes wait for each other in background threads, while training continues.
+Nothing is removed before its replacement is complete, so that a kill at any moment, or a full disk,
+costs at most the steps since the last save. Processes wait for each other in background threads,
+while training continues.
 """
 
 from __future__ import annotations
@@ -37,15 +38,19 @@ class Retention:
 
     def steps_to_remove(self, steps: Sequence[int]) -> list[int]:
         """Return the checkpoints to remove, of these in ascending order."""
-        return [s for s in steps[: -self.last] if s != self.best and not (self.every and s % self.every == 0)]
+        return [
+            s
+            for s in steps[: -self.last]
+            if s != self.best and not (self.every and s % self.every == 0)
+        ]
 
 
 @dataclass(eq=False)
 class Commit:
     """A save in its background thread. All processes start the same saves, and get the same result of each.
 
-    number: unique to this save, the same on all processes. write: writes this process's part. finish: completes the
-    partial folder, on process 0, once all parts are written.
+    number: unique to this save, the same on all processes. write: writes this process's part.
+    finish: completes the partial folder, on process 0, once all parts are written.
     """
 
     folder: Path
@@ -72,8 +77,11 @@ class Commit:
 
     def _run(self) -> None:
         try:
-            # Nothing gets its final name before all processes have reported that their part is written.
-            written = coordination.gather(f"save/{self.number}/written", run_and_describe_failure(self.write))
+            # Nothing gets its final name before all processes have reported that their part is
+            # written.
+            written = coordination.gather(
+                f"save/{self.number}/written", run_and_describe_failure(self.write)
+            )
             error = next(filter(None, written), "")
             if coordination.is_leader():
                 error = error or run_and_describe_failure(self._publish)
@@ -102,7 +110,8 @@ class Commit:
             remove(self.folder / str(step))
         remove_leftovers(self.folder)
         for torn in self.folder.glob(f"*{TORN}"):
-            # Kept for a person to look at until a checkpoint of its step, or of a later one, is complete.
+            # Kept for a person to look at until a checkpoint of its step, or of a later one, is
+            # complete.
             name = torn.name.removesuffix(TORN)
             if name.isdecimal() and int(name) <= self.step:
                 shutil.rmtree(torn)

@@ -17,18 +17,27 @@ from mmjax.config import Generator
 from mmjax.config.towers import Encoder
 from mmjax.data.loading.context import tokens_on_device
 from mmjax.data.plan.placement import Shape
-from mmjax.parallel.sharding import ShardingRules, local_ranks, row_ranks, rows_sharding, tokens_sharding
+from mmjax.parallel.sharding import (
+    ShardingRules,
+    local_ranks,
+    row_ranks,
+    rows_sharding,
+    tokens_sharding,
+)
 
-MAX_UNREADABLE = 32  # samples of a step that may be left out: where more cannot be read, it is not the samples
+# samples of a step that may be left out: where more cannot be read, it is not the samples
+MAX_UNREADABLE = 32
 
 
 class ProcessReport(NamedTuple):
     """Report one process's part of a step to all processes, with the update."""
 
     digest: int = 0  # hash of the step's plan, 63 bits; must be the same everywhere
-    content: int = 0  # sum of the hashes of its rows, 64 bits; a row that several processes hold counts once
+    # sum of the hashes of its rows, 64 bits; a row that several processes hold counts once
+    content: int = 0
     needed_flops: float = 0.0  # of its ranks' rows, without padding
-    batch_seconds: float = 0.0  # from requesting the batch to having it on the devices: others wait at most so long
+    # from requesting the batch to having it on the devices: others wait at most so long
+    batch_seconds: float = 0.0
     stop: bool = False  # a signal requests a stop
     unreadable: Sequence[int] = ()  # ids in the length index of the samples that it could not read
 
@@ -49,7 +58,10 @@ def put_rows(batch: Microbatch, mesh: Mesh, rules: ShardingRules) -> Microbatch:
 
 def put_local_rows(batch: Microbatch, mesh: Mesh, rules: ShardingRules) -> Microbatch:
     """Put a microbatch of the rows of this process's ranks on the devices; as many for each rank."""
-    text, items = (TowerRows(local_ranks(mesh, axes), row_ranks(mesh, axes)) for axes in (rules.rows, rules.item_rows))
+    text, items = (
+        TowerRows(local_ranks(mesh, axes), row_ranks(mesh, axes))
+        for axes in (rules.rows, rules.item_rows)
+    )
     parts = {name: put_tower_rows(part, items, mesh, rules) for name, part in batch.items.items()}
     return Microbatch(put_tower_rows(batch.text, text, mesh, rules), parts)
 
@@ -62,25 +74,31 @@ def put_tower_rows(
     def put(x: np.ndarray, layout: NamedSharding) -> jax.Array:
         if rows is None:
             return jax.make_array_from_callback(x.shape, layout, x.__getitem__)
-        # Tables of the exchange have an entry for each device of a rank, the others as many as the rank has rows.
-        # 6 rows of this process's ranks 2 and 3, of 8 ranks in all: rows 6 to 11 of 24.
+        # Tables of the exchange have an entry for each device of a rank, the others as many as the
+        # rank has rows. 6 rows of this process's ranks 2 and 3, of 8 ranks in all: rows 6 to 11 of
+        # 24.
         per_rank = len(x) // len(rows.local)
         shape = (per_rank * rows.ranks, *x.shape[1:])
 
         def shard(index: tuple[slice, ...]) -> np.ndarray:
             first, last, _ = index[0].indices(shape[0])
-            return x[first - per_rank * rows.local.start : last - per_rank * rows.local.start, *index[1:]]
+            return x[
+                first - per_rank * rows.local.start : last - per_rank * rows.local.start, *index[1:]
+            ]
 
         return jax.make_array_from_callback(shape, layout, shard, dtype=x.dtype)
 
     return jax.tree.map(put, part, batch_shardings(part, mesh, rules))
 
 
-def batch_shardings(part: TextBatch | ItemBatch, mesh: Mesh, rules: ShardingRules) -> TextBatch | ItemBatch:
+def batch_shardings(
+    part: TextBatch | ItemBatch, mesh: Mesh, rules: ShardingRules
+) -> TextBatch | ItemBatch:
     """Return the sharding of every array of a tower's batch."""
     if isinstance(part, ItemBatch):
         return jax.tree.map(lambda _: rows_sharding(mesh, rules.item_rows), part)
-    # A process holds the tables of all devices of its ranks; what generators are sent goes from rank to rank.
+    # A process holds the tables of all devices of its ranks; what generators are sent goes from
+    # rank to rank.
     by_device, by_rank = (rows_sharding(mesh, axes) for axes in (rules.token_rows, rules.rows))
     tables = {
         table: {name: by_rank if name in part.condition else by_device for name in arrays}
@@ -108,7 +126,8 @@ def padding_microbatches(
 ) -> list[Microbatch]:
     """Make an all-padding microbatch of every shape, to compile ahead; `first` gives dtypes and rows.
 
-    tower_rows: that this process packs, where `first` may lack items that go to copies of encoders elsewhere.
+    tower_rows: that this process packs, where `first` may lack items that go to copies of encoders
+    elsewhere.
     """
 
     def resize(x: np.ndarray, length: int, rows: int | None = None) -> np.ndarray:
@@ -121,19 +140,28 @@ def padding_microbatches(
         lengths = zip(first.items.items(), shape.lengths[1:], strict=True)
         send = {e: np.zeros((*x.shape[:2], width), x.dtype) for (e, x), width in widths}
         counts = {e: rows.per_rank * len(rows.local) for e, rows in (tower_rows or {}).items()}
-        items = {e: jax.tree.map(partial(resize, length=length, rows=counts.get(e)), x) for (e, x), length in lengths}
+        items = {
+            e: jax.tree.map(partial(resize, length=length, rows=counts.get(e)), x)
+            for (e, x), length in lengths
+        }
         condition = {
-            e: resize(x, encoders[e].most_images(items[e].item.shape[1]) * encoders[e].condition_tokens)
+            e: resize(
+                x, encoders[e].most_images(items[e].item.shape[1]) * encoders[e].condition_tokens
+            )
             for e, x in first.text.condition.items()
         }
         spread = {}
         for e, x in first.text.spread.items():
             length, new_length = first.items[e].item.shape[1], items[e].item.shape[1]
             # Beside what peers send, a device has slots for each of its rows.
-            rows = (x.shape[2] - prod(first.text.send[e].shape[1:])) // tokens_on_device(encoders[e], 1, length, 0, 0)
+            rows = (x.shape[2] - prod(first.text.send[e].shape[1:])) // tokens_on_device(
+                encoders[e], 1, length, 0, 0
+            )
             width = tokens_on_device(encoders[e], rows, new_length, *send[e].shape[1:])
             spread[e] = np.zeros((*x.shape[:2], width), x.dtype)
-        batches.append(Microbatch(text._replace(send=send, spread=spread, condition=condition), items))
+        batches.append(
+            Microbatch(text._replace(send=send, spread=spread, condition=condition), items)
+        )
     return batches
 
 
@@ -176,8 +204,14 @@ def isolate_rows(batch: Microbatch, owner: jax.Array, rows: jax.Array) -> Microb
         items[name] = of_tower._replace(values=values, item=select(of_tower.item, mask, PADDING))
     text = batch.text
     if text is not None:
-        plain = {f: select(getattr(text, f), rows, 0) for f in ("token", "weight", "span", "kind", "sees")}
-        slots = {e: jax.tree.map(lambda x: select(x, rows, PADDING), slot) for e, slot in text.slots.items()}
+        plain = {
+            f: select(getattr(text, f), rows, 0)
+            for f in ("token", "weight", "span", "kind", "sees")
+        }
+        slots = {
+            e: jax.tree.map(lambda x: select(x, rows, PADDING), slot)
+            for e, slot in text.slots.items()
+        }
         text = text._replace(**plain, sample=select(text.sample, rows, PADDING), slots=slots)
     return Microbatch(text, items)
 
@@ -234,5 +268,7 @@ def merge_unreadable(samples: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Merge the ids of each device, int32 `[devices, n]`, every id once: int32 `[MAX_UNREADABLE]`, and their number."""
     ids = -jnp.sort(-samples.reshape(-1))
     # An id stays where it differs from the one before: 7, 7, 3, -1 becomes 7, -1, 3, -1.
-    unique = jnp.where((ids >= 0) & (ids != jnp.pad(ids[:-1], (1, 0), constant_values=PADDING)), ids, PADDING)
+    unique = jnp.where(
+        (ids >= 0) & (ids != jnp.pad(ids[:-1], (1, 0), constant_values=PADDING)), ids, PADDING
+    )
     return jax.lax.top_k(unique, MAX_UNREADABLE)[0], (unique >= 0).sum()

@@ -58,7 +58,9 @@ class CompileCounter:
 @cache
 def _listen() -> None:
     """Count JAX's events from now on; its hooks cannot be removed, so there is one per process and event."""
-    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: _events.update((event,)))
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: _events.update((event,))
+    )
     jax.monitoring.register_event_listener(lambda event, **_: _events.update((event,)))
 
 
@@ -71,7 +73,8 @@ def enable_compilation_cache(folder: Path) -> None:
     """Cache every compiled program under `folder`; a second start of the same run compiles nothing."""
     if jax.config.jax_compilation_cache_dir != str(folder):
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        compilation_cache.reset_cache()  # JAX opens its cache once and would stay with the previous folder
+        # JAX opens its cache once and would stay with the previous folder
+        compilation_cache.reset_cache()
     # JAX's defaults skip programs that compile fast or are small.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -116,7 +119,11 @@ def host_ram() -> float:
 
 def ram_per_device(device: jax.Device) -> float | None:
     """Return the bytes of RAM for each of the devices that a CPU is divided into; None for other devices."""
-    return host_ram() / (jax.local_device_count() * coordination.per_host()) if device.platform == "cpu" else None
+    return (
+        host_ram() / (jax.local_device_count() * coordination.per_host())
+        if device.platform == "cpu"
+        else None
+    )
 
 
 def check_ram(program: jax.stages.Compiled, device: jax.Device) -> None:
@@ -142,13 +149,16 @@ def local_cluster() -> Cluster:
 
 def peak_flops(devices: Sequence[jax.Device], precision: Literal["bfloat16", "float32"]) -> float:
     """Return the peak FLOP/s of all `devices` together."""
-    local = next(d for d in devices if d.process_index == jax.process_index())  # others cannot be measured from here
+    # others cannot be measured from here
+    local = next(d for d in devices if d.process_index == jax.process_index())
     return device_description(local).peak(precision) * len(devices)
 
 
 def peak_memory_used(mesh: Mesh) -> int | None:
     """Return the peak bytes in use so far on this process's fullest device; None where the backend does not count."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in mesh.local_devices]
+    peaks = [
+        (device.memory_stats() or {}).get("peak_bytes_in_use") for device in mesh.local_devices
+    ]
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
@@ -182,10 +192,13 @@ def measured_update_bandwidth(
 ) -> float:
     """Measure the bytes per second, read and written, of the fastest of a few updates like AdamW's, in place.
 
-    An unknown device's memory counts by these: on a CPU a step's update computes, and puts what it makes in new pages
-    of memory before it copies it, so that a plain pass over as many bytes takes a fifth of the time.
+    An unknown device's memory counts by these: on a CPU a step's update computes, and puts what it
+    makes in new pages of memory before it copies it, so that a plain pass over as many bytes takes
+    a fifth of the time.
     """
-    state = tuple(jax.device_put(jnp.full(parameters, n, jnp.float32), device) for n in (1.0, 2.0, 3.0))
+    state = tuple(
+        jax.device_put(jnp.full(parameters, n, jnp.float32), device) for n in (1.0, 2.0, 3.0)
+    )
     gradient = jax.device_put(jnp.ones(parameters, jnp.float32), device)
 
     def update(state: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, ...]:
@@ -194,7 +207,9 @@ def measured_update_bandwidth(
         mean = 0.9 * mean + 0.1 * gradient
         square = 0.999 * square + 0.001 * gradient * gradient
         parameter = parameter - 1e-3 * (mean / (jnp.sqrt(square) + 1e-8) + 0.01 * parameter)
-        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), (parameter, mean, square), state)
+        return jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (parameter, mean, square), state
+        )
 
     program = jax.jit(update, donate_argnums=0)
     seconds = _best_seconds(lambda state: program(state, gradient), state, repeats, clock)
@@ -203,13 +218,17 @@ def measured_update_bandwidth(
 
 
 @cache
-def measured_peak(device: jax.Device, size: int = 1024, repeats: int = 5, clock: Clock = time.perf_counter) -> float:
+def measured_peak(
+    device: jax.Device, size: int = 1024, repeats: int = 5, clock: Clock = time.perf_counter
+) -> float:
     """Measure FLOP/s by the fastest of a few float32 products of square matrices: the peak of an unknown device."""
     a = jax.device_put(jnp.ones((size, size), jnp.float32), device)
     return 2 * size**3 / _best_seconds(jax.jit(lambda a: a @ a), a, repeats, clock)
 
 
-def _best_seconds(program: Callable[[Any], Any], x: Any, repeats: int, clock: Clock = time.perf_counter) -> float:
+def _best_seconds(
+    program: Callable[[Any], Any], x: Any, repeats: int, clock: Clock = time.perf_counter
+) -> float:
     """Time the fastest of a few calls, each on the result of the one before, after one that compiles."""
     x = jax.block_until_ready(program(x))
     best = float("inf")
@@ -233,9 +252,9 @@ def choose_devices(
 ) -> list[jax.Device]:
     """Return the devices to train on.
 
-    nvidia: a file that exists where the NVIDIA driver is loaded. Raises UserError where the machine has an NVIDIA GPU
-    that JAX cannot use (unless device=cpu or JAX_PLATFORMS=cpu), or no device of the requested kind, and where the
-    process may not open as many files as it needs.
+    nvidia: a file that exists where the NVIDIA driver is loaded. Raises UserError where the machine
+    has an NVIDIA GPU that JAX cannot use (unless device=cpu or JAX_PLATFORMS=cpu), or no device of
+    the requested kind, and where the process may not open as many files as it needs.
     """
     check_file_limit()
     if device != "auto":
@@ -243,7 +262,9 @@ def choose_devices(
             return jax.devices(device)
         except RuntimeError as error:
             remedy = f"; for NVIDIA GPUs install {INSTALL_CUDA}" if device == "gpu" else ""
-            raise UserError(f"device={device}: JAX finds no {device} here{remedy}, or use device=auto") from error
+            raise UserError(
+                f"device={device}: JAX finds no {device} here{remedy}, or use device=auto"
+            ) from error
     devices = jax.devices()
     if devices[0].platform == "cpu" and nvidia.exists() and jax.config.jax_platforms != "cpu":
         raise UserError(
@@ -258,17 +279,24 @@ def mesh_topology(mesh: Mesh, config: MeshConfig) -> Topology:
 
     Raises UserError where `mesh.ranks_per_node` does not divide the ranks.
     """
-    return make_topology(config, row_ranks(mesh), len(local_ranks(mesh)) * coordination.per_host(), dict(mesh.shape))
+    return make_topology(
+        config, row_ranks(mesh), len(local_ranks(mesh)) * coordination.per_host(), dict(mesh.shape)
+    )
 
 
-def make_topology(config: MeshConfig, ranks: int, ranks_on_host: int, sizes: Mapping[str, int]) -> Topology:
+def make_topology(
+    config: MeshConfig, ranks: int, ranks_on_host: int, sizes: Mapping[str, int]
+) -> Topology:
     """Return the topology of so many ranks. sizes: of the mesh's axes.
 
     Raises UserError where `mesh.ranks_per_node` does not divide them."""
     peers = config.ranks_per_node
     if peers < 0 or (peers and ranks % peers):
-        raise UserError(f"mesh.ranks_per_node={peers}: choose a divisor of the {ranks} ranks, or 0 for those of a host")
-    # The gcd, since groups of ranks must be equal even where the ranks of a host do not divide all of them.
+        raise UserError(
+            f"mesh.ranks_per_node={peers}: choose a divisor of the {ranks} ranks, or 0 for those of a host"
+        )
+    # The gcd, since groups of ranks must be equal even where the ranks of a host do not divide all
+    # of them.
     per_node = math.gcd(ranks, ranks_on_host)
     encoders_per_rank = sizes["context"] * (sizes["tensor"] if config.encoders == "data" else 1)
     return Topology(ranks, peers or per_node, per_node, encoders_per_rank, sizes["context"])

@@ -1,12 +1,13 @@
 """Run training steps: a graph of stages on their meshes, driven in one order that all processes walk.
 
-On one mesh the model is one stage: one gradient program per shape and one update program. Microbatches are a Python
-loop over donated buffers, so the microbatches of a step may differ in shape and their number compiles nothing. Where
-steps are planned with one microbatch, its gradients go straight to the update.
+On one mesh the model is one stage: one gradient program per shape and one update program.
+Microbatches are a Python loop over donated buffers, so the microbatches of a step may differ in
+shape and their number compiles nothing. Where steps are planned with one microbatch, its gradients
+go straight to the update.
 
-In a pipeline backpropagation is exact: gradients are those of one mesh, up to the order of float32 sums. Microbatches
-accumulate in float32 on each stage; the step's norm, report and validity come from one small program on all devices,
-so that either every stage updates or none does.
+In a pipeline backpropagation is exact: gradients are those of one mesh, up to the order of float32
+sums. Microbatches accumulate in float32 on each stage; the step's norm, report and validity come
+from one small program on all devices, so that either every stage updates or none does.
 """
 
 from __future__ import annotations
@@ -49,7 +50,13 @@ from mmjax.runtime.program_cache import CachedProgram
 from mmjax.runtime.shared import CopiedParameters, add_on_mesh, find_shared
 from mmjax.runtime.stage_program import Sums, zeros_like
 from mmjax.runtime.stage_state import StageState
-from mmjax.runtime.state import Hyperparameters, Optimizer, TrainState, all_parameters, parameter_shardings
+from mmjax.runtime.state import (
+    Hyperparameters,
+    Optimizer,
+    TrainState,
+    all_parameters,
+    parameter_shardings,
+)
 from mmjax.runtime.step_report import StepReport, is_valid, loss_weights, report_step
 from mmjax.runtime.transfer import move, move_array, open_carrier, view
 
@@ -77,9 +84,11 @@ class WeighedBatches(NamedTuple):
     """A step's microbatches on the devices, with weight 0 where a sample is unreadable, and what its report needs."""
 
     batches: list[StagedBatch]
-    weights: dict[str, jax.Array]  # of the LLM's tokens, and by name of generators' patches, on the stage of the loss
+    # of the LLM's tokens, and by name of generators' patches, on the stage of the loss
+    weights: dict[str, jax.Array]
     reports: ProcessReport  # of all processes
-    unreadable: tuple[jax.Array, jax.Array]  # ids and number of the samples that any process could not read
+    # ids and number of the samples that any process could not read
+    unreadable: tuple[jax.Array, jax.Array]
 
 
 class Executor:
@@ -103,22 +112,35 @@ class Executor:
     ) -> None:
         """stage_times: forward and backward, by which a nested schedule is made.
 
-        accumulates: False where one stage has steps of one microbatch, so that no gradients are kept between them.
+        accumulates: False where one stage has steps of one microbatch, so that no gradients are
+        kept between them.
 
-        A step that must have more all the same adds them up in the precision of the computation, for want of memory.
-        rows: which of each tower's rows this process packs; None: all. Of one stage it packs those of its ranks.
+        A step that must have more all the same adds them up in the precision of the computation,
+        for want of memory.
+        rows: which of each tower's rows this process packs; None: all. Of one stage it packs those
+        of its ranks.
         """
         self.model = model
         self.optimizer = optimizer
         self.rows = rows
         self.objective = TextObjective.of(model, loss, loss_chunks)
-        stages = [s._replace(stage=replace(s.stage, repeated=self.objective.repeated)) for s in stages]
+        stages = [
+            s._replace(stage=replace(s.stage, repeated=self.objective.repeated)) for s in stages
+        ]
         self.stages = tuple(stages)
         self.is_one_stage = len(stages) == 1
         self.rules = stages[0].rules if self.is_one_stage else ShardingRules()  # on `mesh`
         self.accumulates = accumulates
         self.schedule = schedule
-        closed_over = (model.description, optimizer.config, self.rules, sources, loss, loss_chunks, accumulates)
+        closed_over = (
+            model.description,
+            optimizer.config,
+            self.rules,
+            sources,
+            loss,
+            loss_chunks,
+            accumulates,
+        )
         # Programs of one mesh are in the cache.
         context = repr(closed_over) if self.is_one_stage and None not in closed_over[:2] else None
         self.passes = Passes(
@@ -138,66 +160,95 @@ class Executor:
         meshes = list(dict.fromkeys(self.meshes))
         # Of all devices, for what the whole step agrees on.
         devices = np.concatenate([mesh.devices.reshape(-1) for mesh in meshes])
-        united = Mesh(devices.reshape(1, -1, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        united = Mesh(
+            devices.reshape(1, -1, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+        )
         self.mesh = stages[0].mesh if self.is_one_stage else united
         self.per_device = NamedSharding(self.mesh, PartitionSpec(AXES))
         self.shared = find_shared(self.stages, self.programs)
         is_copied = any(shared.united and shared.trained for shared in self.shared)
         self.copied = CopiedParameters(self.stages, self.programs) if is_copied else None
         self.states = [
-            StageState(program, optimizer, partial(self._own, n), context) for n, program in enumerate(self.programs)
+            StageState(program, optimizer, partial(self._own, n), context)
+            for n, program in enumerate(self.programs)
         ]
         self._meetings = 0
         if coordination.count() > 1 and not self.is_one_stage:
             self._check_agreement()
             open_carrier(carrier, devices[0].platform)
-        # Both sides of a transfer derive its number from this count, so no process may walk the passes alone.
+        # Both sides of a transfer derive its number from this count, so no process may walk the
+        # passes alone.
         self._walks = 0  # of all processes alike: it names their transfers
         # What is replicated on a mesh counts once, by its first device.
         firsts = {mesh.devices.flat[0] for mesh in meshes}
         self._counts = np.array([device in firsts for device in devices], np.float32)
         # The stages that make the losses, by tower, and the number of a device of each.
-        self._losses = {tower: n for n, placed in enumerate(stages) for tower in placed.stage.losses}
+        self._losses = {
+            tower: n for n, placed in enumerate(stages) for tower in placed.stage.losses
+        }
         numbers = {device: number for number, device in enumerate(devices)}
-        self._loss_devices = {n: numbers[stages[n].mesh.devices.flat[0]] for n in self._losses.values()}
+        self._loss_devices = {
+            n: numbers[stages[n].mesh.devices.flat[0]] for n in self._losses.values()
+        }
 
-        self._sums = [self._own(n, program.sums.gradients) for n, program in enumerate(self.programs)]
+        self._sums = [
+            self._own(n, program.sums.gradients) for n, program in enumerate(self.programs)
+        ]
         self._jit_step_programs(context, compiler_options)
 
     @classmethod
-    def on_mesh(cls, model: Model, optimizer: Optimizer, mesh: Mesh, rules: ShardingRules, **options: Any) -> Executor:
+    def on_mesh(
+        cls, model: Model, optimizer: Optimizer, mesh: Mesh, rules: ShardingRules, **options: Any
+    ) -> Executor:
         """Make the executor of the whole model on one mesh. options: as of `Executor`."""
-        return cls(model, optimizer, [PlacedStage("all", Stage.whole(model), mesh, rules)], **options)
+        return cls(
+            model, optimizer, [PlacedStage("all", Stage.whole(model), mesh, rules)], **options
+        )
 
-    def _jit_step_programs(self, context: str | None, compiler_options: Mapping[str, Any] | None) -> None:
+    def _jit_step_programs(
+        self, context: str | None, compiler_options: Mapping[str, Any] | None
+    ) -> None:
         """Jit the programs of the whole step, on all devices, and every stage's update."""
         on_all = replicated(self.mesh)
         self._replicate = jax.jit(lambda x: x, out_shardings=on_all)
         self.merge_unreadable = jax.jit(merge_unreadable, out_shardings=on_all)
-        self._squares = [jax.jit(_square_norm, out_shardings=replicated(placed.mesh)) for placed in self.stages]
+        self._squares = [
+            jax.jit(_square_norm, out_shardings=replicated(placed.mesh)) for placed in self.stages
+        ]
         self._settle = jax.jit(self._settle_step, out_shardings=on_all)
         if self.is_one_stage:
             # Norm, report and validity are part of the update.
             state = self.states[0]
             program = self.programs[0]
-            # Shapes of a step's gradients: of one microbatch alone, in the precision of the computation.
+            # Shapes of a step's gradients: of one microbatch alone, in the precision of the
+            # computation.
             products = jnp.float32 if self.accumulates else self.model.dtype
             self.sums: Sums = jax.tree.map(
                 lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
                 jax.eval_shape(partial(program.zero_sums, products)),
                 program.sums_shardings,
             )
-            jit = partial(CachedProgram, context, self.mesh, compiler_options=compiler_options or None)
+            jit = partial(
+                CachedProgram, context, self.mesh, compiler_options=compiler_options or None
+            )
             self.update_whole = jit(
                 self._update_whole,
-                out_shardings=(state.shardings, program.sums_shardings if self.accumulates else None, on_all),
-                donate_argnums=(0, 1) if self.accumulates else 0,  # else gradients take the place of no output
+                out_shardings=(
+                    state.shardings,
+                    program.sums_shardings if self.accumulates else None,
+                    on_all,
+                ),
+                # else gradients take the place of no output
+                donate_argnums=(0, 1) if self.accumulates else 0,
             )
             return
         self.updates = [
             jax.jit(
                 partial(self._update_stage, n),
-                out_shardings=(state.shardings, Sums(shardings_of(sums), self.programs[n].sums_shardings.losses)),
+                out_shardings=(
+                    state.shardings,
+                    Sums(shardings_of(sums), self.programs[n].sums_shardings.losses),
+                ),
                 donate_argnums=(0, 1),
             )
             for n, (sums, state) in enumerate(zip(self._sums, self.states, strict=True))
@@ -206,10 +257,17 @@ class Executor:
     def _check_agreement(self) -> None:
         """Raise UserError where processes would walk other passes: they would wait for each other for ever."""
         stages = [
-            (name, stage.description, mesh.shape_tuple, [device.id for device in mesh.devices.flat], rules)
+            (
+                name,
+                stage.description,
+                mesh.shape_tuple,
+                [device.id for device in mesh.devices.flat],
+                rules,
+            )
             for name, stage, mesh, rules, _ in self.stages
         ]
-        # The order of passes is a function of these and of a step's microbatches, which its plan's digest covers.
+        # The order of passes is a function of these and of a step's microbatches, which its plan's
+        # digest covers.
         if not coordination.all_equal(repr((stages, self.graph, self.schedule))):
             raise UserError(
                 "the processes have different units, cuts or pipeline.schedule, or versions of mmjax, and would wait "
@@ -229,7 +287,8 @@ class Executor:
         """Return what a stage owns of its parameters."""
         return reduce(lambda part, shared: shared.owned(number, part), self.shared, params)
 
-    # ------------------------------------------------------------------------------------------------------ state
+    # ----------------------------------------------------------------------------------------------
+    # state
 
     @property
     def parameter_shardings(self) -> Params:
@@ -242,7 +301,9 @@ class Executor:
 
     def parts(self, state: State) -> tuple[TrainState, ...]:
         """Return the state by stage, on its devices. What several have, such as counters, is the same in each."""
-        return tuple(stage._replace(optimizer=self.optimizer.load(stage.optimizer)) for stage in state.stages)
+        return tuple(
+            stage._replace(optimizer=self.optimizer.load(stage.optimizer)) for stage in state.stages
+        )
 
     def parameters(self, state: State) -> Params:
         """Return all parameters on the mesh of all devices, to evaluate with."""
@@ -261,14 +322,18 @@ class Executor:
         )
         return State(states, self._copies(states))
 
-    def _copies(self, states: Sequence[TrainState], copies: Sequence[Params] = ()) -> tuple[Params, ...]:
+    def _copies(
+        self, states: Sequence[TrainState], copies: Sequence[Params] = ()
+    ) -> tuple[Params, ...]:
         """Return what holders have of the owners' parameters. copies: of before; those that are frozen stay."""
         self._walks += 1
         united = {}
         if copies and self.copied:
             self._meet(states)
             pairs = zip(self.shared, copies, strict=True)
-            earlier = {shared.holder: copy for shared, copy in pairs if shared.trained and shared.united}
+            earlier = {
+                shared.holder: copy for shared, copy in pairs if shared.trained and shared.united
+            }
             united = self.passes.wait(self.copied.spread(states, earlier))
         spread = []
         for n, shared in enumerate(self.shared):
@@ -289,12 +354,14 @@ class Executor:
             for local, program in zip(self.local, self.programs, strict=True)
         ]
 
-    # ----------------------------------------------------------------------------------------------------- a step
+    # ----------------------------------------------------------------------------------------------
+    # a step
 
     def put(self, batch: Microbatch, number: int | None = None) -> StagedBatch:
         """Bring a packed microbatch to the devices: to each stage what its towers take, of this process's ranks.
 
-        number: of the microbatch in its step, of which one copy of an encoder takes the items; None: all copies do.
+        number: of the microbatch in its step, of which one copy of an encoder takes the items;
+        None: all copies do.
         """
         if self.is_one_stage:
             return (put_local_rows(batch, self.mesh, self.rules),)
@@ -311,10 +378,10 @@ class Executor:
     ) -> tuple[State, list[Sums], StepReport]:
         """Update once from microbatches that lie on the devices. `sums` are `zeros()` before and after.
 
-        process_report: of this process, for the others. noise: uint32 (seed, step) of dropout; None: none is. Nothing
-        is updated, and the step does not count, where processes differ in the digest of its plan, where loss or
-        gradient are not finite, where no token of the step has a loss weight, or where more samples are unreadable than
-        may be left out.
+        process_report: of this process, for the others. noise: uint32 (seed, step) of dropout;
+        None: none is. Nothing is updated, and the step does not count, where processes differ in
+        the digest of its plan, where loss or gradient are not finite, where no token of the step
+        has a loss weight, or where more samples are unreadable than may be left out.
         """
         weighed = self.weigh_batches(batches, process_report)
         noise = noise if self.model.is_random else None
@@ -326,7 +393,9 @@ class Executor:
     ) -> WeighedBatches:
         """Add up the weights of a step's losses, without the samples that any process could not read."""
         reports = put_report(process_report or ProcessReport(), self.mesh)
-        self._meet([array for batch in batches for part in batch for array in jax.tree.leaves(part)])
+        self._meet(
+            [array for batch in batches for part in batch for array in jax.tree.leaves(part)]
+        )
         unreadable = self.passes.wait(self.merge_unreadable(reports.unreadable))
         totals = loss_weights(self.model.config, np.float32(0))
         weighed = [list(batch) for batch in batches]
@@ -375,7 +444,9 @@ class Executor:
         """Update every stage, or none, from a step's gradients."""
         if self.is_one_stage:
             arguments = weighed.weights, weighed.reports, weighed.unreadable
-            updated, cleared, report = self.update_whole(state.stages[0], gradients.sums[0], hyper, *arguments)
+            updated, cleared, report = self.update_whole(
+                state.stages[0], gradients.sums[0], hyper, *arguments
+            )
             return State((updated,)), [cleared], report
         report, valid = self._settle_gradients(gradients, weighed)
         states, sums = [], []
@@ -387,7 +458,9 @@ class Executor:
             # Both are on all devices already: the update of a stage waits for no other stage's.
             norm, may = (view(x, replicated(mesh)) for x in (report.gradient_norm, valid))
             new, cleared = self.passes.wait(
-                self.updates[number](state.stages[number], gradients.sums[number].gradients, hyper, norm, may)
+                self.updates[number](
+                    state.stages[number], gradients.sums[number].gradients, hyper, norm, may
+                )
             )
             states.append(new)
             for shared in self.shared:
@@ -397,17 +470,26 @@ class Executor:
         copies = self._copies(states, state.copies) if updated else state.copies
         return State(tuple(states), copies), sums, report
 
-    def _settle_gradients(self, gradients: Gradients, weighed: WeighedBatches) -> tuple[StepReport, jax.Array]:
+    def _settle_gradients(
+        self, gradients: Gradients, weighed: WeighedBatches
+    ) -> tuple[StepReport, jax.Array]:
         """Report a step to all devices, and whether it may update."""
-        # Squares of the stages that share a mesh are added up on it. A stage that another process has counts there.
+        # Squares of the stages that share a mesh are added up on it. A stage that another process
+        # has counts there.
         squares: dict[Mesh, jax.Array] = {}
-        for mesh, local, square, sums in zip(self.meshes, self.local, self._squares, gradients.sums, strict=True):
+        for mesh, local, square, sums in zip(
+            self.meshes, self.local, self._squares, gradients.sums, strict=True
+        ):
             if not local:
                 continue
             norm = square(sums.gradients)
-            squares[mesh] = add_on_mesh(squares[mesh], norm) if mesh in squares else self.passes.wait(norm)
+            squares[mesh] = (
+                add_on_mesh(squares[mesh], norm) if mesh in squares else self.passes.wait(norm)
+            )
         # The arrays of all meshes become one by the shards that devices have already.
-        norms = self._on_all_devices(list(squares.values()), jax.ShapeDtypeStruct((1,), jnp.float32))
+        norms = self._on_all_devices(
+            list(squares.values()), jax.ShapeDtypeStruct((1,), jnp.float32)
+        )
         losses = {}
         for number in self._loss_devices:
             parts = (gradients.sums[number].losses,) if self.local[number] else ()
@@ -416,7 +498,9 @@ class Executor:
                 self.programs[number].sums.losses,
                 *parts,
             )
-        return self.passes.wait(self._settle(*self._meet((norms, losses)), weighed.reports, weighed.unreadable))
+        return self.passes.wait(
+            self._settle(*self._meet((norms, losses)), weighed.reports, weighed.unreadable)
+        )
 
     def _on_all_devices(self, parts: list[jax.Array], struct: jax.ShapeDtypeStruct) -> jax.Array:
         """Join arrays `[n]`, each replicated on some of the devices, to `[devices * n]`, with zeros on the others.
@@ -425,8 +509,12 @@ class Executor:
         """
         shards = {shard.device: shard.data for part in parts for shard in part.addressable_shards}
         zeros = np.zeros(struct.size, struct.dtype)
-        local = [shards[d] if d in shards else jax.device_put(zeros, d) for d in self.mesh.local_devices]
-        return jax.make_array_from_single_device_arrays((self.mesh.size * len(zeros),), self.per_device, local)
+        local = [
+            shards[d] if d in shards else jax.device_put(zeros, d) for d in self.mesh.local_devices
+        ]
+        return jax.make_array_from_single_device_arrays(
+            (self.mesh.size * len(zeros),), self.per_device, local
+        )
 
     def _settle_step(
         self,
@@ -442,7 +530,9 @@ class Executor:
         for number, device in self._loss_devices.items():
             # Only the devices of the stage that makes them have the losses.
             part = jax.tree.map(
-                lambda x, struct, device=device: x.reshape(self.mesh.size, -1)[device].reshape(struct.shape),
+                lambda x, struct, device=device: x.reshape(self.mesh.size, -1)[device].reshape(
+                    struct.shape
+                ),
                 losses[number],
                 self.programs[number].sums.losses,
             )
@@ -470,14 +560,26 @@ class Executor:
         return self.states[0].update(state, gradients, hyper, settle, clear)
 
     def _update_stage(
-        self, number: int, state: TrainState, gradients: Params, hyper: Hyperparameters, norm: Any, valid: Any
+        self,
+        number: int,
+        state: TrainState,
+        gradients: Params,
+        hyper: Hyperparameters,
+        norm: Any,
+        valid: Any,
     ) -> tuple[TrainState, Sums]:
         sums = Sums(self._sums[number], self.programs[number].sums.losses)
         clear = partial(zeros_like, sums)
-        return self.states[number].update(state, gradients, hyper, lambda norm: (valid, None), clear, norm)[:2]
+        return self.states[number].update(
+            state, gradients, hyper, lambda norm: (valid, None), clear, norm
+        )[:2]
 
     def find_bad(
-        self, state: Any, batches: Sequence[Any], noise: np.ndarray | None, unreadable: Sequence[int]
+        self,
+        state: Any,
+        batches: Sequence[Any],
+        noise: np.ndarray | None,
+        unreadable: Sequence[int],
     ) -> list[int]:
         """Return the ids of the samples in rows whose gradient is not finite; empty where no rows alone have such.
 
@@ -489,9 +591,13 @@ class Executor:
             owner = self._owners(batch)
             numbers = np.arange(len(owner))
             # Alone, at its place: another copy of an encoder has not its items.
-            single = weighed._replace(batches=[batch if n == number else None for n in range(len(batches))])
+            single = weighed._replace(
+                batches=[batch if n == number else None for n in range(len(batches))]
+            )
 
-            def bad(rows: list[int], single: WeighedBatches = single, numbers: np.ndarray = numbers) -> bool:
+            def bad(
+                rows: list[int], single: WeighedBatches = single, numbers: np.ndarray = numbers
+            ) -> bool:
                 return not self._is_finite(state, single, np.isin(numbers, rows), noise)
 
             rows = bisect_bad(numbers.tolist(), bad, MAX_TRIALS)
@@ -506,16 +612,23 @@ class Executor:
         if self.is_one_stage:
             return np.asarray(self._replicate(owner))
         if not self.local[last]:
-            owner = without_shards(owner, tokens_sharding(self.stages[last].mesh, self.stages[last].rules))
+            owner = without_shards(
+                owner, tokens_sharding(self.stages[last].mesh, self.stages[last].rules)
+            )
         self._walks += 1
-        return np.asarray(self._meet(move_array(owner, replicated(self.mesh), (self._walks, "owners"))))
+        return np.asarray(
+            self._meet(move_array(owner, replicated(self.mesh), (self._walks, "owners")))
+        )
 
-    def _is_finite(self, state: State, weighed: WeighedBatches, rows: np.ndarray, noise: np.ndarray | None) -> bool:
+    def _is_finite(
+        self, state: State, weighed: WeighedBatches, rows: np.ndarray, noise: np.ndarray | None
+    ) -> bool:
         """Return whether the gradients of these rows, bool `[R]`, of the microbatch that is not None are finite."""
         batch = next(batch for batch in weighed.batches if batch is not None)
         owners = self._owners(batch)
         isolated = tuple(
-            isolate_rows(part, owners, rows) if local else part for local, part in zip(self.local, batch, strict=True)
+            isolate_rows(part, owners, rows) if local else part
+            for local, part in zip(self.local, batch, strict=True)
         )
         single = [None if batch is None else isolated for batch in weighed.batches]
         noise = noise if self.model.is_random else None
@@ -523,26 +636,45 @@ class Executor:
         report, _ = self._settle_gradients(gradients, weighed)
         return bool(report.finite)
 
-    def compile(self, state: State, batches: Sequence[Microbatch], hyper: Hyperparameters) -> list[Sums | None]:
+    def compile(
+        self, state: State, batches: Sequence[Microbatch], hyper: Hyperparameters
+    ) -> list[Sums | None]:
         """Compile all programs for batches of these shapes ahead of the first step; return `zeros()`.
 
-        In a pipeline later programs depend on where earlier ones leave residuals: the passes of two microbatches run.
+        In a pipeline later programs depend on where earlier ones leave residuals: the passes of two
+        microbatches run.
         """
-        # A model that drops nothing takes no noise: there is then one program, whether a step is given any or not.
+        # A model that drops nothing takes no noise: there is then one program, whether a step is
+        # given any or not.
         noise = np.zeros(2, np.uint32) if self.model.is_random else None
         if self.is_one_stage:
             part = state.stages[0]
             sums = self.sums if self.accumulates else None
             for batch in batches:
                 put = self.put(batch)
-                # Twice, since the first total is a number and each later one an array: two programs of `weigh`.
+                # Twice, since the first total is a number and each later one an array: two programs
+                # of `weigh`.
                 weighed = self.weigh_batches([put, put])
-                arguments = (part.trainable, part.frozen, sums, *weighed.batches[0], weighed.weights, noise, {})
-                check_ram(self.programs[0].forward_backward.compile(*arguments), self.mesh.local_devices[0])
-            self.update_whole.compile(part, self.sums, hyper, weighed.weights, weighed.reports, weighed.unreadable)
+                arguments = (
+                    part.trainable,
+                    part.frozen,
+                    sums,
+                    *weighed.batches[0],
+                    weighed.weights,
+                    noise,
+                    {},
+                )
+                check_ram(
+                    self.programs[0].forward_backward.compile(*arguments),
+                    self.mesh.local_devices[0],
+                )
+            self.update_whole.compile(
+                part, self.sums, hyper, weighed.weights, weighed.reports, weighed.unreadable
+            )
             self.parts(state)  # moments in host memory are loaded by programs of their own
             return self.zeros()
-        # Twice through each copy, since sums of a first microbatch and of a later one are two programs.
+        # Twice through each copy, since sums of a first microbatch and of a later one are two
+        # programs.
         count = 2 * max(placed.copy[1] for placed in self.stages)
         for batch in batches:
             put = self.put(batch)
@@ -553,7 +685,10 @@ class Executor:
         for number, mesh in enumerate(self.meshes):
             if not self.local[number]:
                 continue
-            scalars = (jax.ShapeDtypeStruct((), dtype, sharding=replicated(mesh)) for dtype in (jnp.float32, jnp.bool))
+            scalars = (
+                jax.ShapeDtypeStruct((), dtype, sharding=replicated(mesh))
+                for dtype in (jnp.float32, jnp.bool)
+            )
             self.updates[number].lower(
                 state.stages[number], gradients.sums[number].gradients, hyper, *scalars
             ).compile()

@@ -23,7 +23,14 @@ from mmjax.data.sample import BadSample, Source
 from mmjax.data.sources.chat_source import BadSampleEntry
 from mmjax.data.sources.opening import SPLITS, cache_folder, open_sources, part_name
 from mmjax.data.storage.files import Unreadable
-from mmjax.data.storage.latent_store import VALUES, BadImages, Contents, LatentStore, MadeOf, Moments
+from mmjax.data.storage.latent_store import (
+    VALUES,
+    BadImages,
+    Contents,
+    LatentStore,
+    MadeOf,
+    Moments,
+)
 from mmjax.errors import BadMedia, UserError
 from mmjax.hf.vae import vae_fingerprint
 from mmjax.runtime.vae import Vae, load_vae
@@ -34,19 +41,26 @@ AHEAD = 16  # samples that each thread reads before they are needed
 MAX_THREADS = 32
 IN_FLIGHT = 2  # batches that devices compute while the next is gathered
 
-# Returns a sample's images that the generator is to make, uint8 [H, W, C]. Raises BadSample and BadMedia.
+# Returns a sample's images that the generator is to make, uint8 [H, W, C]. Raises BadSample and
+# BadMedia.
 ReadImages = Callable[[int], list[np.ndarray]]
 
 
 def vae_generators(model: ModelConfig) -> dict[str, Generator]:
     """Select the generators whose latents a VAE makes before training."""
-    return {name: g for name, g in model.generators.items() if isinstance(g.latents, VaeLatents) and not step_vae(g)}
+    return {
+        name: g
+        for name, g in model.generators.items()
+        if isinstance(g.latents, VaeLatents) and not step_vae(g)
+    }
 
 
 def read_images(source: Source, generator: str, sample: int) -> list[np.ndarray]:
     """Decode a sample's images that a generator is to make, as the config prepares them."""
     modules = [module for module, _ in source.facts(sample).items]
-    return [source.item(sample, number) for number, module in enumerate(modules) if module == generator]
+    return [
+        source.item(sample, number) for number, module in enumerate(modules) if module == generator
+    ]
 
 
 def describe(source: Source, name: str, generator: str, config: Generator) -> MadeOf:
@@ -54,7 +68,8 @@ def describe(source: Source, name: str, generator: str, config: Generator) -> Ma
 
     name: of the source and its split. Hashes the VAE's weights.
     """
-    # Of a source of conversations only its records and media count, not how the LLM and encoders take them.
+    # Of a source of conversations only its records and media count, not how the LLM and encoders
+    # take them.
     fingerprint = getattr(source, "media_fingerprint", source.fingerprint)
     return MadeOf(
         source=name,
@@ -65,7 +80,9 @@ def describe(source: Source, name: str, generator: str, config: Generator) -> Ma
     )
 
 
-def latent_folders(config: Config, sources: Mapping[str, Source], index: LengthIndex) -> dict[tuple[str, str], Path]:
+def latent_folders(
+    config: Config, sources: Mapping[str, Source], index: LengthIndex
+) -> dict[tuple[str, str], Path]:
     """Return the folders of the latents that training needs, by source and generator.
 
     sources: of the split train, that the index is of. Latents may be missing there.
@@ -77,16 +94,22 @@ def latent_folders(config: Config, sources: Mapping[str, Source], index: LengthI
         for k, (name, source) in enumerate(sources.items()):
             first, last = index.item_start[index.source_start[k : k + 2]]
             if (index.item_encoder[first:last] == module).any():
-                folders[name, generator] = describe(source, name, generator, generator_config).folder(cache)
+                folders[name, generator] = describe(
+                    source, name, generator, generator_config
+                ).folder(cache)
     return folders
 
 
 def make_latents(
-    store: LatentStore, read: ReadImages, vae: Vae, progress: Callable[[int], None] = lambda done: None
+    store: LatentStore,
+    read: ReadImages,
+    vae: Vae,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> None:
     """Make the latents that a store lacks. A sample with an image that cannot be used is noted there as bad.
 
-    progress: called with the number of samples done. Raises UserError where a shard can't be written.
+    progress: called with the number of samples done. Raises UserError where a shard can't be
+    written.
     """
     remaining = store.remaining()
     done = store.samples - sum(map(len, remaining))
@@ -97,7 +120,9 @@ def make_latents(
         for gap in remaining:
             shard = _Shard(vae)
             start = gap.start
-            for sample, images in zip(gap, _read_ahead(pool, read, gap, AHEAD * threads), strict=True):
+            for sample, images in zip(
+                gap, _read_ahead(pool, read, gap, AHEAD * threads), strict=True
+            ):
                 shard.add(sample, images)
                 done += 1
                 if shard.full or sample + 1 == gap.stop:
@@ -110,7 +135,9 @@ def make_latents(
         pool.shutdown(cancel_futures=True)
 
 
-def _read_ahead(pool: ThreadPoolExecutor, read: ReadImages, samples: range, ahead: int) -> Iterator[Future]:
+def _read_ahead(
+    pool: ThreadPoolExecutor, read: ReadImages, samples: range, ahead: int
+) -> Iterator[Future]:
     """Read samples in threads, and yield them in order."""
     futures: deque[Future] = deque()
     for sample in samples:
@@ -130,7 +157,9 @@ class _Shard:
     vae: Vae
     bad: dict[int, BadImages] = field(default_factory=dict)  # by sample
     _latents: dict[Key, Moments] = field(default_factory=dict)
-    _waiting: dict[tuple[int, int], list[tuple[Key, np.ndarray]]] = field(default_factory=lambda: defaultdict(list))
+    _waiting: dict[tuple[int, int], list[tuple[Key, np.ndarray]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     _computing: deque[tuple[list[Key], tuple[Array, Array]]] = field(default_factory=deque)
     _bytes: int = 0
     _start: float = field(default_factory=time.monotonic)
@@ -153,7 +182,9 @@ class _Shard:
         for number, image in enumerate(read):
             pixels = image.shape[:2]
             self._waiting[pixels].append(((sample, number), image))
-            self._bytes += 2 * VALUES.itemsize * config.channels * math.prod(pixels) // config.factor**2
+            self._bytes += (
+                2 * VALUES.itemsize * config.channels * math.prod(pixels) // config.factor**2
+            )
             if len(self._waiting[pixels]) == self.vae.batch(*pixels):
                 self._compute(pixels)
 
@@ -178,7 +209,9 @@ class _Shard:
         with np.errstate(over="ignore"):  # infinite values are looked for
             means, log_variances = (np.asarray(part).astype(VALUES) for part in moments)
         # Behind the images of an incomplete batch there are others, which nobody asked for.
-        self._latents |= {key: Moments._make(pair) for key, *pair in zip(keys, means, log_variances, strict=False)}
+        self._latents |= {
+            key: Moments._make(pair) for key, *pair in zip(keys, means, log_variances, strict=False)
+        }
 
     def finish(self) -> dict[Key, Moments]:
         """Compute what is waiting; return the latents of all samples that are not bad: with any that are not finite."""
@@ -188,11 +221,14 @@ class _Shard:
             self._collect()
         for (sample, image), moments in self._latents.items():
             if not np.isfinite(moments).all():
-                self.bad[sample] = BadImages(sample, f"the VAE's latents of its image {image} are not finite")
+                self.bad[sample] = BadImages(
+                    sample, f"the VAE's latents of its image {image} are not finite"
+                )
         return {key: moments for key, moments in self._latents.items() if key[0] not in self.bad}
 
 
-# ---------------------------------------------------------------------------------------------------------- of a config
+# --------------------------------------------------------------------------------------------------
+# of a config
 
 
 def make_all_latents(config: Config) -> Iterator[BadSampleEntry]:
@@ -213,7 +249,10 @@ def make_all_latents(config: Config) -> Iterator[BadSampleEntry]:
                 part = part_name(name, split)
                 made_of = describe(source, part, generator, of_generator)
                 contents = _make_part(source, made_of, vae, cache_folder(config.data))
-                yield from (BadSampleEntry(f"{part}[{entry.sample}]", entry.reason) for entry in contents.bad)
+                yield from (
+                    BadSampleEntry(f"{part}[{entry.sample}]", entry.reason)
+                    for entry in contents.bad
+                )
 
 
 def _make_part(source: Source, made_of: MadeOf, vae: Vae, cache: Path) -> Contents:

@@ -1,15 +1,17 @@
 """Optimizer moments in two bytes or one: bfloat16 or int8, rounded up or down at random so that none is biased.
 
-A moment changes by a small part per update. Rounding to nearest loses every change below half a step of the format;
-rounding up with the probability of the remainder keeps it on average. The random bits are a function of the number of
-the update, the parameter and the element: every mesh and every division of layers into stacks draws the same ones, and
-a resumed run continues bit for bit.
+A moment changes by a small part per update. Rounding to nearest loses every change below half a
+step of the format; rounding up with the probability of the remainder keeps it on average. The
+random bits are a function of the number of the update, the parameter and the element: every mesh
+and every division of layers into stacks draws the same ones, and a resumed run continues bit for
+bit.
 
-int8 follows 8-bit Adam (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"): codes relative to the
-largest value of a block, dense near zero. A block is a row, the last axis, whatever its length: sharding a row costs
-one small all-reduce, and a checkpoint has the same blocks on every mesh. Codes are square roots of the mean, and fourth
-roots of the mean of squares, whose root divides the mean. The latter's smallest code is 1: without a zero no mean is
-divided by eps alone (Li et al. 2023, "Memory Efficient Optimizers with 4-bit States").
+int8 follows 8-bit Adam (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"):
+codes relative to the largest value of a block, dense near zero. A block is a row, the last axis,
+whatever its length: sharding a row costs one small all-reduce, and a checkpoint has the same blocks
+on every mesh. Codes are square roots of the mean, and fourth roots of the mean of squares, whose
+root divides the mean. The latter's smallest code is 1: without a zero no mean is divided by eps
+alone (Li et al. 2023, "Memory Efficient Optimizers with 4-bit States").
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class CodeFormat(NamedTuple):
     largest: int
 
 
-# By the names that optax gives moments: means of gradients and of directions, and the mean of squares.
+# By the names that optax gives moments: means of gradients and of directions, and the mean of
+# squares.
 MEAN = CodeFormat(jnp.int8, power=2, smallest=0, largest=127)
 FORMATS = {"mu": MEAN, "ema": MEAN, "nu": CodeFormat(jnp.uint8, power=4, smallest=1, largest=255)}
 
@@ -61,7 +64,9 @@ def store_moments(
 
     def encode(state: Any) -> Any:
         count = state.count.astype(jnp.uint32)
-        return state._replace(**{name: encode_moment(name, x, count) for name, x in _moments(state)})
+        return state._replace(
+            **{name: encode_moment(name, x, count) for name, x in _moments(state)}
+        )
 
     def encode_moment(name: str, moment: Params, count: Array) -> Params | Int8Moment:
         form = FORMATS[name]
@@ -73,29 +78,42 @@ def store_moments(
             # One draw is enough for both moments of Adam.
             bits = random_bits(path, x.shape, count)
             half = bits >> 16 if name == "nu" else bits & 0xFFFF
-            return round_to_bfloat16(x, half) if scale is None else encode_rows(x, scale, half, form)
+            return (
+                round_to_bfloat16(x, half) if scale is None else encode_rows(x, scale, half, form)
+            )
 
         if dtype == "bfloat16":
             return jax.tree_util.tree_map_with_path(code, moment)
         scales = jax.tree_util.tree_map_with_path(
-            lambda path, x: row_scales(x) if key_names(path) in matrices else optax.MaskedNode(), moment
+            lambda path, x: row_scales(x) if key_names(path) in matrices else optax.MaskedNode(),
+            moment,
         )
         return Int8Moment(jax.tree_util.tree_map_with_path(code, moment, scales), scales)
 
     def decode(state: Any) -> Any:
-        return state._replace(**{name: _decode_moment(x, FORMATS[name]) for name, x in _moments(state)})
+        return state._replace(
+            **{name: _decode_moment(x, FORMATS[name]) for name, x in _moments(state)}
+        )
 
     def empty(name: str, moment: Params) -> Params | Int8Moment:
         """Return what zeros are stored as, which XLA would take minutes to compute where it compiles 7B parameters."""
         form = CodeFormat(jnp.bfloat16, 1, 0, 0) if dtype == "bfloat16" else FORMATS[name]
 
         def code(path: Any, x: Array) -> Array:
-            return jnp.full(x.shape, form.smallest, form.dtype) if key_names(path) in matrices else x
+            return (
+                jnp.full(x.shape, form.smallest, form.dtype) if key_names(path) in matrices else x
+            )
 
         def scale(path: Any, x: Array) -> Any:
-            return jnp.zeros((*x.shape[:-1], 1), x.dtype) if key_names(path) in matrices else optax.MaskedNode()
+            return (
+                jnp.zeros((*x.shape[:-1], 1), x.dtype)
+                if key_names(path) in matrices
+                else optax.MaskedNode()
+            )
 
-        codes, scales = (jax.tree_util.tree_map_with_path(function, moment) for function in (code, scale))
+        codes, scales = (
+            jax.tree_util.tree_map_with_path(function, moment) for function in (code, scale)
+        )
         return codes if dtype == "bfloat16" else Int8Moment(codes, scales)
 
     def init(params: Params) -> Any:
@@ -117,7 +135,8 @@ def _decode_moment(moment: Params | Int8Moment, form: CodeFormat) -> Params:
     if not isinstance(moment, Int8Moment):
         return jax.tree.map(lambda x: x.astype(jnp.float32), moment)
     return jax.tree.map(
-        lambda x, scale: x if isinstance(scale, optax.MaskedNode) else decode_rows(x, scale, form), *moment
+        lambda x, scale: x if isinstance(scale, optax.MaskedNode) else decode_rows(x, scale, form),
+        *moment,
     )
 
 
@@ -137,7 +156,10 @@ def row_scales(x: Float[Array, "*b n"]) -> Float[Array, "*b 1"]:
 
 
 def encode_rows(
-    x: Float[Array, "*b n"], scale: Float[Array, "*b 1"], bits: UInt32[Array, "*b n"], form: CodeFormat
+    x: Float[Array, "*b n"],
+    scale: Float[Array, "*b 1"],
+    bits: UInt32[Array, "*b n"],
+    form: CodeFormat,
 ) -> Int[Array, "*b n"]:
     """Round every value to one of its two neighbours in `form`. bits: 16 random ones per element."""
     # Divisions only for each row: a GPU takes as long for one as for ten products.
@@ -149,7 +171,9 @@ def encode_rows(
     # The probability with which the expected value is x.
     up = (bits.astype(jnp.float32) + 0.5) * 2.0**-16 * (high - low) < size - low
     code = jnp.clip(lower + up, form.smallest, form.largest)
-    return (jnp.sign(x) * code if jnp.issubdtype(form.dtype, jnp.signedinteger) else code).astype(form.dtype)
+    return (jnp.sign(x) * code if jnp.issubdtype(form.dtype, jnp.signedinteger) else code).astype(
+        form.dtype
+    )
 
 
 def _power(function: Callable[[Array], Array], x: Array, form: CodeFormat) -> Array:
@@ -159,7 +183,9 @@ def _power(function: Callable[[Array], Array], x: Array, form: CodeFormat) -> Ar
     return x
 
 
-def decode_rows(codes: Int[Array, "*b n"], scale: Float[Array, "*b 1"], form: CodeFormat) -> Float[Array, "*b n"]:
+def decode_rows(
+    codes: Int[Array, "*b n"], scale: Float[Array, "*b 1"], form: CodeFormat
+) -> Float[Array, "*b n"]:
     """Return the float32 values of codes."""
     code = codes.astype(jnp.float32)
     # The largest code is 1 to the bit.

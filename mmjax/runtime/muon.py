@@ -1,8 +1,9 @@
 """Muon's directions on a mesh: every device orthogonalizes whole layers, so no matrix is gathered on all of them.
 
-Muon (Jordan et al. 2024) replaces the momentum of a matrix by the nearest orthogonal one. Its products need the whole
-matrix, which lies in shards. One all-to-all per mesh axis turns shards of every layer into some whole layers per
-device, and another one turns the result back: each device sends and receives its shard twice.
+Muon (Jordan et al. 2024) replaces the momentum of a matrix by the nearest orthogonal one. Its
+products need the whole matrix, which lies in shards. One all-to-all per mesh axis turns shards of
+every layer into some whole layers per device, and another one turns the result back: each device
+sends and receives its shard twice.
 """
 
 from __future__ import annotations
@@ -21,29 +22,42 @@ from mmjax.models.layer_stacks import Params, key_names
 from mmjax.parallel.sharding import Axes, active, sharding
 
 ITERATIONS = 5
-# a x + b (x x') x + c (x x')^2 x moves singular values into about 0.7 to 1.2, the smallest ones fastest.
+# a x + b (x x') x + c (x x')^2 x moves singular values into about 0.7 to 1.2, the smallest ones
+# fastest.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def scale_by_muon(momentum: float, axes: Mapping[tuple[str, ...], Axes], dtype: Any) -> optax.GradientTransformation:
+def scale_by_muon(
+    momentum: float, axes: Mapping[tuple[str, ...], Axes], dtype: Any
+) -> optax.GradientTransformation:
     """Replace gradients by orthogonal directions of their Nesterov momentum. All parameters are matrices or stacks.
 
-    axes: the logical axes of parameters, for their shards on the active mesh. dtype: of the matrix products.
+    axes: the logical axes of parameters, for their shards on the active mesh. dtype: of the matrix
+    products.
     """
 
     def dimensions(params: Params) -> Params:
-        return jax.tree.map(lambda p: optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params)
+        return jax.tree.map(
+            lambda p: optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params
+        )
 
     # Without iterations, Optax's directions are the momentum of norm 1.
-    normalized = optax.contrib.scale_by_muon(beta=momentum, ns_steps=0, weight_dimension_numbers=dimensions)
+    normalized = optax.contrib.scale_by_muon(
+        beta=momentum, ns_steps=0, weight_dimension_numbers=dimensions
+    )
 
     def update(gradients: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
         directions, state = normalized.update(gradients, state, params)
 
         def direction(key_path: Any, x: Array) -> Array:
             layers = x.astype(dtype).reshape(-1, *x.shape[-2:])
-            # Experts are matrices like layers, and what lies on one axis with these is not divided by theirs.
-            orthogonal = orthogonalize(layers, axes[key_names(key_path)][-2:]).reshape(x.shape).astype(x.dtype)
+            # Experts are matrices like layers, and what lies on one axis with these is not divided
+            # by theirs.
+            orthogonal = (
+                orthogonalize(layers, axes[key_names(key_path)][-2:])
+                .reshape(x.shape)
+                .astype(x.dtype)
+            )
             # One learning rate suits matrices of every shape.
             return orthogonal * math.sqrt(max(1.0, x.shape[-1] / x.shape[-2]))
 
@@ -62,9 +76,15 @@ def orthogonalize(layers: Float[Array, "l i o"], axes: Axes) -> Float[Array, "l 
         return jax.lax.map(newton_schulz, layers)
     mesh = current.mesh
     spec = sharding(mesh, current.rules, layers.shape, axes).spec
-    # Mesh axis and dimension of every cut. Of two axes on one dimension the last is the inner one, gathered first.
+    # Mesh axis and dimension of every cut. Of two axes on one dimension the last is the inner one,
+    # gathered first.
     by_dim = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    cuts = [(axis, dim) for dim, entry in enumerate(by_dim) for axis in reversed(entry) if mesh.shape[axis] > 1]
+    cuts = [
+        (axis, dim)
+        for dim, entry in enumerate(by_dim)
+        for axis in reversed(entry)
+        if mesh.shape[axis] > 1
+    ]
 
     def on_device(x: Array) -> Array:
         for axis, dim in cuts:

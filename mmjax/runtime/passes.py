@@ -1,7 +1,7 @@
 """Run the passes of a step's microbatches through the stages, in one order that all processes walk.
 
-Each process runs the passes of its own stages and takes part in the transfers that they need; of the others it knows
-shapes alone.
+Each process runs the passes of its own stages and takes part in the transfers that they need; of
+the others it knows shapes alone.
 """
 
 from __future__ import annotations
@@ -38,15 +38,19 @@ class PlacedStage(NamedTuple):
     copy: tuple[int, int] = (0, 1)  # its number and the count of copies, as in `StageGraph`
 
 
-# By stage; of shapes alone where the stage is of other processes, empty where another copy has the microbatch.
+# By stage; of shapes alone where the stage is of other processes, empty where another copy has the
+# microbatch.
 StagedBatch = tuple[Microbatch, ...]
 
 
-def stage_graph(stages: Sequence[PlacedStage], times: tuple[tuple[int, int], ...] = ()) -> StageGraph:
+def stage_graph(
+    stages: Sequence[PlacedStage], times: tuple[tuple[int, int], ...] = ()
+) -> StageGraph:
     """Link every stage to those that take what it makes. times: as in `StageGraph`."""
     meshes = list(dict.fromkeys(placed.mesh for placed in stages))
     consumers = _stages_by_name(placed.stage.inputs for placed in stages)
-    # Of a deepstack, several arrays may go from one stage to another. What a copy makes it takes itself, or the LLM.
+    # Of a deepstack, several arrays may go from one stage to another. What a copy makes it takes
+    # itself, or the LLM.
     edges = dict.fromkeys(
         (producer, consumer)
         for producer, placed in enumerate(stages)
@@ -88,18 +92,24 @@ def trained_activations(stages: Sequence[Stage]) -> frozenset[str]:
 
 def _trained_outputs(piece: Piece, trainable: Params, trained: Set[str]) -> set[str]:
     """Name the outputs of a piece that depend on its trainable parameters, or on what is trained before."""
-    # A connector's tokens go to the LLM: what goes into the encoder's next layer is none of its making.
+    # A connector's tokens go to the LLM: what goes into the encoder's next layer is none of its
+    # making.
     connector = trainable.pop("connectors", {}) if piece.tower != "llm" else {}
     layers = bool(jax.tree.leaves(trainable))
     if piece.generates and not piece.last:
-        # Layers attend the condition; what time makes of images depends on the generator alone. A VAE is frozen.
+        # Layers attend the condition; what time makes of images depends on the generator alone. A
+        # VAE is frozen.
         x, images, condition = piece.passed(piece.stop)
         condition_mlp = "condition_mlp" in trainable.get("generators", {}).get(piece.tower, {})
-        conditioned = connector or condition_mlp or not trained.isdisjoint((piece.tower, piece.inputs[-1]))
+        conditioned = (
+            connector or condition_mlp or not trained.isdisjoint((piece.tower, piece.inputs[-1]))
+        )
         outputs = {x: layers or conditioned, images: layers, condition: conditioned}
         return {name for name, is_trained in outputs.items() if is_trained}
     reached = layers or not trained.isdisjoint(piece.inputs)
-    return {name for name in piece.outputs if reached or (connector and name != piece.layers_output)}
+    return {
+        name for name in piece.outputs if reached or (connector and name != piece.layers_output)
+    }
 
 
 class Gradients:
@@ -108,7 +118,8 @@ class Gradients:
     def __init__(self, sums: Sequence[Sums], step: int) -> None:
         self.sums = list(sums)  # by stage
         self.step = step
-        self.inputs: dict[tuple[int, int], Activations] = defaultdict(dict)  # by stage and microbatch, as the others
+        # by stage and microbatch, as the others
+        self.inputs: dict[tuple[int, int], Activations] = defaultdict(dict)
         self.input_structs: dict[tuple[int, int], dict[str, jax.ShapeDtypeStruct]] = {}
         self.output_gradients: dict[tuple[int, int], Activations] = defaultdict(dict)
         self.residuals: dict[tuple[int, int], Residuals] = {}
@@ -134,9 +145,12 @@ class Passes:
         self.graph = stage_graph(stages, times)
         name = schedule if len(stages) > 1 else "1f1b"  # of one stage all are the same
         self.order = lru_cache(lambda count: total_order(make_schedule(name, self.graph, count)))
-        self.local = [any(d.process_index == jax.process_index() for d in s.mesh.devices.flat) for s in stages]
+        self.local = [
+            any(d.process_index == jax.process_index() for d in s.mesh.devices.flat) for s in stages
+        ]
         self.synchronous = len(stages) > 1 and stages[0].mesh.devices.flat[0].platform == "cpu"
-        # The stages that take an array, and those that make it, by the array's name: of copies one has a microbatch.
+        # The stages that take an array, and those that make it, by the array's name: of copies one
+        # has a microbatch.
         self.consumers = _stages_by_name(placed.stage.inputs for placed in stages)
         self.producers = _stages_by_name(placed.stage.outputs for placed in stages)
         trained = trained_activations([stages[number].stage for number in self.graph.topological])
@@ -154,18 +168,22 @@ class Passes:
             )
             for placed in stages
         ]
-        self._structs: dict[Any, dict[str, jax.ShapeDtypeStruct]] = {}  # of outputs by stage and shapes of inputs
-        # This process's passes with the seconds of the wall clock at their start and end, where somebody wants them.
+        # of outputs by stage and shapes of inputs
+        self._structs: dict[Any, dict[str, jax.ShapeDtypeStruct]] = {}
+        # This process's passes with the seconds of the wall clock at their start and end, where
+        # somebody wants them.
         self.times: list[tuple[Action, float, float]] | None = None
         self._waited = 0.0  # when arrays were last waited for
-        # The pass at which this process is, its number in the step, and what it takes; for the watchdog.
+        # The pass at which this process is, its number in the step, and what it takes; for the
+        # watchdog.
         self._position: tuple[int, Action | None, Activations] = (0, None, {})
 
     def wait(self, x: Any) -> Any:
         """Wait for arrays on a CPU; elsewhere programs and transfers are queued.
 
-        A CPU's programs have a pool of as many threads as there are devices, in no order: those on several meshes may
-        each hold threads that another waits for. Goes when XLA's CPU client runs each device's programs in order.
+        A CPU's programs have a pool of as many threads as there are devices, in no order: those on
+        several meshes may each hold threads that another waits for. Goes when XLA's CPU client runs
+        each device's programs in order.
         """
         if self.synchronous:
             jax.block_until_ready(x)
@@ -183,8 +201,9 @@ class Passes:
     ) -> Gradients:
         """Add up the gradients of a step's microbatches; donates `sums`. None stands for one that is left out.
 
-        parameters: trainable and frozen ones, by stage. weights: of the step's losses, by tower, on the stage that
-        makes each. step: names the step's transfers, by the same number in all processes.
+        parameters: trainable and frozen ones, by stage. weights: of the step's losses, by tower, on
+        the stage that makes each. step: names the step's transfers, by the same number in all
+        processes.
         """
         run = Gradients(sums, step)
         for position, action in enumerate(self.order(len(batches))):
@@ -223,12 +242,17 @@ class Passes:
             return position, ""
         kind, number, microbatch = action
         if not self.local[number]:
-            return position, self._describe_wait(kind, number, microbatch)  # for what it makes: a checked transfer
+            # for what it makes: a checked transfer
+            return position, self._describe_wait(kind, number, microbatch)
         where = f"in the {kind} pass of {self.stages[number].name}"
         find = self.find_producer if kind == "forward" else self.find_consumer
-        senders = dict.fromkeys(find(name, microbatch) for name, x in arrivals.items() if not x.is_ready())
+        senders = dict.fromkeys(
+            find(name, microbatch) for name, x in arrivals.items() if not x.is_ready()
+        )
         waits = [self._describe_wait(kind, stage, microbatch) for stage in senders]
-        return position, ", ".join([where, *waits] if waits else [where, f"microbatch {microbatch}"])
+        return position, ", ".join(
+            [where, *waits] if waits else [where, f"microbatch {microbatch}"]
+        )
 
     def find_consumer(self, name: str, microbatch: int) -> int:
         """Return the one stage that takes an array of a microbatch."""
@@ -243,7 +267,9 @@ class Passes:
         devices = self.stages[sender].mesh.devices.flat
         processes = ", ".join(map(str, sorted({device.process_index for device in devices})))
         what = "activations" if kind == "forward" else "gradients"
-        return f"waiting for the {what} of {name}, microbatch {microbatch}, from process {processes}"
+        return (
+            f"waiting for the {what} of {name}, microbatch {microbatch}, from process {processes}"
+        )
 
     @cached_property
     def roles(self) -> dict[int, str]:
@@ -266,22 +292,30 @@ class Passes:
         """Run a stage's forward pass, if it is here, and send its output; the last stage's backward pass is with it."""
         _, number, microbatch = action
         program = self.programs[number]
-        # Popped: an array that was sent or used up is dropped as soon as the devices are done with it.
+        # Popped: an array that was sent or used up is dropped as soon as the devices are done with
+        # it.
         inputs = run.inputs.pop((number, microbatch), {})
-        run.input_structs[number, microbatch] = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in inputs.items()}
+        run.input_structs[number, microbatch] = {
+            n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in inputs.items()
+        }
         weights = {tower: weights[tower] for tower in self.stages[number].stage.losses}
         if program.is_sink:
             gradients: Activations = {}
             if self.local[number]:
                 run.sums[number], gradients = self.wait(
-                    program.forward_backward(*parameters, run.sums[number], batch, weights, noise, inputs)
+                    program.forward_backward(
+                        *parameters, run.sums[number], batch, weights, noise, inputs
+                    )
                 )
             self._send_gradients(run, action, gradients)
             return
-        # Of what a stage of other processes makes only the shape is known here, and a transfer is planned by that.
+        # Of what a stage of other processes makes only the shape is known here, and a transfer is
+        # planned by that.
         if not self.local[number]:
             structs = self._output_structs(number, parameters, inputs, batch, noise, weights)
-            outputs = {name: without_shards(x, program.layouts[name]) for name, x in structs.items()}
+            outputs = {
+                name: without_shards(x, program.layouts[name]) for name, x in structs.items()
+            }
         else:
             losses = run.sums[number].losses
             if program.has_backward:
@@ -298,7 +332,9 @@ class Passes:
             run.sums[number] = run.sums[number]._replace(losses=losses)
         for name in self.stages[number].stage.outputs:
             consumer = self.find_consumer(name, microbatch)
-            arrived = move_array(outputs[name], self.programs[consumer].layouts[name], (run.step, *action, name))
+            arrived = move_array(
+                outputs[name], self.programs[consumer].layouts[name], (run.step, *action, name)
+            )
             run.inputs[consumer, microbatch][name] = arrived
 
     def _output_structs(
@@ -311,13 +347,22 @@ class Passes:
         weights: Mapping[str, jax.Array],
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of what a stage of other processes makes."""
-        operands = (merge(*parameters), inputs, batch, noise, weights, self.programs[number].sums.losses)
+        operands = (
+            merge(*parameters),
+            inputs,
+            batch,
+            noise,
+            weights,
+            self.programs[number].sums.losses,
+        )
         key = (number, tuple(x.shape for x in jax.tree.leaves((inputs, batch))))
         if key not in self._structs:
             self._structs[key] = self.programs[number].forward_only.eval_shape(*operands)[0]
         return self._structs[key]
 
-    def backward(self, run: Gradients, action: Action, parameters: tuple[Params, Params], batch: Microbatch) -> None:
+    def backward(
+        self, run: Gradients, action: Action, parameters: tuple[Params, Params], batch: Microbatch
+    ) -> None:
         """Run a stage's backward pass, if it has one and is here, and send the gradients of its inputs."""
         _, number, microbatch = action
         program = self.programs[number]
@@ -329,7 +374,9 @@ class Passes:
         if self.local[number]:
             residuals = run.residuals.pop((number, microbatch))
             sums, gradients = self.wait(
-                program.backward(*parameters, run.sums[number].gradients, batch, residuals, output_gradients)
+                program.backward(
+                    *parameters, run.sums[number].gradients, batch, residuals, output_gradients
+                )
             )
             run.sums[number] = run.sums[number]._replace(gradients=sums)
         self._send_gradients(run, action, gradients)
@@ -345,6 +392,9 @@ class Passes:
                 if gradient is None:
                     gradient = without_shards(structs[name], self.programs[number].layouts[name])
                 producer = self.find_producer(name, microbatch)
-                arrived = move_array(gradient, self.programs[producer].layouts[name], (run.step, *action, name))
-                # Every array has one consumer: where a stage made several, its backward pass adds up their gradients.
+                arrived = move_array(
+                    gradient, self.programs[producer].layouts[name], (run.step, *action, name)
+                )
+                # Every array has one consumer: where a stage made several, its backward pass adds
+                # up their gradients.
                 run.output_gradients[producer, microbatch][name] = arrived

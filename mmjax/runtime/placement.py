@@ -25,7 +25,14 @@ from mmjax.runtime.units import UnitRanks, unit_meshes
 def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) -> list[PlacedStage]:
     """Place the stages of a model, built with `stage_cuts`, on the units' meshes; without units all of it on one."""
     if not config.units:
-        return [PlacedStage("all", Stage.whole(model), make_mesh(config.mesh, devices), ShardingRules.of(config.mesh))]
+        return [
+            PlacedStage(
+                "all",
+                Stage.whole(model),
+                make_mesh(config.mesh, devices),
+                ShardingRules.of(config.mesh),
+            )
+        ]
     meshes = unit_meshes(config, devices)
     return [
         PlacedStage(
@@ -45,21 +52,29 @@ def tower_rows(config: Config, layout: RankLayout, ranks: UnitRanks) -> dict[str
     rows = {"llm": TowerRows(ranks.ranks, topology.ranks, layout.rows[0])}
     for module, per_rank in zip(config.model.item_modules, layout.rows[1:], strict=True):
         parts = topology.encoders_per_rank
-        rows[module] = TowerRows(ranks.encoder_ranks[module], topology.ranks * parts, per_rank // parts)
+        rows[module] = TowerRows(
+            ranks.encoder_ranks[module], topology.ranks * parts, per_rank // parts
+        )
     return rows
 
 
 def put_batch(
-    stages: Sequence[PlacedStage], batch: Microbatch, rows: Mapping[str, TowerRows] | None, number: int | None = None
+    stages: Sequence[PlacedStage],
+    batch: Microbatch,
+    rows: Mapping[str, TowerRows] | None,
+    number: int | None = None,
 ) -> StagedBatch:
     """Bring a packed microbatch to the devices: to each stage what its towers take.
 
-    rows: which of each tower's rows this process packs; None: all. Stages of other processes get shapes alone. number:
-    of the microbatch in its step, which goes to one of the copies of a stage; None: to all.
+    rows: which of each tower's rows this process packs; None: all. Stages of other processes get
+    shapes alone. number: of the microbatch in its step, which goes to one of the copies of a stage;
+    None: to all.
     """
     done: dict[Any, TextBatch | ItemBatch] = {}  # stages that share devices share it
 
-    def put(part: TextBatch | ItemBatch, tower: str, placed: PlacedStage, *read: Any) -> TextBatch | ItemBatch:
+    def put(
+        part: TextBatch | ItemBatch, tower: str, placed: PlacedStage, *read: Any
+    ) -> TextBatch | ItemBatch:
         mesh = placed.mesh
         key = (mesh, tower, read)
         if key not in done:
@@ -82,20 +97,24 @@ def put_batch(
             read = (stage.encoders, stage.embeds_queries, stage.exchanges_states)
             text = put(select_tables(batch.text, stage), "llm", placed, *read)
         towers = [tower for tower in stage.towers if tower != "llm"]
-        batches.append(Microbatch(text, {tower: put(batch.items[tower], tower, placed) for tower in towers}))
+        batches.append(
+            Microbatch(text, {tower: put(batch.items[tower], tower, placed) for tower in towers})
+        )
     return tuple(batches)
 
 
 def select_tables(text: TextBatch, stage: Stage) -> TextBatch:
     """Leave of a text's tables those that a stage of the LLM reads.
 
-    The stages that take encoders' tokens place them. Of a generator, the first needs the places of queries, the last
-    where their hidden states go.
+    The stages that take encoders' tokens place them. Of a generator, the first needs the places of
+    queries, the last where their hidden states go.
     """
     modules = dict.fromkeys(TABLES, (*stage.encoders, *stage.exchanges_states))
     modules["slots"] = (*stage.encoders, *stage.embeds_queries)
     tables = {name: getattr(text, name) for name in modules}
-    return text._replace(**{n: {m: table[m] for m in modules[n] if m in table} for n, table in tables.items()})
+    return text._replace(
+        **{n: {m: table[m] for m in modules[n] if m in table} for n, table in tables.items()}
+    )
 
 
 def _row_shapes(
@@ -112,7 +131,9 @@ def _row_shapes(
     # A rank has a table for each of its devices, and one of what goes to a generator.
     tables = {
         table: {
-            name: jax.tree.map(partial(struct, per_rank=1 if name in part.condition else context), x)
+            name: jax.tree.map(
+                partial(struct, per_rank=1 if name in part.condition else context), x
+            )
             for name, x in arrays.items()
         }
         for table, arrays in tables_of(part).items()

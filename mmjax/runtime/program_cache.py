@@ -1,9 +1,10 @@
 """Read compiled programs of CPUs from disk by what they are made from, without tracing and lowering them first.
 
-JAX's own cache is keyed by a program's lowered text, which takes longer to make than the program takes to read: tracing
-and lowering are Python. The key here is the source of mmjax, the libraries' versions, JAX's settings, the machine, what
-the function closes over, and shapes, types and shardings of its arguments. Whatever is not found is traced and lowered,
-and then JAX's cache may still have it.
+JAX's own cache is keyed by a program's lowered text, which takes longer to make than the program
+takes to read: tracing and lowering are Python. The key here is the source of mmjax, the libraries'
+versions, JAX's settings, the machine, what the function closes over, and shapes, types and
+shardings of its arguments. Whatever is not found is traced and lowered, and then JAX's cache may
+still have it.
 """
 
 from __future__ import annotations
@@ -37,15 +38,19 @@ FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 class CachedProgram:
     """A function that is jitted, with the programs that `compile` has made of it or read from the cache.
 
-    context: all that the function closes over, as text; None, or text that names an object by its address, keeps it out
-    of the cache. mesh: the devices that it runs on. options: of `jax.jit`.
+    context: all that the function closes over, as text; None, or text that names an object by its
+    address, keeps it out of the cache. mesh: the devices that it runs on. options: of `jax.jit`.
     """
 
-    def __init__(self, context: str | None, mesh: Mesh, function: Callable[..., Any], **options: Any) -> None:
+    def __init__(
+        self, context: str | None, mesh: Mesh, function: Callable[..., Any], **options: Any
+    ) -> None:
         self._jitted = jax.jit(function, **options)
         self._devices = list(mesh.devices.flat)
         ids = [device.id for device in self._devices]
-        self._context = None if context is None else f"{function.__qualname__} {context} {options} {ids}"
+        self._context = (
+            None if context is None else f"{function.__qualname__} {context} {options} {ids}"
+        )
         self._programs: dict[Any, jax.stages.Compiled] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -69,13 +74,16 @@ class CachedProgram:
 
     def _read_or_compile(self, args: Any) -> jax.stages.Compiled:
         cache = jax.config.jax_compilation_cache_dir
-        # Several processes compile together, and each would have to find what the others find. Other devices' programs
-        # take minutes to compile, beside which tracing is little.
+        # Several processes compile together, and each would have to find what the others find.
+        # Other devices' programs take minutes to compile, beside which tracing is little.
         single_process = jax.process_count() == 1 and self._devices[0].platform == "cpu"
         if not cache or not single_process or self._context is None:
             return self._jitted.lower(*args).compile()
         # Of a number there is no type, and of one of NumPy's no sharding.
-        described = [(getattr(x, "weak_type", ""), str(getattr(x, "sharding", ""))) for x in jax.tree.leaves(args)]
+        described = [
+            (getattr(x, "weak_type", ""), str(getattr(x, "sharding", "")))
+            for x in jax.tree.leaves(args)
+        ]
         context = f"{self._context} {_shapes(args)} {described} {_settings()} {_environment(self._devices[0].client)}"
         if " at 0x" in context:
             return self._jitted.lower(*args).compile()
@@ -121,7 +129,11 @@ def _shapes(args: Any) -> Any:
 
 
 def _settings() -> str:
-    values = {name: value for name, value in jax.config.values.items() if name != "jax_compilation_cache_dir"}
+    values = {
+        name: value
+        for name, value in jax.config.values.items()
+        if name != "jax_compilation_cache_dir"
+    }
     return f"{jax.default_backend()} {sorted(values.items())}"
 
 
@@ -131,7 +143,9 @@ def _environment(client: Any) -> str:
     processor = f"{platform.machine()} {platform.processor()}"
     with suppress(OSError):  # whose instructions programs use
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = str(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+        processor = str(
+            sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+        )
     versions = [f"{name} {version(name)}" for name in LIBRARIES]
     return f"{versions} {sys.version} {client.platform_version} {processor} {[os.environ.get(name) for name in FLAGS]}"
 
@@ -175,7 +189,9 @@ def _read_program(file: Path, args: Any, devices: list[jax.Device]) -> jax.stage
             return None
         payload, output = pickle.loads(content[SUM:])
         trees = jax.tree.structure((args, {})), jax.tree.structure(output)
-        program = serialize_executable.deserialize_and_load(payload, *trees, devices[0].client, devices)
+        program = serialize_executable.deserialize_and_load(
+            payload, *trees, devices[0].client, devices
+        )
         count_cached_program()
         return program
     return None
@@ -193,5 +209,6 @@ def _dumped(program: jax.stages.Compiled) -> bytes:
 
 
 def _write(file: Path, content: bytes) -> None:
-    with suppress(OSError), atomic_write(file) as partial_file:  # without it, it is compiled again next time
+    # without it, it is compiled again next time
+    with suppress(OSError), atomic_write(file) as partial_file:
         partial_file.write_bytes(content)

@@ -31,8 +31,8 @@ from mmjax.runtime.run_trust import check_files, check_run, is_own, sign_run
 def lock_run(folder: Path) -> Iterator[None]:
     """Hold the lock of a run's folder; the system releases it however the process ends.
 
-    The lock is a file beside the folder, since the folder may be moved or deleted meanwhile. Raises UserError where
-    another process holds it.
+    The lock is a file beside the folder, since the folder may be moved or deleted meanwhile. Raises
+    UserError where another process holds it.
     """
     folder = folder.resolve()
     path = folder.with_name(f".{folder.name}.lock")
@@ -44,7 +44,8 @@ def lock_run(folder: Path) -> Iterator[None]:
             "ended, stop it, or choose another folder with run=FOLDER"
         ) from None
     except OSError:
-        # The file system has no locks; or nothing can be written beside the folder; if not in it either, `claim` fails.
+        # The file system has no locks; or nothing can be written beside the folder; if not in it
+        # either, `claim` fails.
         yield
         return
     try:
@@ -58,7 +59,8 @@ def _acquire_lock(path: Path) -> int:
     """Open and lock the file, and write into it who holds it. Raises BlockingIOError where another process does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # closed in programs that this process executes
+        # closed in programs that this process executes
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_same_file(file, path):
@@ -68,7 +70,8 @@ def _acquire_lock(path: Path) -> int:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # its last holder deleted it between our open and our lock: try again with a new file
+        # its last holder deleted it between our open and our lock: try again with a new file
+        os.close(file)
 
 
 def _is_same_file(file: int, path: Path) -> bool:
@@ -86,7 +89,9 @@ def path_words(run: Path) -> str:
 def is_trained(folder: Path) -> bool:
     """Tell whether a process trains in a run's folder, as far as its lock says; True where it is of another host."""
     folder = folder.resolve()
-    owner = re.fullmatch(r"process (\d+) on (.+)", _lock_owner(folder.with_name(f".{folder.name}.lock"), ""))
+    owner = re.fullmatch(
+        r"process (\d+) on (.+)", _lock_owner(folder.with_name(f".{folder.name}.lock"), "")
+    )
     if owner is None or owner[2] != socket.gethostname():
         return owner is not None
     try:
@@ -112,7 +117,8 @@ Mode = Literal["new", "resume", "auto", "overwrite"]
 class AllowedChanges:
     """Allow differences from the run that is resumed.
 
-    keys: config keys, or prefixes of them, that may differ. trust: its files may be executed, whoever wrote them.
+    keys: config keys, or prefixes of them, that may differ. trust: its files may be executed,
+    whoever wrote them.
     """
 
     new_data: bool = False
@@ -121,7 +127,9 @@ class AllowedChanges:
 
     def allows(self, key: str) -> bool:
         """Return whether this key of the config may have another value."""
-        listed = any(key == prefix or key.startswith((f"{prefix}.", f"{prefix}[")) for prefix in self.keys)
+        listed = any(
+            key == prefix or key.startswith((f"{prefix}.", f"{prefix}[")) for prefix in self.keys
+        )
         return listed or (self.new_data and key.startswith("data.sources"))
 
     def allows_other_samples(self) -> bool:
@@ -145,22 +153,28 @@ class RunFolder:
     path: Path
     trusted: bool = False  # what its config says may be executed and fetched, whoever wrote it
 
-    config = _path_in_run("config.json")  # the resolved config; a folder is a run once it has this file
+    # the resolved config; a folder is a run once it has this file
+    config = _path_in_run("config.json")
     identity = _path_in_run("id")  # of the run, drawn at its start; stands in its checkpoints too
-    source = _path_in_run("config.py")  # copy of the config file, for functions that the config names
+    # copy of the config file, for functions that the config names
+    source = _path_in_run("config.py")
     checkpoints = _path_in_run("checkpoints")  # a folder per saved step
     metrics = _path_in_run("metrics.jsonl")  # a JSON object per step and per evaluation
     index = _path_in_run("index")  # length indices, by fingerprint
-    history = _path_in_run("history.jsonl")  # config, data and devices of every start of the run, a JSON object each
+    # config, data and devices of every start of the run, a JSON object each
+    history = _path_in_run("history.jsonl")
     due_samples = _path_in_run("due")  # samples that epochs still owed when the data changed
     traces = _path_in_run("traces")  # profiler traces of a few steps
-    passes = _path_in_run("passes")  # of a pipeline: planned and measured times, a file for the plan and each process
+    # of a pipeline: planned and measured times, a file for the plan and each process
+    passes = _path_in_run("passes")
     memory_plan = _path_in_run("fit.json")  # the run's remat policies and loss chunks
-    rates = _path_in_run("rates.json")  # measured by two rows of a step, for `mmjax.plan --measured`
+    # measured by two rows of a step, for `mmjax.plan --measured`
+    rates = _path_in_run("rates.json")
     oversize = _path_in_run("oversize.jsonl")  # samples that fit no budget, a JSON object each
     quarantine = _path_in_run("quarantine.jsonl")  # unusable samples and why, a JSON object each
     scores = _path_in_run("test.json")  # the test split's scores, once the run has ended
-    pictures = _path_in_run("pictures")  # sheets of the images that generators made for the samples of a split
+    # sheets of the images that generators made for the samples of a split
+    pictures = _path_in_run("pictures")
     stacks = _path_in_run("stacks")  # the stack of each process when the run was found stuck
 
     def __post_init__(self) -> None:
@@ -170,10 +184,13 @@ class RunFolder:
     def programs(self) -> Path:
         """Return the cache of compiled programs: the one that the runs beside this one share, where it is the user's.
 
-        Programs are executed, so that another's run, or folder of programs, leaves the user's own cache.
+        Programs are executed, so that another's run, or folder of programs, leaves the user's own
+        cache.
         """
         shared = self.path.parent / ".programs"
-        if self.trusted or (is_own(self.path) and (not shared.exists() or shared.stat().st_uid == os.getuid())):
+        if self.trusted or (
+            is_own(self.path) and (not shared.exists() or shared.stat().st_uid == os.getuid())
+        ):
             return shared
         return user_cache() / "programs"
 
@@ -196,8 +213,9 @@ class RunFolder:
     def read_config(self, typed: Sequence[str] = ()) -> Config:
         """Read the config of this run, to do what it says.
 
-        typed: overrides that will be applied to it. Raises UserError where there is no run, and where another user's
-        would be executed or fetched (`run_trust`), unless the folder is trusted.
+        typed: overrides that will be applied to it. Raises UserError where there is no run, and
+        where another user's would be executed or fetched (`run_trust`), unless the folder is
+        trusted.
         """
         config = self.stored_config()
         self.check(config, typed)
@@ -214,7 +232,9 @@ class RunFolder:
         Raises UserError where there is no run.
         """
         if not self.config.is_file():
-            raise UserError(f"{self.path} holds no run (no config.json); give the folder that mmjax.train printed")
+            raise UserError(
+                f"{self.path} holds no run (no config.json); give the folder that mmjax.train printed"
+            )
         try:
             return from_json(self.config.read_text())
         except (UserError, UnicodeDecodeError) as error:
@@ -234,22 +254,27 @@ class RunFolder:
 
 
 @contextmanager
-def claim(config: Config, source: Path, mode: Mode, permitted: AllowedChanges = NO_CHANGES) -> Iterator[bool]:
+def claim(
+    config: Config, source: Path, mode: Mode, permitted: AllowedChanges = NO_CHANGES
+) -> Iterator[bool]:
     """Claim the run's folder, and yield whether its run is resumed. The start belongs inside `with`.
 
-    The config counts as this user's own, and so do from now on the run and the folder's copy of `source`.
+    The config counts as this user's own, and so do from now on the run and the folder's copy of
+    `source`.
 
-    Where the body raises, everything is undone: a new folder is removed, and the run that was to be resumed or
-    overwritten is untouched. Raises UserError where there is a run, but neither resume nor overwrite is requested;
-    where there is no run to resume, or its config differs in more than is permitted; and where the folder cannot be
-    written.
+    Where the body raises, everything is undone: a new folder is removed, and the run that was to be
+    resumed or overwritten is untouched. Raises UserError where there is a run, but neither resume
+    nor overwrite is requested; where there is no run to resume, or its config differs in more than
+    is permitted; and where the folder cannot be written.
     """
     check_keys(permitted, config)
     folder = run_folder_of(config)
     exists = _check_claim(folder, config, mode)
     if exists and mode in ("resume", "auto"):
         changes = changes_of(folder, config, permitted)
-        for line in shorten([f"changed {line}" for line in changes if not line.startswith(LOCATION_KEYS)]):
+        for line in shorten(
+            [f"changed {line}" for line in changes if not line.startswith(LOCATION_KEYS)]
+        ):
             print_lines(line)
         with _writing(folder):
             _check_writable(folder)
@@ -263,7 +288,8 @@ def claim(config: Config, source: Path, mode: Mode, permitted: AllowedChanges = 
     if exists:
         with _writing(folder):
             if folder.replaced.exists():
-                # An overwriting start was killed: its folder is removed, and the run it was to replace stays set aside.
+                # An overwriting start was killed: its folder is removed, and the run it was to
+                # replace stays set aside.
                 shutil.rmtree(folder.path)
             else:
                 folder.path.rename(folder.replaced)
@@ -300,13 +326,19 @@ def _check_claim(folder: RunFolder, config: Config, mode: Mode) -> bool:
             "or choose another folder with run=FOLDER"
         )
     if mode == "resume" and not exists:
-        raise UserError(f"{folder.path} holds no run to resume; leave out --resume, or use --resume=auto for either")
+        raise UserError(
+            f"{folder.path} holds no run to resume; leave out --resume, or use --resume=auto for either"
+        )
     if not exists and folder.path.is_dir() and any(folder.path.iterdir()):
-        raise UserError(f"{folder.path} is not empty and not a run; choose another folder with run=FOLDER")
+        raise UserError(
+            f"{folder.path} is not empty and not a run; choose another folder with run=FOLDER"
+        )
     # A new run in the folder that it starts from would set its own checkpoints aside.
     starts_from = config.init_from and Path(config.init_from).resolve()
     if starts_from == folder.path and not (exists and mode in ("resume", "auto")):
-        raise UserError(f"init_from={config.init_from} is this run's own folder; choose another one with run=FOLDER")
+        raise UserError(
+            f"init_from={config.init_from} is this run's own folder; choose another one with run=FOLDER"
+        )
     return exists
 
 
@@ -328,8 +360,8 @@ def _writing(folder: RunFolder) -> Iterator[None]:
 
 
 LOCATION_KEYS = ("name:", "run:")
-# Keys that may change freely when a run is resumed: where, how fast and how long it runs, how often it evaluates and
-# saves.
+# Keys that may change freely when a run is resumed: where, how fast and how long it runs, how often
+# it evaluates and saves.
 MAY_CHANGE = (
     "name", "run", "device", "compiler", "mesh.", "units", "pipeline.", "batch.balance", "batch.shapes",
     "data.workers", "data.prefetch", "data.pool", "data.cache", "data.window_space", "data.on_bad_sample",
@@ -341,7 +373,9 @@ MAY_CHANGE = (
 )  # fmt: skip
 
 
-def changes_of(folder: RunFolder, config: Config, permitted: AllowedChanges = NO_CHANGES) -> Sequence[str]:
+def changes_of(
+    folder: RunFolder, config: Config, permitted: AllowedChanges = NO_CHANGES
+) -> Sequence[str]:
     """List the differences from the config of the run in the folder. Raises UserError for those not permitted."""
     lines = differences(folder.stored_config(), config)
     by_key = {line.partition(":")[0]: line for line in lines}
@@ -349,7 +383,8 @@ def changes_of(folder: RunFolder, config: Config, permitted: AllowedChanges = NO
         data = [key for key in fixed if key.startswith("data.sources")]
         keys = [key for key in fixed if key not in data]
         if len(keys) > MAX_LISTED:
-            # Many differences are named by their top-level keys, which --change accepts as prefixes.
+            # Many differences are named by their top-level keys, which --change accepts as
+            # prefixes.
             keys = list(dict.fromkeys(key.partition(".")[0] for key in keys))
         options = " ".join(["--new-data"] * bool(data) + [f"--change {key}" for key in keys])
         raise UserError(
@@ -373,10 +408,14 @@ def shorten(lines: Sequence[str]) -> list[str]:
 def check_keys(permitted: AllowedChanges, config: Config) -> None:
     """Raise UserError where a permitted key is no key of the config, nor a prefix of one."""
     keys = [key.split(".") for key in keys_of(config)]
-    prefixes = dict.fromkeys(".".join(parts[:n]) for parts in keys for n in range(1, len(parts) + 1))
+    prefixes = dict.fromkeys(
+        ".".join(parts[:n]) for parts in keys for n in range(1, len(parts) + 1)
+    )
     for key in permitted.keys:
         if not any(AllowedChanges(keys=(key,)).allows(prefix) for prefix in prefixes):
-            raise UserError(f"--change {key}: a config has no such key{did_you_mean(key, prefixes)}")
+            raise UserError(
+                f"--change {key}: a config has no such key{did_you_mean(key, prefixes)}"
+            )
 
 
 def _may_change(key: str) -> bool:
@@ -395,7 +434,8 @@ def logged_records(path: Path) -> Iterator[dict[str, Any]]:
 def parse_record(line: str) -> dict[str, Any] | None:
     """Parse a line of a metrics.jsonl as `logged_records` does; None for one that is incomplete or no record."""
     record = parse_object(line)
-    # `type`, since True is an int too; integers up to 2**53 are exact as floats, which the report computes with.
+    # `type`, since True is an int too; integers up to 2**53 are exact as floats, which the report
+    # computes with.
     if record is None or type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
         return None
     return {key: value for key, value in record.items() if _is_logged(key, value)}

@@ -1,9 +1,10 @@
 """Tell what this user's own runs say from what others wrote, and let only the former be executed or fetched.
 
-A run's config may name functions of the config.py in its folder, commands whose output is data, URLs and repositories.
-Whoever opens the run would execute and fetch them. So a run is signed when it starts: a code for each of these values,
-and for each Python file, by a key that is in the user's home alone. Owners and modes of files would not do: what was
-unpacked from an archive belongs to this user, and folders that a group shares do not.
+A run's config may name functions of the config.py in its folder, commands whose output is data,
+URLs and repositories. Whoever opens the run would execute and fetch them. So a run is signed when
+it starts: a code for each of these values, and for each Python file, by a key that is in the user's
+home alone. Owners and modes of files would not do: what was unpacked from an archive belongs to
+this user, and folders that a group shares do not.
 
 What is signed stays so in a copy, after a move, and when other values of the config change.
 """
@@ -58,10 +59,14 @@ def statements_of(config: Config) -> list[Statement]:
             statements.append(Statement(key, function, "executed"))
     for leaf in walk(Config, encode(Config, config, "")):
         of_file = leaf.owner in get_args(FileSource)
-        names_folder = (of_file and leaf.field in _PATHS) or (leaf.owner is ChatFormat and leaf.field == "folder")
+        names_folder = (of_file and leaf.field in _PATHS) or (
+            leaf.owner is ChatFormat and leaf.field == "folder"
+        )
         pool = leaf.owner is DataConfig and leaf.field == "pool" and leaf.text != DataConfig.pool
-        compiler = leaf.owner is Config and leaf.field == "compiler" and leaf.text != "{}"  # may name programs to run
-        allowed = of_file and leaf.field == "outside" and leaf.text == "allow"  # its records may name URLs
+        # may name programs to run
+        compiler = leaf.owner is Config and leaf.field == "compiler" and leaf.text != "{}"
+        # its records may name URLs
+        allowed = of_file and leaf.field == "outside" and leaf.text == "allow"
         if PIPE in leaf.text or pool or compiler:
             statements.append(Statement(leaf.key, leaf.text, "executed"))
         elif is_url(leaf.text) or allowed or (names_folder and would_download(leaf.text)):
@@ -78,11 +83,15 @@ def check_run(folder: Path, config: Config, typed: Sequence[str] = ()) -> None:
     keys = {key_of(line) for line in typed}
     for key, text, verb in statements_of(config):
         if key not in keys and not signed.has(f"{key}={text}"):
-            raise _refusal(str(folder), f"its config says {key}={text[:200]!r}, which would be {verb}")
+            raise _refusal(
+                str(folder), f"its config says {key}={text[:200]!r}, which would be {verb}"
+            )
     check_files(folder, config)
 
 
-def check_files(folder: Path, config: Config, texts: Callable[[], Mapping[str, str]] = dict) -> None:
+def check_files(
+    folder: Path, config: Config, texts: Callable[[], Mapping[str, str]] = dict
+) -> None:
     """Raise UserError where a run's Python files would be executed, and one is not signed.
 
     texts: of files by name that count as signed, where they are needed.
@@ -92,7 +101,10 @@ def check_files(folder: Path, config: Config, texts: Callable[[], Mapping[str, s
     signed = _Signed(folder)
     for path in _files_of(folder):
         content = path.read_bytes()
-        if not signed.has(_line_of(path.name, content)) and texts().get(path.name, "").encode() != content:
+        if (
+            not signed.has(_line_of(path.name, content))
+            and texts().get(path.name, "").encode() != content
+        ):
             raise _refusal(str(folder), f"its {path.name} would be executed")
 
 
@@ -105,12 +117,18 @@ def check_plan(plan: Plan, config: Config, typed: Sequence[str] = ()) -> None:
         return
     typed_keys = {key_of(word) for word in typed}
     keys = [key_of(word) for word in plan.settings]
-    values = [value for word in plan.arguments if len(value := word.partition("=")[2]) > MAX_INNOCENT]
+    values = [
+        value for word in plan.arguments if len(value := word.partition("=")[2]) > MAX_INNOCENT
+    ]
     for key, text, verb in statements_of(config):
         # By its key or section, or by an argument of the config's function that is part of it.
-        by_plan = any(f"{key}.".startswith(f"{name}.") for name in keys) or any(value in text for value in values)
+        by_plan = any(f"{key}.".startswith(f"{name}.") for name in keys) or any(
+            value in text for value in values
+        )
         if by_plan and key not in typed_keys:
-            raise _refusal(f"plan={plan.path}", f"it says {key}={text[:200]!r}, which would be {verb}", "plan")
+            raise _refusal(
+                f"plan={plan.path}", f"it says {key}={text[:200]!r}, which would be {verb}", "plan"
+            )
 
 
 def sign_text(text: str) -> str:
@@ -135,7 +153,8 @@ def is_own(folder: Path) -> bool:
 def sign_run(folder: Path, config: Config, made: bool) -> None:
     """Sign what a config would execute and fetch, and the Python files in its run's folder, as this user's own.
 
-    made: sign that the run itself is. Where the home cannot be written nothing is signed, and it counts as another's.
+    made: sign that the run itself is. Where the home cannot be written nothing is signed, and it
+    counts as another's.
     """
     lines = [f"{key}={text}" for key, text, _ in statements_of(config)]
     if made:
@@ -158,7 +177,8 @@ class _Signed:
             self._codes = set()
 
     def has(self, line: str) -> bool:
-        # A set's look-up takes no constant time, but whoever could measure it executes programs as this user already.
+        # A set's look-up takes no constant time, but whoever could measure it executes programs as
+        # this user already.
         return self._key is not None and _code(self._key, line) in self._codes
 
 
@@ -191,7 +211,8 @@ def _append(path: Path, codes: Iterable[str]) -> None:
     new = [code for code in dict.fromkeys(codes) if code not in known]
     if new:
         with path.open("a") as file:
-            file.write("".join(f"\n{code}" for code in new) + "\n")  # a killed process may have left half a line
+            # a killed process may have left half a line
+            file.write("".join(f"\n{code}" for code in new) + "\n")
 
 
 def _key() -> bytes | None:

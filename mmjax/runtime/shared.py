@@ -1,7 +1,8 @@
 """Parameters that two stages hold: one owns them and has their moments, the other has a copy.
 
-Two that are each updated by a program of their own would drift apart, as programs order sums differently. An encoder
-beside the LLM's stages has an owner, on the first of them, and a copy on every other.
+Two that are each updated by a program of their own would drift apart, as programs order sums
+differently. An encoder beside the LLM's stages has an owner, on the first of them, and a copy on
+every other.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ class SharedParameters:
     """Parameters of two stages, by their numbers, and the transfers that keep the copy equal."""
 
     def __init__(
-        self, structure: Params, owner: int, holder: int, programs: Sequence[StageProgram], united: bool = False
+        self,
+        structure: Params,
+        owner: int,
+        holder: int,
+        programs: Sequence[StageProgram],
+        united: bool = False,
     ) -> None:
         """structure: nested dicts that have the shared leaves, and others or none.
 
@@ -51,25 +57,41 @@ class SharedParameters:
         """Return what a stage owns of its parameters."""
         return exclude(params, self.structure) if number == self.holder else params
 
-    def with_copy(self, number: int, parameters: tuple[Params, Params], copy: Params) -> tuple[Params, Params]:
+    def with_copy(
+        self, number: int, parameters: tuple[Params, Params], copy: Params
+    ) -> tuple[Params, Params]:
         """Return a stage's trainable and frozen parameters with its copy."""
         trainable, frozen = parameters
         if number != self.holder:
             return parameters
-        return (merge(trainable, copy), frozen) if self.trained else (trainable, merge(frozen, copy))
+        return (
+            (merge(trainable, copy), frozen) if self.trained else (trainable, merge(frozen, copy))
+        )
 
     def spread(self, stages: Sequence[TrainState], key: tuple[Any, ...]) -> Params:
         """Move the owner's values to the other stage. key: names the transfer."""
-        return move(restrict(all_parameters(stages[self.owner]), self.structure), self.copy_layouts, (*key, "copy"))
+        return move(
+            restrict(all_parameters(stages[self.owner]), self.structure),
+            self.copy_layouts,
+            (*key, "copy"),
+        )
 
-    def gather(self, sums: list[Sums], local: Sequence[bool], key: tuple[Any, ...], wait: Callable[[Any], Any]) -> None:
+    def gather(
+        self,
+        sums: list[Sums],
+        local: Sequence[bool],
+        key: tuple[Any, ...],
+        wait: Callable[[Any], Any],
+    ) -> None:
         """Add the gradients of the copy to the owner's, and drop them. sums: by stage. key: names the transfer."""
         if not self.trained or self.united:
             return
         if local[self.holder]:
             gradients = sums[self.holder].gradients
             copy = restrict(gradients, self.structure)
-            sums[self.holder] = sums[self.holder]._replace(gradients=exclude(gradients, self.structure))
+            sums[self.holder] = sums[self.holder]._replace(
+                gradients=exclude(gradients, self.structure)
+            )
         else:
             copy = jax.tree.map(without_shards, self.abstract, self.copy_layouts)
         arrived = move(copy, self.owner_layouts, (*key, "gradient"))
@@ -86,45 +108,63 @@ class SharedParameters:
 
     @cached_property
     def _zeros(self) -> Callable[[], Params]:
-        return jax.jit(lambda: zeros_like(self.sums), out_shardings=jax.tree.map(lambda x: x.sharding, self.sums))
+        return jax.jit(
+            lambda: zeros_like(self.sums),
+            out_shardings=jax.tree.map(lambda x: x.sharding, self.sums),
+        )
 
 
-def find_shared(stages: Sequence[PlacedStage], programs: Sequence[StageProgram]) -> tuple[SharedParameters, ...]:
+def find_shared(
+    stages: Sequence[PlacedStage], programs: Sequence[StageProgram]
+) -> tuple[SharedParameters, ...]:
     """Return what several stages have: the LLM's table that is tied, and all of a stage that has copies."""
     model = stages[0].stage.model
     first = next(n for n, placed in enumerate(stages) for piece in placed.stage.text if piece.first)
     last = next(n for n, placed in enumerate(stages) if "llm" in placed.stage.losses)
     shared = []
     if first != last and model.config.llm.tied:
-        shared.append(SharedParameters({"llm": {"embed": model.abstract["llm"]["embed"]}}, first, last, programs))
+        shared.append(
+            SharedParameters(
+                {"llm": {"embed": model.abstract["llm"]["embed"]}}, first, last, programs
+            )
+        )
     owners: dict[str, int] = {}
     for number, placed in enumerate(stages):
         owner = owners.setdefault(placed.stage.description, number)
         if owner != number:
             parts = (part for part in programs[number].abstract if jax.tree.leaves(part))
-            shared += [SharedParameters(part, owner, number, programs, united=True) for part in parts]
+            shared += [
+                SharedParameters(part, owner, number, programs, united=True) for part in parts
+            ]
     return tuple(shared)
 
 
 class CopiedParameters:
     """Trained parameters that stages on several meshes of equal shape have copies of, and programs on all of these.
 
-    The arrays of the copies become one by the shards that devices have already, one copy behind the other along the
-    first axis. Processes meet before either program runs, as before all that have devices of several workers.
+    The arrays of the copies become one by the shards that devices have already, one copy behind the
+    other along the first axis. Processes meet before either program runs, as before all that have
+    devices of several workers.
     """
 
     def __init__(self, stages: Sequence[PlacedStage], programs: Sequence[StageProgram]) -> None:
         count = max(placed.copy[1] for placed in stages)
         # Of every copy, the stages of all encoders; those of the first are the owners.
-        self.stages = [[n for n, s in enumerate(stages) if s.copy == (copy, count)] for copy in range(count)]
+        self.stages = [
+            [n for n, s in enumerate(stages) if s.copy == (copy, count)] for copy in range(count)
+        ]
         self.programs = programs
         devices = np.stack([stages[numbers[0]].mesh.devices for numbers in self.stages])
         self.mesh = Mesh(devices, ("copy", *AXES), axis_types=(AxisType.Auto,) * devices.ndim)
         owned = [programs[n] for n in self.stages[0]]
         self.abstract = reduce(merge, (program.abstract[0] for program in owned))
-        specs = jax.tree.map(lambda x: x.spec, reduce(merge, (program.shardings[0] for program in owned)))
+        specs = jax.tree.map(
+            lambda x: x.spec, reduce(merge, (program.shardings[0] for program in owned))
+        )
         of_all = partial(NamedSharding, self.mesh)
-        self._joined = jax.tree.map(lambda spec: of_all(_with_copies(spec)), specs, is_leaf=_is_spec)
+        self._joined = jax.tree.map(
+            lambda spec: of_all(_with_copies(spec)), specs, is_leaf=_is_spec
+        )
         equal = jax.tree.map(of_all, specs, is_leaf=_is_spec)
         self._add = jax.jit(self._add_copies, out_shardings=equal, donate_argnums=0)
         self._repeat = jax.jit(self._repeat_first, out_shardings=equal)
@@ -142,23 +182,32 @@ class CopiedParameters:
             if self.programs[number].mesh.local_devices:
                 sums[number] = sums[number]._replace(gradients=self._view(total, number))
 
-    def spread(self, stages: Sequence[TrainState], copies: Mapping[int, Params]) -> dict[int, Params]:
+    def spread(
+        self, stages: Sequence[TrainState], copies: Mapping[int, Params]
+    ) -> dict[int, Params]:
         """Return the owners' values for every other stage, by number. copies: what these have so far."""
         holders = [number for numbers in self.stages[1:] for number in numbers]
         if not self.mesh.local_devices:
             return {number: copies[number] for number in holders}
         owned = reduce(merge, (stages[number].trainable for number in self.stages[0]))
-        parts = [reduce(merge, (copies[number] for number in numbers)) for numbers in self.stages[1:]]
+        parts = [
+            reduce(merge, (copies[number] for number in numbers)) for numbers in self.stages[1:]
+        ]
         values = self._repeat(self._join([owned, *parts]))
         is_local = {number: bool(self.programs[number].mesh.local_devices) for number in holders}
-        return {number: self._view(values, number) if is_local[number] else copies[number] for number in holders}
+        return {
+            number: self._view(values, number) if is_local[number] else copies[number]
+            for number in holders
+        }
 
     def _join(self, copies: Sequence[Params]) -> Params:
         """Join the copies' arrays, of which those of other processes have no shards here, or are left out."""
         structure = jax.tree.structure(self.abstract)
         local = [leaves for copy in copies if (leaves := jax.tree.leaves(copy))]
         joined = []
-        for p, layout, *parts in zip(*map(jax.tree.leaves, (self.abstract, self._joined)), *local, strict=True):
+        for p, layout, *parts in zip(
+            *map(jax.tree.leaves, (self.abstract, self._joined)), *local, strict=True
+        ):
             shards = [shard.data for part in parts for shard in part.addressable_shards]
             shape = (len(copies) * p.shape[0], *p.shape[1:])
             joined.append(jax.make_array_from_single_device_arrays(shape, layout, shards))

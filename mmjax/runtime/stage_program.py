@@ -1,8 +1,9 @@
 """Compile the programs of one stage: forward, backward, and both in one where nothing goes on to other stages.
 
-On one mesh the model is one stage. Of a pipeline's stages forward returns what backward needs as residuals, without
-what backward is given again: parameters and batch. So a microbatch in flight costs its activations, as the remat
-policies of the stage's layers leave them, and no copy of a weight.
+On one mesh the model is one stage. Of a pipeline's stages forward returns what backward needs as
+residuals, without what backward is given again: parameters and batch. So a microbatch in flight
+costs its activations, as the remat policies of the stage's layers leave them, and no copy of a
+weight.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Sums(NamedTuple):
 class Residuals:
     """Values of a microbatch's forward pass that its backward pass needs, without those that it is given again."""
 
-    def __init__(self, leaves: list[jax.Array], structure: Any, operands: tuple[int | None, ...]) -> None:
+    def __init__(
+        self, leaves: list[jax.Array], structure: Any, operands: tuple[int | None, ...]
+    ) -> None:
         """operands: number of each leaf of the VJP function among backward's operands; None: it is in `leaves`."""
         self.leaves = leaves
         self.structure = structure
@@ -68,7 +71,11 @@ class Residuals:
         # While tracing, an operand that is a residual is the same tracer.
         numbers = {id(operand): number for number, operand in enumerate(jax.tree.leaves(operands))}
         sources = tuple(numbers.get(id(leaf)) for leaf in leaves)
-        return cls([leaf for leaf, number in zip(leaves, sources, strict=True) if number is None], structure, sources)
+        return cls(
+            [leaf for leaf, number in zip(leaves, sources, strict=True) if number is None],
+            structure,
+            sources,
+        )
 
     def vjp(self, operands: Any) -> Any:
         """Return the VJP function, its other leaves from the same operands again."""
@@ -80,7 +87,9 @@ class Residuals:
         return (self.leaves,), (self.structure, self.operands)
 
     @classmethod
-    def tree_unflatten(cls, aux: tuple[Any, tuple[int | None, ...]], children: tuple[list[jax.Array]]) -> Residuals:
+    def tree_unflatten(
+        cls, aux: tuple[Any, tuple[int | None, ...]], children: tuple[list[jax.Array]]
+    ) -> Residuals:
         return cls(children[0], *aux)
 
 
@@ -102,8 +111,8 @@ class StageProgram:
     ) -> None:
         """trained: names of the activations whose gradients the stages that make them need.
 
-        reduces_once: whether gradients are reduced over `data` once a step, and not with every microbatch. context: as
-        of `CachedProgram`.
+        reduces_once: whether gradients are reduced over `data` once a step, and not with every
+        microbatch. context: as of `CachedProgram`.
         """
         model = stage.model
         self.stage = stage
@@ -121,28 +130,37 @@ class StageProgram:
         self.abstract = partition(abstract, frozen)  # trainable and frozen, as the next
         self.shardings = partition(shardings, frozen)
         by_path = jax.tree.leaves_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))
-        # Inner matrices are used in the precision of the computation. Cast before, they are operands of the VJP, which
-        # backward is given again; cast by the layers, a copy of each would be a residual of every microbatch.
+        # Inner matrices are used in the precision of the computation. Cast before, they are
+        # operands of the VJP, which backward is given again; cast by the layers, a copy of each
+        # would be a residual of every microbatch.
         self._cast = frozenset(
-            key_names(path) for path, names in by_path if len(names) >= 2 and not {None, "vocab", "fixed"} & set(names)
+            key_names(path)
+            for path, names in by_path
+            if len(names) >= 2 and not {None, "vocab", "fixed"} & set(names)
         )
-        # Of matrices each rank of `data` adds up gradients of its own, which are reduced once a step. Others are small,
-        # or those of experts, whose products are computed on each rank by itself.
+        # Of matrices each rank of `data` adds up gradients of its own, which are reduced once a
+        # step. Others are small, or those of experts, whose products are computed on each rank by
+        # itself.
         self.sums_by_rank = reduces_once and mesh.shape["data"] > 1
         tables = [key_names(path) for path, names in by_path if names == ("vocab", "embed")]
-        inner = [key_names(path) for path, names in by_path if len(names) == 2 and key_names(path) in self._cast]
+        inner = [
+            key_names(path)
+            for path, names in by_path
+            if len(names) == 2 and key_names(path) in self._cast
+        ]
         self._unreduced = frozenset([*tables, *inner]) if self.sums_by_rank else frozenset()
         gradients = jax.tree_util.tree_map_with_path(
             self._sum_struct, *(part[0] for part in (self.abstract, self.shardings))
         )
         on_all = replicated(mesh)
         losses = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_all), jax.eval_shape(self._zero_losses)
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_all),
+            jax.eval_shape(self._zero_losses),
         )
         self.sums = Sums(gradients, losses)  # shapes, dtypes and shardings
         self.sums_shardings = jax.tree.map(lambda x: x.sharding, self.sums)
-        # A frozen encoder with a frozen connector has no backward pass. A frozen LLM behind something trained has one:
-        # gradients pass through it.
+        # A frozen encoder with a frozen connector has no backward pass. A frozen LLM behind
+        # something trained has one: gradients pass through it.
         self.has_backward = bool(self.gradient_inputs or jax.tree.leaves(self.abstract[0]))
         of_text = tokens_sharding(mesh, rules)
         self.layouts = {name: self._layout(name) for name in (*stage.inputs, *stage.outputs)}
@@ -150,16 +168,22 @@ class StageProgram:
         sums = self.sums_shardings
         self.zeros = jax.jit(lambda: zeros_like(self.sums), out_shardings=sums)
         self._weigh_text = jax.jit(weigh, out_shardings=(on_all, of_text))
-        self._weigh_images = jax.jit(weigh_images, out_shardings=(on_all, rows_sharding(mesh, rules.item_rows)))
+        self._weigh_images = jax.jit(
+            weigh_images, out_shardings=(on_all, rows_sharding(mesh, rules.item_rows))
+        )
         self.reduce = jax.jit(self._reduce, out_shardings=self.shardings[0], donate_argnums=0)
         jit = partial(jax.jit, compiler_options=compiler_options or None)
         self.forward = jit(self._forward)
         self.forward_only = jit(self._forward_only, out_shardings=(outputs, sums.losses))
         # Gradients of inputs lie as the inputs do: the way back is the way there.
         inputs = {name: self.layouts[name] for name in sorted(self.gradient_inputs)}
-        self.backward = jit(self._backward, donate_argnums=2, out_shardings=(sums.gradients, inputs))
+        self.backward = jit(
+            self._backward, donate_argnums=2, out_shardings=(sums.gradients, inputs)
+        )
         cached = partial(CachedProgram, context, mesh, compiler_options=compiler_options or None)
-        self.forward_backward = cached(self.add_gradients, donate_argnums=2, out_shardings=(sums, inputs))
+        self.forward_backward = cached(
+            self.add_gradients, donate_argnums=2, out_shardings=(sums, inputs)
+        )
 
     def _layout(self, name: str) -> NamedSharding:
         """Return where an array lies that the stage takes or makes."""
@@ -167,22 +191,31 @@ class StageProgram:
             return replicated(self.mesh)
         if name.startswith("llm."):
             return tokens_sharding(self.mesh, self.rules)
-        # An encoder's tokens, or the states that a generator takes, lie on the ranks that exchange them.
+        # An encoder's tokens, or the states that a generator takes, lie on the ranks that exchange
+        # them.
         exchanged = name in self.stage.model.config.item_modules or ".deeper." in name
-        return rows_sharding(self.mesh, self.rules.token_rows if exchanged else self.rules.item_rows)
+        return rows_sharding(
+            self.mesh, self.rules.token_rows if exchanged else self.rules.item_rows
+        )
 
     def weigh(
-        self, totals: Mapping[str, jax.Array], batch: Microbatch, unreadable: tuple[jax.Array, jax.Array]
+        self,
+        totals: Mapping[str, jax.Array],
+        batch: Microbatch,
+        unreadable: tuple[jax.Array, jax.Array],
     ) -> tuple[dict[str, jax.Array], Microbatch]:
         """Add a microbatch's weights of the losses that are made here to the totals by tower.
 
-        Returns them and the microbatch, with weight 0 where a sample is unreadable. unreadable: ids and their number.
+        Returns them and the microbatch, with weight 0 where a sample is unreadable. unreadable: ids
+        and their number.
         """
         totals = dict(totals)
         text, items = batch
         for tower in self.stage.losses:
             if tower == "llm":
-                totals[tower], weight = self._weigh_text(totals[tower], text.weight, text.owner, *unreadable)
+                totals[tower], weight = self._weigh_text(
+                    totals[tower], text.weight, text.owner, *unreadable
+                )
                 text = text._replace(weight=weight)
             else:
                 totals[tower], item = self._weigh_images(totals[tower], items[tower], *unreadable)
@@ -192,7 +225,9 @@ class StageProgram:
     def zero_sums(self, products: jnp.dtype = jnp.float32) -> Sums:
         """Make zeros to add a microbatch to. products: dtype of the gradients of scanned stacks' matrices."""
         scanned, rest = split_scanned(self.sums.gradients)
-        scanned = jax.tree.map(lambda p: jnp.zeros(p.shape, products if p.ndim > 2 else jnp.float32), scanned)
+        scanned = jax.tree.map(
+            lambda p: jnp.zeros(p.shape, products if p.ndim > 2 else jnp.float32), scanned
+        )
         return Sums(merge(scanned, zeros_like(rest)), self._zero_losses())
 
     def _zero_losses(self) -> Losses | None:
@@ -214,24 +249,32 @@ class StageProgram:
         weights: of the whole step's losses. sums: None for gradients of one microbatch alone.
         """
         if sums is None:
-            # A matrix's gradient is a product in the precision of the computation: float32 would hold no more of it.
-            sums = jax.lax.with_sharding_constraint(self.zero_sums(self.stage.model.dtype), self.sums_shardings)
+            # A matrix's gradient is a product in the precision of the computation: float32 would
+            # hold no more of it.
+            sums = jax.lax.with_sharding_constraint(
+                self.zero_sums(self.stage.model.dtype), self.sums_shardings
+            )
         trainable = self._copies(trainable)
         differentiated, constants = self._split(inputs or {})
         # Gradients of scanned stacks are added to their sums inside the scan; the others are few.
         scanned_sums, unscanned = split_scanned(sums.gradients)
         scanned, rest = split_scanned(trainable)
 
-        def loss(rest: Params, scanned_sums: Params, differentiated: Activations) -> tuple[jax.Array, Losses]:
+        def loss(
+            rest: Params, scanned_sums: Params, differentiated: Activations
+        ) -> tuple[jax.Array, Losses]:
             params = merge(merge(rest, scanned), frozen)
-            values, losses = self._run(params, differentiated | constants, batch, noise, weights, scanned_sums)
+            values, losses = self._run(
+                params, differentiated | constants, batch, noise, weights, scanned_sums
+            )
             return values[LOSS], losses
 
-        # Forward and backward are one program: nothing of a sink is in flight, and its loss needs no residuals.
+        # Forward and backward are one program: nothing of a sink is in flight, and its loss needs
+        # no residuals.
         with activations_on(self.mesh, self.rules):
-            (gradients, scanned_sums, differentiated), losses = jax.grad(loss, (0, 1, 2), has_aux=True)(
-                rest, scanned_sums, differentiated
-            )
+            (gradients, scanned_sums, differentiated), losses = jax.grad(
+                loss, (0, 1, 2), has_aux=True
+            )(rest, scanned_sums, differentiated)
         losses = add_losses(sums.losses, losses)
         return Sums(merge(_add(unscanned, gradients), scanned_sums), losses), differentiated
 
@@ -255,13 +298,18 @@ class StageProgram:
             if seeded := next((name for name in self.stage.outputs if name in self.trained), None):
                 outputs[seeded] = seed(outputs[seeded])
             return outputs, None
-        # Logits are as large as nothing else: beside outputs they are made again in backward, and not kept until then.
+        # Logits are as large as nothing else: beside outputs they are made again in backward, and
+        # not kept until then.
         compute = self._losses if self.is_sink else jax.checkpoint(self._losses)
         loss, losses = compute(self.stage.operands(values, seed), reference, batch, weights)
         return outputs | {LOSS: loss}, losses
 
     def _losses(
-        self, operands: Outputs, reference: Outputs | None, batch: Microbatch, weights: Mapping[str, jax.Array]
+        self,
+        operands: Outputs,
+        reference: Outputs | None,
+        batch: Microbatch,
+        weights: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, Losses]:
         """Compute a microbatch's part of the loss that is trained on, and of a step's losses."""
         config = self.stage.model.config
@@ -270,7 +318,9 @@ class StageProgram:
             return loss, Losses(images=images)
         by_token, measures = self.objective.token_losses(operands, batch.text, reference)
         loss, by_source, weight = step_loss(by_token, batch.text, weights["llm"], self.sources)
-        experts = expert_sums(operands.routing, weight.sum() / jnp.where(weights["llm"] > 0, weights["llm"], 1))
+        experts = expert_sums(
+            operands.routing, weight.sum() / jnp.where(weights["llm"] > 0, weights["llm"], 1)
+        )
         of_images, images = image_loss(operands.errors, batch.items, weights, config)
         worst = worst_samples(jax.lax.stop_gradient(by_token), batch.text)
         loss += expert_loss(experts, config.llm.experts) + of_images
@@ -298,7 +348,9 @@ class StageProgram:
             outputs, part = self._run(params, inputs, batch, noise, weights)
         return {name: x for name, x in outputs.items() if name != LOSS}, add_losses(losses, part)
 
-    def _sum_struct(self, path: Any, p: jax.ShapeDtypeStruct, layout: NamedSharding) -> jax.ShapeDtypeStruct:
+    def _sum_struct(
+        self, path: Any, p: jax.ShapeDtypeStruct, layout: NamedSharding
+    ) -> jax.ShapeDtypeStruct:
         """Return shape and sharding of the sum of a parameter's gradients, with one for every rank of `data`."""
         shape, spec = list(p.shape), [*layout.spec, *(None,) * (p.ndim - len(layout.spec))]
         if key_names(path) in self._unreduced:
@@ -320,7 +372,9 @@ class StageProgram:
 
     def _reduce(self, sums: Params) -> Params:
         """Add up the sums of the ranks of `data`."""
-        return jax.tree.map(lambda x, p: x if x.ndim == len(p.shape) else x.sum(-3), sums, self.abstract[0])
+        return jax.tree.map(
+            lambda x, p: x if x.ndim == len(p.shape) else x.sum(-3), sums, self.abstract[0]
+        )
 
     def _operands(self, trainable: Params, frozen: Params) -> tuple[Params, Params]:
         """Cast the matrices to the precision of the computation, and copy what has gradients by rank of `data`."""
@@ -350,16 +404,25 @@ class StageProgram:
         def run(rest: Params, differentiated: Activations, sums: Params) -> tuple[Activations, Any]:
             params = merge(merge(rest, scanned), frozen)
             with activations_on(self.mesh, self.rules):
-                outputs, part = self._run(params, differentiated | constants, batch, noise, weights, sums)
+                outputs, part = self._run(
+                    params, differentiated | constants, batch, noise, weights, sums
+                )
             trained, untrained = self._split(outputs)
             return trained, (untrained, part)
 
-        # What a frozen encoder's layers pass on has no gradient, though its connector's tokens may have one.
+        # What a frozen encoder's layers pass on has no gradient, though its connector's tokens may
+        # have one.
         outputs, vjp, (kept_outputs, part) = jax.vjp(run, rest, differentiated, sums, has_aux=True)
         # Outputs lie as transfers are planned; residuals lie as the layers leave them.
         outputs = {name: x for name, x in (outputs | kept_outputs).items() if name != LOSS}
-        outputs = jax.lax.with_sharding_constraint(outputs, {name: self.layouts[name] for name in outputs})
-        return outputs, Residuals.of(vjp, (trainable, frozen, batch, sums)), add_losses(losses, part)
+        outputs = jax.lax.with_sharding_constraint(
+            outputs, {name: self.layouts[name] for name in outputs}
+        )
+        return (
+            outputs,
+            Residuals.of(vjp, (trainable, frozen, batch, sums)),
+            add_losses(losses, part),
+        )
 
     def _backward(
         self,
@@ -392,4 +455,6 @@ def zeros_like(structs: Params) -> Params:
 
 
 def _add(sums: Params, gradients: Params) -> Params:
-    return jax.tree.map(lambda total, gradient: total + gradient.astype(total.dtype), sums, gradients)
+    return jax.tree.map(
+        lambda total, gradient: total + gradient.astype(total.dtype), sums, gradients
+    )

@@ -23,8 +23,9 @@ from mmjax.runtime.moments import store_moments
 from mmjax.runtime.muon import scale_by_muon
 
 Path = tuple[str, ...]
-# Run-time arguments of one update, float32 []: `clip`, and `learning_rate/<group>`, `weight_decay/<group>` by parameter
-# group. They are arguments of the compiled update, so that a schedule compiles nothing.
+# Run-time arguments of one update, float32 []: `clip`, and `learning_rate/<group>`,
+# `weight_decay/<group>` by parameter group. They are arguments of the compiled update, so that a
+# schedule compiles nothing.
 Hyperparameters = dict[str, Any]
 
 
@@ -32,7 +33,8 @@ Hyperparameters = dict[str, Any]
 class Optimizer:
     """An optax direction, and by parameter: the group whose rates it has, and whether it is a matrix that decays.
 
-    offloads: its moments are in host memory between updates (`shardings_with_moments`). config: what it was made from.
+    offloads: its moments are in host memory between updates (`shardings_with_moments`). config:
+    what it was made from.
     """
 
     direction: optax.GradientTransformation
@@ -65,8 +67,9 @@ class Optimizer:
 
         norm: that of all gradients, where these are only a part of them.
 
-        Weight decay is decoupled and falls on matrices only (embeddings and projections; not norms, biases, fixed
-        tables), also where the gradient is zero: an encoder that saw nothing in this step still decays.
+        Weight decay is decoupled and falls on matrices only (embeddings and projections; not norms,
+        biases, fixed tables), also where the gradient is zero: an encoder that saw nothing in this
+        step still decays.
         """
         norm = optax.tree.norm(gradients) if norm is None else norm
         scale = jnp.minimum(1.0, hyper["clip"] / jnp.maximum(norm, 1e-12))
@@ -87,26 +90,34 @@ class Optimizer:
 def make_optimizer(config: OptimizerConfig, axes: Params, dtype: Any = jnp.float32) -> Optimizer:
     """Build the optimizer of a config. Groups: one a `parameter_group`; with Muon `<group>/matrix` and `<group>/other`.
 
-    axes: the logical axes of the model's parameters. dtype: of the computation, and so of Muon's matrix products.
+    axes: the logical axes of the model's parameters. dtype: of the computation, and so of Muon's
+    matrix products.
     """
     leaves = jax.tree.leaves_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))
     by_path: dict[Path, Axes] = {key_names(path): names for path, names in leaves}
     # Logical axes leave out the leading axis of a stack of layers: stacked biases still have one.
-    matrices = frozenset(path for path, names in by_path.items() if len(names) >= 2 and "fixed" not in names)
+    matrices = frozenset(
+        path for path, names in by_path.items() if len(names) >= 2 and "fixed" not in names
+    )
     if isinstance(config, Adafactor):
         direction = _by_layer(_scale_by_adafactor(config))
         if config.b1:
             mean = optax.ema(config.b1, debias=False)
             direction = optax.chain(direction, store_moments(mean, config.moments, matrices))
         return Optimizer(direction, parameter_group, matrices, config.offload, config)
-    adam = store_moments(optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps), config.moments, matrices)
+    adam = store_moments(
+        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps), config.moments, matrices
+    )
     if isinstance(config, AdamW):
         return Optimizer(adam, parameter_group, matrices, config.offload, config)
 
     def label(path: Path) -> str:
-        # Muon is for matrices between two inner widths. Embedding tables and the first projections of pixels and
-        # frames are better left to Adam, row by row; so are adapters, whose rank has no logical axis.
-        return "matrix" if path in matrices and not {None, "vocab"} & set(by_path[path]) else "other"
+        # Muon is for matrices between two inner widths. Embedding tables and the first projections
+        # of pixels and frames are better left to Adam, row by row; so are adapters, whose rank has
+        # no logical axis.
+        return (
+            "matrix" if path in matrices and not {None, "vocab"} & set(by_path[path]) else "other"
+        )
 
     def labels(params: Params) -> Params:
         return jax.tree_util.tree_map_with_path(lambda path, p: label(key_names(path)), params)
@@ -123,8 +134,8 @@ MIN_FACTORED = 32  # a matrix whose shorter side has fewer elements keeps all of
 def _scale_by_adafactor(config: Adafactor) -> optax.GradientTransformation:
     """Divide a parameter's gradient by the root of its factored mean squares, and bound the RMS of the result.
 
-    Adafactor (Shazeer and Stern 2018) with a bound of the decay instead of relative steps (Zhai et al. 2022, "Scaling
-    Vision Transformers").
+    Adafactor (Shazeer and Stern 2018) with a bound of the decay instead of relative steps (Zhai et
+    al. 2022, "Scaling Vision Transformers").
     """
     decay = lambda step, exponent: jnp.minimum(config.b2, 1 - (step + 1.0) ** -exponent)  # noqa: E731
     squares = optax.scale_by_factored_rms(min_dim_size_to_factor=MIN_FACTORED, decay_rate_fn=decay)
@@ -144,7 +155,9 @@ def _by_layer(inner: optax.GradientTransformation) -> optax.GradientTransformati
     def init(params: Params) -> Params:
         return jax.tree_util.tree_map_with_path(on_layers(inner.init), params)
 
-    def update(gradients: Params, state: Params, params: Params | None = None) -> tuple[Params, Params]:
+    def update(
+        gradients: Params, state: Params, params: Params | None = None
+    ) -> tuple[Params, Params]:
         pairs = jax.tree_util.tree_map_with_path(on_layers(inner.update), gradients, state, params)
         structure = jax.tree.structure(gradients)
         directions, states = zip(*structure.flatten_up_to(pairs), strict=True)
@@ -159,7 +172,9 @@ def schedule_factor(schedule: Schedule, step: int, steps: int) -> float:
         return (step + 1) / schedule.warmup
     # The last of `steps` updates is number steps - 1, at which progress reaches 1.
     progress = (step - schedule.warmup) / max(1, steps - 1 - schedule.warmup)
-    return schedule.final + (1 - schedule.final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return schedule.final + (1 - schedule.final) * 0.5 * (
+        1 + math.cos(math.pi * min(1.0, progress))
+    )
 
 
 def hyperparameters(config: Config, step: int) -> Hyperparameters:
@@ -170,13 +185,24 @@ def hyperparameters(config: Config, step: int) -> Hyperparameters:
     hyper: Hyperparameters = {"clip": np.float32(config.training.clip)}
     for module in rated_modules(config.model):
         override = o.modules.get(module, o.modules.get(module.removesuffix(".lora")))
-        rate = override.learning_rate if override and override.learning_rate is not None else o.learning_rate
-        decay = override.weight_decay if override and override.weight_decay is not None else o.weight_decay
+        rate = (
+            override.learning_rate
+            if override and override.learning_rate is not None
+            else o.learning_rate
+        )
+        decay = (
+            override.weight_decay
+            if override and override.weight_decay is not None
+            else o.weight_decay
+        )
         rates = {module: factor * rate}
         if isinstance(o, Muon):
             # A module's learning rate scales both of its groups alike; of 0 there is no multiple.
             scale = rate / o.learning_rate if o.learning_rate else 1.0
-            rates = {f"{module}/matrix": factor * rate, f"{module}/other": factor * o.adam_learning_rate * scale}
+            rates = {
+                f"{module}/matrix": factor * rate,
+                f"{module}/other": factor * o.adam_learning_rate * scale,
+            }
         for group, scheduled in rates.items():
             hyper[f"learning_rate/{group}"] = np.float32(scheduled)
             hyper[f"weight_decay/{group}"] = np.float32(decay)
@@ -213,25 +239,33 @@ def shardings_with_moments(
 ) -> TrainState:
     """Return the sharding of every leaf of the state: moments like their parameters, the rest replicated.
 
-    params: shapes of the trainable parameters. Where the optimizer offloads, moments are in host memory.
+    params: shapes of the trainable parameters. Where the optimizer offloads, moments are in host
+    memory.
     """
     abstract = jax.eval_shape(optimizer.init, params)
     scalar = replicated(mesh)
     by_path = {key_names(path): s for path, s in jax.tree.leaves_with_path(trainable)}
 
     def moment(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        # A moment's path ends with its parameter's, whatever optax wraps around it: (mu, llm, embed, weight) with
-        # (llm, embed, weight). Leaves without a parameter are counters, and the factors of Adafactor.
+        # A moment's path ends with its parameter's, whatever optax wraps around it: (mu, llm,
+        # embed, weight) with (llm, embed, weight). Leaves without a parameter are counters, and the
+        # factors of Adafactor.
         names = tuple(str(getattr(key, "key", "")) for key in path)
         like = next((by_path[names[k:]] for k in range(len(names)) if names[k:] in by_path), scalar)
         # A row that has one scale is not sharded along it.
-        spec = [axes if size > 1 else None for axes, size in zip(like.spec, leaf.shape, strict=False)]
+        spec = [
+            axes if size > 1 else None for axes, size in zip(like.spec, leaf.shape, strict=False)
+        ]
         if optimizer.config is not None and optimizer.config.over_data and like is not scalar:
             spec = _over_data(spec, leaf.shape, mesh)
         moved = optimizer.offloads and like is not scalar
-        return NamedSharding(mesh, PartitionSpec(*spec), memory_kind="pinned_host" if moved else None)
+        return NamedSharding(
+            mesh, PartitionSpec(*spec), memory_kind="pinned_host" if moved else None
+        )
 
-    return TrainState(scalar, trainable, constant, jax.tree_util.tree_map_with_path(moment, abstract))
+    return TrainState(
+        scalar, trainable, constant, jax.tree_util.tree_map_with_path(moment, abstract)
+    )
 
 
 def _over_data(spec: Sequence[Any], shape: tuple[int, ...], mesh: Mesh) -> list[Any]:

@@ -19,14 +19,17 @@ class StepReport(NamedTuple):
 
     losses: Losses
     gradient_norm: jax.Array  # float32 []: before clipping
-    agreed: jax.Array  # bool []: every process had planned the same step; where not, nothing was updated
+    # bool []: every process had planned the same step; where not, nothing was updated
+    agreed: jax.Array
     finite: jax.Array  # bool []: loss and gradient are; where not, nothing was updated
     stop: jax.Array  # bool []: some process requests a stop
     content: jax.Array  # uint32 [2]: the hash of all rows, its lower half first
     needed_flops: jax.Array  # float32 []: of all processes' rows
     batch_seconds: jax.Array  # float32 [devices]: of each device's process
-    unreadable: jax.Array  # int32 [MAX_UNREADABLE]: ids of the samples that some process could not read, -1 = none
-    unreadable_count: jax.Array  # int32 []: where it is more than MAX_UNREADABLE nothing was updated
+    # int32 [MAX_UNREADABLE]: ids of the samples that some process could not read, -1 = none
+    unreadable: jax.Array
+    # int32 []: where it is more than MAX_UNREADABLE nothing was updated
+    unreadable_count: jax.Array
 
     @property
     def mean_loss(self) -> float:
@@ -43,7 +46,9 @@ def check_updated(step: int, report: StepReport) -> None:
             everywhere=True,
         )
     losses = report.losses
-    if not losses.weight.sum() > 0 and not any(patches > 0 for _, patches in losses.images.values()):
+    if not losses.weight.sum() > 0 and not any(
+        patches > 0 for _, patches in losses.images.values()
+    ):
         raise UserError(
             f"no token of step {step + 1} has a loss weight, so there is nothing to learn from; give the answers "
             "in its samples a weight above 0 (Text.weights)",
@@ -51,9 +56,13 @@ def check_updated(step: int, report: StepReport) -> None:
         )
 
 
-def loss_weights(model: ModelConfig, llm: Any, patches: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def loss_weights(
+    model: ModelConfig, llm: Any, patches: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the divisors of a step's losses: the LLM's weight, and generators' patches (default: as many)."""
-    return {"llm": llm} | {name: llm if patches is None else patches[name] for name in model.generators}
+    return {"llm": llm} | {
+        name: llm if patches is None else patches[name] for name in model.generators
+    }
 
 
 def report_step(

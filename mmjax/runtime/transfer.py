@@ -1,8 +1,9 @@
 """Move arrays from one stage's mesh to another's, device to device, whatever their shardings.
 
-A static plan intersects the shards of source and target: every piece is cut out on the device that sends it, moved, and
-joined on the device that needs it. That covers unequal data, FSDP and tensor parallelism of two stages, and replicas,
-without a broker between them (MMScale section 4.2 has one). This is the only module that moves arrays between meshes.
+A static plan intersects the shards of source and target: every piece is cut out on the device that
+sends it, moved, and joined on the device that needs it. That covers unequal data, FSDP and tensor
+parallelism of two stages, and replicas, without a broker between them (MMScale section 4.2 has
+one). This is the only module that moves arrays between meshes.
 """
 
 from __future__ import annotations
@@ -38,11 +39,14 @@ class Move(NamedTuple):
     placed: Box  # in the target's
 
 
-def plan_moves(source: Mapping[int, Box], target: Mapping[int, Box], processes: Mapping[int, int]) -> list[Move]:
+def plan_moves(
+    source: Mapping[int, Box], target: Mapping[int, Box], processes: Mapping[int, int]
+) -> list[Move]:
     """Plan the pieces that fill the target's shards from the source's; boxes by device, processes by device.
 
-    Of replicas, a device that has the piece already sends it, else one of its process, else the one that sends least;
-    all processes plan the same moves. Raises ValueError where the source does not cover the target.
+    Of replicas, a device that has the piece already sends it, else one of its process, else the one
+    that sends least; all processes plan the same moves. Raises ValueError where the source does not
+    cover the target.
     """
     replicas: dict[Box, list[int]] = defaultdict(list)
     for device in sorted(source):
@@ -53,16 +57,24 @@ def plan_moves(source: Mapping[int, Box], target: Mapping[int, Box], processes: 
         needed = target[device]
         missing = _size(needed)
         for box in sorted(replicas):
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, needed, strict=True))
+            common = tuple(
+                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, needed, strict=True)
+            )
             if any(first >= last for first, last in common):
                 continue
-            # Every process must come to the same sender, or both would wait: so no process prefers what it has itself.
-            sender = min(replicas[box], key=lambda d: (d != device, processes[d] != processes[device], load[d], d))
+            # Every process must come to the same sender, or both would wait: so no process prefers
+            # what it has itself.
+            sender = min(
+                replicas[box],
+                key=lambda d: (d != device, processes[d] != processes[device], load[d], d),
+            )
             load[sender] += _size(common)
             missing -= _size(common)
             moves.append(Move(sender, device, _relative(common, box), _relative(common, needed)))
         if missing:
-            raise ValueError(f"{missing} elements of {needed} on device {device} are on no device of the source")
+            raise ValueError(
+                f"{missing} elements of {needed} on device {device} are on no device of the source"
+            )
     return moves
 
 
@@ -71,14 +83,18 @@ def _size(box: Box) -> int:
 
 
 def _relative(box: Box, shard: Box) -> Box:
-    return tuple((first - origin, last - origin) for (first, last), (origin, _) in zip(box, shard, strict=True))
+    return tuple(
+        (first - origin, last - origin)
+        for (first, last), (origin, _) in zip(box, shard, strict=True)
+    )
 
 
 def shard_boxes(layout: NamedSharding, shape: tuple[int, ...]) -> dict[int, Box]:
     """Return the part of an array that each device holds, by the device's number."""
     return {
         device.id: tuple(
-            (s.start or 0, size if s.stop is None else s.stop) for s, size in zip(index, shape, strict=True)
+            (s.start or 0, size if s.stop is None else s.stop)
+            for s, size in zip(index, shape, strict=True)
         )
         for device, index in layout.devices_indices_map(shape).items()
     }
@@ -87,11 +103,15 @@ def shard_boxes(layout: NamedSharding, shape: tuple[int, ...]) -> dict[int, Box]
 class Transfer:
     """The transfer of arrays of one shape and dtype between two shardings."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, source: NamedSharding, target: NamedSharding) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: Any, source: NamedSharding, target: NamedSharding
+    ) -> None:
         self.shape = shape
         self.dtype = dtype
         self.target = target
-        self.devices = {device.id: device for device in (*source.mesh.devices.flat, *target.mesh.devices.flat)}
+        self.devices = {
+            device.id: device for device in (*source.mesh.devices.flat, *target.mesh.devices.flat)
+        }
         self.processes = {number: device.process_index for number, device in self.devices.items()}
         self.source_boxes = shard_boxes(source, shape)
         self.target_boxes = shard_boxes(target, shape)
@@ -100,8 +120,9 @@ class Transfer:
     def __call__(self, x: jax.Array, key: Hashable = None) -> jax.Array:
         """Start to move an array; returns at once, like every computation.
 
-        key: names this transfer among all between processes, where both sides must give the same. A process that has no
-        shard of `x` passes it without (`without_shards`), and one that needs none gets such an array.
+        key: names this transfer among all between processes, where both sides must give the same. A
+        process that has no shard of `x` passes it without (`without_shards`), and one that needs
+        none gets such an array.
         """
         this = jax.process_index()
         shards = {shard.device.id: shard.data for shard in x.addressable_shards}
@@ -113,8 +134,9 @@ class Transfer:
             piece = _cut(shards[move.source], move.taken) if sender == this else None
             target = SingleDeviceSharding(self.devices[move.target])
             if sender == receiver:
-                # One call for each piece: a list whose members have other devices may arrive swapped across processes
-                # (jaxlib groups them in an order that differs by process; up to 0.12 at least).
+                # One call for each piece: a list whose members have other devices may arrive
+                # swapped across processes (jaxlib groups them in an order that differs by process;
+                # up to 0.12 at least).
                 piece = jax.device_put(piece, target)
             else:
                 struct = jax.ShapeDtypeStruct(_lengths(move.taken), self.dtype, sharding=target)
@@ -122,8 +144,14 @@ class Transfer:
             if receiver == this:
                 pieces[move.target].append((piece, move.placed))
         # Pieces are copied into the shard in any order: they do not overlap.
-        joined = [_join(pieces[number], _lengths(box)) for number, box in self.target_boxes.items() if number in pieces]
-        return jax.make_array_from_single_device_arrays(self.shape, self.target, joined, dtype=self.dtype)
+        joined = [
+            _join(pieces[number], _lengths(box))
+            for number, box in self.target_boxes.items()
+            if number in pieces
+        ]
+        return jax.make_array_from_single_device_arrays(
+            self.shape, self.target, joined, dtype=self.dtype
+        )
 
 
 def _number(key: Hashable, move: int) -> int:
@@ -138,8 +166,9 @@ _carrier: Carrier = "sockets"
 def open_carrier(carrier: Carrier, platform: str) -> None:
     """Choose how pieces travel between processes, all of which call this together.
 
-    With MMJAX_CHECK_TRANSFERS=1 every piece travels with its number and the sum of its bits, which the receiver
-    compares. Raises UserError for `device` on CPUs, which have no transfers of their own.
+    With MMJAX_CHECK_TRANSFERS=1 every piece travels with its number and the sum of its bits, which
+    the receiver compares. Raises UserError for `device` on CPUs, which have no transfers of their
+    own.
     """
     global _carrier
     _carrier = ("sockets" if platform == "cpu" else "device") if carrier == "auto" else carrier
@@ -153,7 +182,11 @@ def open_carrier(carrier: Carrier, platform: str) -> None:
 
 
 def _carry(
-    piece: jax.Array | None, struct: jax.ShapeDtypeStruct, source: jax.Device, number: int, key: Hashable
+    piece: jax.Array | None,
+    struct: jax.ShapeDtypeStruct,
+    source: jax.Device,
+    number: int,
+    key: Hashable,
 ) -> jax.Array | None:
     """Send a piece to another process, or receive it there: the result is the piece with `struct`'s sharding.
 
@@ -166,13 +199,17 @@ def _carry(
     carry = _carry_by_runtime if _carrier == "device" else _carry_by_collective
     arrived = carry(piece, struct, source)
     if checks_transfers():
-        sent = carry(None if piece is None else _check_words(piece, number), _words_of(struct), source)
+        sent = carry(
+            None if piece is None else _check_words(piece, number), _words_of(struct), source
+        )
         if arrived is not None:
             _compare(arrived, sent, number, source.process_index, key)
     return arrived
 
 
-def _carry_by_runtime(piece: jax.Array | None, struct: jax.ShapeDtypeStruct, source: jax.Device) -> jax.Array | None:
+def _carry_by_runtime(
+    piece: jax.Array | None, struct: jax.ShapeDtypeStruct, source: jax.Device
+) -> jax.Array | None:
     """Move a piece by `device_put`, which both processes call."""
     shards = [] if piece is None else [piece]
     assembled = jax.make_array_from_single_device_arrays(
@@ -182,14 +219,18 @@ def _carry_by_runtime(piece: jax.Array | None, struct: jax.ShapeDtypeStruct, sou
     return arrived if piece is None else None
 
 
-def _carry_by_collective(piece: jax.Array | None, struct: jax.ShapeDtypeStruct, source: jax.Device) -> jax.Array | None:
+def _carry_by_collective(
+    piece: jax.Array | None, struct: jax.ShapeDtypeStruct, source: jax.Device
+) -> jax.Array | None:
     """Move a piece by a program of both devices."""
     (target,) = struct.sharding.device_set
     mesh = Mesh(np.array([source, target]), "pair", axis_types=(AxisType.Auto,))
     # Each device gives a piece, the target zeros, and the target's are replaced.
     local = jax.device_put(np.zeros(struct.shape, struct.dtype), target) if piece is None else piece
     shape = (2 * struct.shape[0], *struct.shape[1:])
-    both = jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, PartitionSpec("pair")), [local])
+    both = jax.make_array_from_single_device_arrays(
+        shape, NamedSharding(mesh, PartitionSpec("pair")), [local]
+    )
     (arrived,) = (shard.data for shard in _permute(both, mesh).addressable_shards)
     if source.platform == "cpu":
         arrived.block_until_ready()  # as `Passes.wait` says
@@ -200,7 +241,9 @@ def _carry_by_collective(piece: jax.Array | None, struct: jax.ShapeDtypeStruct, 
 def _permute(both: jax.Array, mesh: Mesh) -> jax.Array:
     """Give the second device's piece the values of the first's."""
     over = PartitionSpec("pair")
-    send = jax.shard_map(lambda x: jax.lax.ppermute(x, "pair", [(0, 1)]), mesh=mesh, in_specs=over, out_specs=over)
+    send = jax.shard_map(
+        lambda x: jax.lax.ppermute(x, "pair", [(0, 1)]), mesh=mesh, in_specs=over, out_specs=over
+    )
     return send(both)
 
 
@@ -219,15 +262,21 @@ class Links:
         self._checks = checks_transfers()
         address = f"{_own_address()}:0"
         client = jax.local_devices()[0].client
-        self._server = transfer.start_transfer_server(client, address, [address] * jax.local_device_count())
+        self._server = transfer.start_transfer_server(
+            client, address, [address] * jax.local_device_count()
+        )
         self._addresses = coordination.gather("transfer addresses", self._server.address())
         self._connections: dict[int, Any] = {}
 
     def send(self, piece: jax.Array, number: int) -> None:
         """Offer a piece; it is kept until it was pulled."""
-        self._server.await_pull(number, [piece, _check_words(piece, number)] if self._checks else [piece])
+        self._server.await_pull(
+            number, [piece, _check_words(piece, number)] if self._checks else [piece]
+        )
 
-    def receive(self, struct: jax.ShapeDtypeStruct, process: int, number: int, key: Hashable) -> jax.Array:
+    def receive(
+        self, struct: jax.ShapeDtypeStruct, process: int, number: int, key: Hashable
+    ) -> jax.Array:
         """Pull a piece that a process offers, now or later; returns at once."""
         if process not in self._connections:
             self._connections[process] = self._server.connect(self._addresses[process])
@@ -288,14 +337,18 @@ def _starts(box: Box) -> list[np.int32]:
 
 def _cut(shard: jax.Array, box: Box) -> jax.Array:
     """Cut a box out of a shard; the shard itself where that is all of it."""
-    return shard if _lengths(box) == shard.shape else _cut_at(shard, _starts(box), sizes=_lengths(box))
+    return (
+        shard if _lengths(box) == shard.shape else _cut_at(shard, _starts(box), sizes=_lengths(box))
+    )
 
 
 def _join(pieces: list[tuple[jax.Array, Box]], shape: tuple[int, ...]) -> jax.Array:
     """Join pieces to a shard; the piece itself where there is one."""
     if len(pieces) == 1:
         return pieces[0][0]
-    return _join_at([piece for piece, _ in pieces], [_starts(box) for _, box in pieces], shape=shape)
+    return _join_at(
+        [piece for piece, _ in pieces], [_starts(box) for _, box in pieces], shape=shape
+    )
 
 
 # Where a piece lies is an argument, so that pieces of equal size share a program.
@@ -307,7 +360,9 @@ def _cut_at(shard: jax.Array, starts: list[jax.Array], sizes: tuple[int, ...]) -
 
 
 @partial(jax.jit, static_argnames="shape")
-def _join_at(pieces: list[jax.Array], starts: list[list[jax.Array]], shape: tuple[int, ...]) -> jax.Array:
+def _join_at(
+    pieces: list[jax.Array], starts: list[list[jax.Array]], shape: tuple[int, ...]
+) -> jax.Array:
     shard = jnp.zeros(shape, pieces[0].dtype)
     for piece, start in zip(pieces, starts, strict=True):
         shard = jax.lax.dynamic_update_slice(shard, piece, start)
@@ -315,15 +370,22 @@ def _join_at(pieces: list[jax.Array], starts: list[list[jax.Array]], shape: tupl
 
 
 @cache
-def _transfer(shape: tuple[int, ...], dtype: Any, source: NamedSharding, target: NamedSharding) -> Transfer:
+def _transfer(
+    shape: tuple[int, ...], dtype: Any, source: NamedSharding, target: NamedSharding
+) -> Transfer:
     return Transfer(shape, dtype, source, target)
 
 
 def move(x: Any, target: Any, key: Hashable = None) -> Any:
     """Move the arrays of a pytree to other shardings, on any devices: a pytree of them, or one for all."""
     leaves, structure = jax.tree.flatten(x)
-    targets = [target] * len(leaves) if isinstance(target, NamedSharding) else jax.tree.leaves(target)
-    moved = [move_array(leaf, to, (key, n)) for n, (leaf, to) in enumerate(zip(leaves, targets, strict=True))]
+    targets = (
+        [target] * len(leaves) if isinstance(target, NamedSharding) else jax.tree.leaves(target)
+    )
+    moved = [
+        move_array(leaf, to, (key, n))
+        for n, (leaf, to) in enumerate(zip(leaves, targets, strict=True))
+    ]
     return jax.tree.unflatten(structure, moved)
 
 

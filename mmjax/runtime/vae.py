@@ -20,8 +20,8 @@ from mmjax.models.layer_stacks import Params
 from mmjax.models.vae import VaeModel
 from mmjax.runtime.weights import check_fits
 
-# Pixels that a device takes at a time: 8 images of 512 x 512, to encode which Stable Diffusion's VAE needs 3 GiB beside
-# its weights, and 7 GiB to decode them.
+# Pixels that a device takes at a time: 8 images of 512 x 512, to encode which Stable Diffusion's
+# VAE needs 3 GiB beside its weights, and 7 GiB to decode them.
 PIXELS = 2**21
 CPU_PIXELS = 2**18
 MAX_IMAGES = 64  # of a device, however small they are
@@ -48,21 +48,25 @@ class Vae:
     def encode(self, images: np.ndarray) -> tuple[Array, Array]:
         """Compute the mean and log variance of up to a batch of images, uint8 `[B, H, W, C]`.
 
-        They are float32 `[batch, h, w, c]`, with something behind the B images, not scaled, and may still be computed
-        when this returns. There is one program for each size. Raises ValueError for sides that are no multiples of the
-        factor.
+        They are float32 `[batch, h, w, c]`, with something behind the B images, not scaled, and may
+        still be computed when this returns. There is one program for each size. Raises ValueError
+        for sides that are no multiples of the factor.
         """
         return self._in_batch(self._encode, images, images.shape[1:3])
 
     def decode(self, latents: np.ndarray) -> Array:
         """Compute images uint8 `[batch, H, W, C]` of up to a batch of latents `[B, h, w, c]`, which are not scaled."""
         factor = self.config.factor
-        return self._in_batch(self._decode, latents, (latents.shape[1] * factor, latents.shape[2] * factor))
+        return self._in_batch(
+            self._decode, latents, (latents.shape[1] * factor, latents.shape[2] * factor)
+        )
 
     def _in_batch(self, compute: Callable, arrays: np.ndarray, size: tuple[int, int]) -> Array:
         missing = self.batch(*size) - len(arrays)
         padded = np.pad(arrays, ((0, missing), (0, 0), (0, 0), (0, 0)))
-        return compute(self.params, jax.device_put(padded, NamedSharding(self.mesh, PartitionSpec("images"))))
+        return compute(
+            self.params, jax.device_put(padded, NamedSharding(self.mesh, PartitionSpec("images")))
+        )
 
     @cached_property
     def _encode(self) -> Callable:
@@ -83,22 +87,28 @@ class Vae:
 def load_vae(latents: VaeLatents, key: str) -> Vae:
     """Load the VAE of a generator's latents.
 
-    key: of the latents in the config, for messages. Raises UserError where the folder is no VAE, or makes other
-    latents.
+    key: of the latents in the config, for messages. Raises UserError where the folder is no VAE, or
+    makes other latents.
     """
     folder = open_vae(latents.weights)
     config = read_vae(folder)
     for name in ("channels", "factor", "scale", "shift"):
         if (value := getattr(config, name)) != (configured := getattr(latents, name)):
-            raise UserError(f"{key}.{name}={configured}, but {folder.path} says {value}; use {key}.{name}={value}")
+            raise UserError(
+                f"{key}.{name}={configured}, but {folder.path} says {value}; use {key}.{name}={value}"
+            )
     if config.image_channels != 3:
-        raise UserError(f"{folder.path}: in_channels={config.image_channels} is not supported: images have 3 channels")
+        raise UserError(
+            f"{folder.path}: in_channels={config.image_channels} is not supported: images have 3 channels"
+        )
     model = VaeModel.build(config)
     mesh = Mesh(np.asarray(jax.local_devices()), ("images",))
     return Vae(model, load_parameters(folder, model, NamedSharding(mesh, PartitionSpec())), mesh)
 
 
-def load_parameters(folder: HfFolder, model: VaeModel, sharding: jax.sharding.Sharding | None = None) -> Params:
+def load_parameters(
+    folder: HfFolder, model: VaeModel, sharding: jax.sharding.Sharding | None = None
+) -> Params:
     """Load a VAE's float32 parameters. Raises UserError for tensors that are missing, unexpected, or do not fit."""
     names = vae_tensors(model.config, folder)
     read = set()

@@ -49,12 +49,16 @@ def modules_by_folder(config: ModelConfig) -> dict[Path, list[str]]:
 def load_pretrained(model: Model, shardings: Params) -> Params:
     """Load the parameters of all modules that have a folder, as nested dicts, into these shardings.
 
-    Frozen modules are in the model's precision or quantised, others in float32. Raises UserError naming tensors that
-    are missing, unexpected or of another shape.
+    Frozen modules are in the model's precision or quantised, others in float32. Raises UserError
+    naming tensors that are missing, unexpected or of another shape.
     """
     loaded: Params = {}
-    folders = [(HfFolder.open(path), names) for path, names in modules_by_folder(model.config).items()]
-    folders += [(_vae_folder(model.config, name), [f"{name}.vae"]) for name in step_vaes(model.config)]
+    folders = [
+        (HfFolder.open(path), names) for path, names in modules_by_folder(model.config).items()
+    ]
+    folders += [
+        (_vae_folder(model.config, name), [f"{name}.vae"]) for name in step_vaes(model.config)
+    ]
     for folder, modules in folders:
         layout = layout_of(folder, model.config)
         sources = _sources(model, folder, {module: layout.modules[module] for module in modules})
@@ -91,11 +95,14 @@ def _vae_folder(config: ModelConfig, name: str) -> HfFolder:
     return folder
 
 
-# The part of a checkpoint and our shape, of each layer of a stack, and of each expert; else a single one.
+# The part of a checkpoint and our shape, of each layer of a stack, and of each expert; else a
+# single one.
 Layers = list[tuple[TensorSlice, tuple[int, ...]]]
 
 
-def _sources(model: Model, folder: HfFolder, modules: Mapping[str, TensorNames]) -> dict[tuple[str, ...], Layers]:
+def _sources(
+    model: Model, folder: HfFolder, modules: Mapping[str, TensorNames]
+) -> dict[tuple[str, ...], Layers]:
     """Find every parameter of these modules in the folder, a quantised one by the path of both of its parts.
 
     Raises UserError for one that is missing.
@@ -107,7 +114,8 @@ def _sources(model: Model, folder: HfFolder, modules: Mapping[str, TensorNames])
         inside = names[1:] if names[0] == "llm" else names[2:]
         paths = [inside]
         shape = full_shape
-        # ("layers", "runs", "4:8", ..) is a stack of layers 4 to 7; ("layers", "runs", "4", ..) is layer 4 alone.
+        # ("layers", "runs", "4:8", ..) is a stack of layers 4 to 7; ("layers", "runs", "4", ..) is
+        # layer 4 alone.
         if inside[:2] == ("layers", "runs"):
             numbers = named_layers(inside[2])
             paths = [("layers", str(i), *inside[3:]) for i in numbers]
@@ -139,8 +147,13 @@ def check_fits(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]) -> N
     fits = selected == shape if part.order is None else len(part.order) == len(selected)
     if fits and part.order is not None:
         permuted = tuple(selected[axis] for axis in part.order)
-        # With another number of axes, such as a convolution's kernel as a matrix, only the size can be compared.
-        fits = permuted == shape if len(permuted) == len(shape) else math.prod(permuted) == math.prod(shape)
+        # With another number of axes, such as a convolution's kernel as a matrix, only the size can
+        # be compared.
+        fits = (
+            permuted == shape
+            if len(permuted) == len(shape)
+            else math.prod(permuted) == math.prod(shape)
+        )
     if not fits or beyond:
         raise UserError(
             f"{folder.path}: {part.key} has shape {list(have)}, this model's {list(shape)} does not go with it"
@@ -148,7 +161,11 @@ def check_fits(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]) -> N
 
 
 def _load(
-    folder: HfFolder, layers: Layers, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding
+    folder: HfFolder,
+    layers: Layers,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: NamedSharding,
 ) -> jax.Array:
     """Load one array. Each of this process's shards is read once, however many of its devices store it."""
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = defaultdict(list)
@@ -188,20 +205,29 @@ def _load_quantized(
     # Not called on a process that has no shard.
     return {
         name: jax.make_array_from_callback(
-            x.shape, shardings[name], lambda index, name=name: quantized()[name][index], dtype=x.dtype
+            x.shape,
+            shardings[name],
+            lambda index, name=name: quantized()[name][index],
+            dtype=x.dtype,
         )
         for name, x in like.items()
     }
 
 
-def _read_into(out: np.ndarray, folder: HfFolder, part: TensorSlice, shape: tuple[int, ...], index: Index) -> None:
+def _read_into(
+    out: np.ndarray, folder: HfFolder, part: TensorSlice, shape: tuple[int, ...], index: Index
+) -> None:
     """Write the part of our parameter that `index` selects into `out`, reading only the rows that it needs."""
     stored = folder.stored(part.key)
     first = 0 if part.rows is None else part.rows[0]
     if part.order is not None and part.order != TRANSPOSED:
         # Convolutions, and rows that take turns with others: small enough to be read whole.
         rows = slice(None) if part.rows is None else slice(*part.rows)
-        tensor = folder.read(part.key, rows) if part.groups is None else part.selected(folder.read(part.key))
+        tensor = (
+            folder.read(part.key, rows)
+            if part.groups is None
+            else part.selected(folder.read(part.key))
+        )
         out[...] = part.from_hf(tensor, shape)[index]
         return
     if not shape:
@@ -262,20 +288,35 @@ class Exporter:
 
     def names_of(self, modules: Sequence[str]) -> list[Name]:
         """Return the parameters of these modules, without their adapters."""
-        return [name for name in self.shapes if module_of(name) in modules and ADAPTER_ATTRIBUTE not in name[2:]]
+        return [
+            name
+            for name in self.shapes
+            if module_of(name) in modules and ADAPTER_ATTRIBUTE not in name[2:]
+        ]
 
     def lora_of(self, name: Name) -> LoraConfig | None:
         """Return the adapter config of a parameter, if it has one."""
-        return adapters_by_layer(self.model).get(linear_name(name)) if name[-1] == "weight" else None
+        return (
+            adapters_by_layer(self.model).get(linear_name(name)) if name[-1] == "weight" else None
+        )
 
     def read(self, names: Sequence[Name]) -> None:
         """Load these parameters with their adapters, in place of those loaded before."""
-        adapters = [(*n[:-1], ADAPTER_ATTRIBUTE, factor) for n in names if self.lora_of(n) for factor in ("a", "b")]
+        adapters = [
+            (*n[:-1], ADAPTER_ATTRIBUTE, factor)
+            for n in names
+            if self.lora_of(n)
+            for factor in ("a", "b")
+        ]
         self._loaded = {}  # freed first: the old and the new are never in memory together
-        parts = [(*name, part) for name in names if self.is_quantized(name) for part in Quantized._fields]
+        parts = [
+            (*name, part) for name in names if self.is_quantized(name) for part in Quantized._fields
+        ]
         stored = self.saved.read([*names, *parts, *adapters])
         for name in {path[:-1] for path in parts}:
-            matrix = Quantized._make(jnp.asarray(stored.pop((*name, part))) for part in Quantized._fields)
+            matrix = Quantized._make(
+                jnp.asarray(stored.pop((*name, part))) for part in Quantized._fields
+            )
             stored[name] = np.asarray(dequantize(matrix, jnp.float32))
         self._loaded = stored
 
@@ -285,14 +326,21 @@ class Exporter:
 
     def adapter(self, name: Name) -> tuple[np.ndarray, np.ndarray]:
         """Return the factors a `[in, rank]` and b `[rank, out]` of a loaded parameter's adapter, float32."""
-        return tuple(self._loaded[(*name[:-1], ADAPTER_ATTRIBUTE, factor)].astype(np.float32) for factor in ("a", "b"))
+        return tuple(
+            self._loaded[(*name[:-1], ADAPTER_ATTRIBUTE, factor)].astype(np.float32)
+            for factor in ("a", "b")
+        )
 
-    def merged(self, name: Name, source: np.ndarray | None = None, expert: int | None = None) -> np.ndarray | None:
+    def merged(
+        self, name: Name, source: np.ndarray | None = None, expert: int | None = None
+    ) -> np.ndarray | None:
         """Return a loaded parameter with its adapter added in float32; None where training has not changed `source`.
 
-        source: the tensor that it was initialised from. A frozen parameter was rounded to the precision of the
-        computation: where it is still the rounded source, the source itself is used. What was quantised is frozen, and
-        adapters are added to what they were trained beside. expert: the only one that counts.
+        source: the tensor that it was initialised from. A frozen parameter was rounded to the
+        precision of the
+        computation: where it is still the rounded source, the source itself is used. What was
+        quantised is frozen, and adapters are added to what they were trained beside. expert: the
+        only one that counts.
         """
         value = self._loaded[name] if expert is None else self._loaded[name][expert]
         lora = self.lora_of(name)
@@ -307,14 +355,17 @@ class Exporter:
             return None
         return (source if same else value).astype(np.float32) + change
 
-    # --------------------------------------------------------------------------------------------- a folder's layout
+    # ---------------------------------------------------------------------------------------------
+    # a folder's layout
 
     def rewrite(self, folder: HfFolder, modules: Sequence[str], out: Path) -> int:
         """Copy a folder's tensor files with these modules as trained; return how many tensors changed."""
         pieces = self.pieces(folder, modules)
         files = sorted({stored.file for stored in folder.tensors.values()})
         new = {file: self._changed(folder, file, pieces) for file in files}
-        return sum(rewrite_tensors(folder, file, out / file.name, changed) for file, changed in new.items())
+        return sum(
+            rewrite_tensors(folder, file, out / file.name, changed) for file, changed in new.items()
+        )
 
     def pieces(self, folder: HfFolder, modules: Sequence[str]) -> dict[str, list[Piece]]:
         """Return the parameters of these modules by the folder's tensor that they are, or are rows of."""
@@ -329,13 +380,21 @@ class Exporter:
         if "llm" in modules and self.model.llm.tied:
             table, copy = (_part(layout.modules["llm"], n, folder) for n in (EMBEDDING, OUTPUT))
             # Tied, but stored twice: the copies must stay equal.
-            if copy.key in folder.tensors and folder.read(copy.key).tobytes() == folder.read(table.key).tobytes():
+            if (
+                copy.key in folder.tensors
+                and folder.read(copy.key).tobytes() == folder.read(table.key).tobytes()
+            ):
                 pieces[copy.key].append(Piece(EMBEDDING, table, self.shapes[EMBEDDING]))
         return pieces
 
-    def _changed(self, folder: HfFolder, file: Path, pieces: Mapping[str, Sequence[Piece]]) -> Changed:
+    def _changed(
+        self, folder: HfFolder, file: Path, pieces: Mapping[str, Sequence[Piece]]
+    ) -> Changed:
         """Return a function that gives a file's new tensors in order, reading parameters in groups."""
-        keys = sorted((k for k in pieces if folder.stored(k).file == file), key=lambda k: folder.stored(k).begin)
+        keys = sorted(
+            (k for k in pieces if folder.stored(k).file == file),
+            key=lambda k: folder.stored(k).begin,
+        )
         # By the first key of the group, at which all of its parameters are read.
         groups: dict[str, set[Name]] = {}
         first = ""
@@ -366,7 +425,11 @@ class Exporter:
         if piece.expert is None:
             return [piece.name]
         *experts, _, leaf = piece.name
-        return [name for part in ("gate", "up", "down") if (name := (*experts, part, leaf)) in self.shapes]
+        return [
+            name
+            for part in ("gate", "up", "down")
+            if (name := (*experts, part, leaf)) in self.shapes
+        ]
 
     def tensor(self, folder: HfFolder, key: str, pieces: Sequence[Piece]) -> np.ndarray | None:
         """Return a tensor with its loaded parameters as trained; None where none of them has changed."""
@@ -380,7 +443,8 @@ class Exporter:
                 changed = True
         return tensor if changed else None
 
-    # ----------------------------------------------------------------------------------------------------- our layout
+    # ----------------------------------------------------------------------------------------------
+    # our layout
 
     def own_layout(self, module: str) -> dict[str, NewTensor]:
         """Return the tensors of a module that came from no folder, by our names inside it; matrices are [in, out]."""
@@ -401,7 +465,9 @@ OUTPUT = ("llm", "head", "table", "weight")
 
 def linear_name(name: Name) -> str:
     """Return the name of a parameter's linear layer in patterns, with `*` for numbers."""
-    return ".".join([module_of(name), *("*" if part.isdigit() else part for part in _inside(name)[:-1])])
+    return ".".join(
+        [module_of(name), *("*" if part.isdigit() else part for part in _inside(name)[:-1])]
+    )
 
 
 def _inside(name: Name) -> Name:
@@ -411,5 +477,7 @@ def _inside(name: Name) -> Name:
 
 def _part(parts: TensorNames, name: Name, folder: HfFolder) -> TensorSlice:
     if (part := parts.find(_inside(name))) is None:
-        raise UserError(f"{folder.path}: nothing there is {'.'.join(_inside(name))} of {module_of(name)}")
+        raise UserError(
+            f"{folder.path}: nothing there is {'.'.join(_inside(name))} of {module_of(name)}"
+        )
     return part

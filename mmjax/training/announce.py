@@ -38,7 +38,8 @@ from mmjax.runtime.run_dir import path_words
 from mmjax.runtime.state import hyperparameters
 from mmjax.training.metrics import balance_scalars
 
-REPLICATED = 1.5  # warn where a device stores more than so many times its share of a module's parameters
+# warn where a device stores more than so many times its share of a module's parameters
+REPLICATED = 1.5
 
 
 def print_run_summary(
@@ -52,11 +53,17 @@ def print_run_summary(
     """Print parameters, mesh, compiler options, budgets, shapes, tokens per step, steps per epoch and first batch."""
     layout = loader.layout
     modules = ("llm", *config.model.item_modules)
-    sizes: Counter[str] = Counter()  # parameters of each module, and of its adapters as `<module>.lora`
+    # parameters of each module, and of its adapters as `<module>.lora`
+    sizes: Counter[str] = Counter()
     for path, shape in parameter_shapes(model.abstract).items():
         sizes[parameter_group(path)] += math.prod(shape)
-    print_lines(f"mmjax {__version__}  {config.name}: {count(sizes.total())} parameters, {config.training.precision}")
-    quantized = {layer.split(".")[0]: f"frozen, {how}" for layer, how in quantized_layers(config.model).items()}
+    print_lines(
+        f"mmjax {__version__}  {config.name}: {count(sizes.total())} parameters, {config.training.precision}"
+    )
+    quantized = {
+        layer.split(".")[0]: f"frozen, {how}"
+        for layer, how in quantized_layers(config.model).items()
+    }
     remarks = dict.fromkeys(model.frozen, "frozen") | quantized
     if float8 := sum(config.model.llm.float8_layers):
         products = f"products of {float8} of {config.model.llm.layers} layers in FP8"
@@ -64,7 +71,8 @@ def print_run_summary(
     print_lines(*table([(m, count(n), remarks.get(m, "")) for m, n in sizes.items()]))
     device = mesh.devices.flat[0]
     axes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"
-    axes = "by units" if config.units else axes  # the mesh is of all devices, for what the whole step agrees on
+    # the mesh is of all devices, for what the whole step agrees on
+    axes = "by units" if config.units else axes
     print_lines(f"on     {mesh.size} x {device.device_kind} ({axes}), JAX {jax.__version__}")
     if config.mesh.sequence_parallel in ("on", "overlap"):
         print_lines(f"       mesh.sequence_parallel={config.mesh.sequence_parallel}")
@@ -75,7 +83,9 @@ def print_run_summary(
     grouper = loader.planner.grouper
     per_step = grouper.samples_per_step
     index = loader.index
-    usable = np.setdiff1d(np.arange(len(index)), np.union1d(grouper.oversize, index.bad), assume_unique=True)
+    usable = np.setdiff1d(
+        np.arange(len(index)), np.union1d(grouper.oversize, index.bad), assume_unique=True
+    )
     tokens = per_step * float(np.mean(index.llm_tokens[usable]))
     epoch_steps = math.ceil(grouper.epoch_samples / per_step)
     print_lines(
@@ -89,13 +99,21 @@ def print_run_summary(
             f"       {capped} samples are longer than data.max_tokens={max_tokens}: left out, see oversize.jsonl"
         )
     if oversize := len(grouper.oversize) - capped:
-        print_lines(f"       {oversize} samples fit no budget and are skipped; they are listed in oversize.jsonl")
+        print_lines(
+            f"       {oversize} samples fit no budget and are skipped; they are listed in oversize.jsonl"
+        )
     for name, source in loader.sources.items() if config.model.encoders else ():
         for what, column in getattr(getattr(source, "conversations", None), "unread", {}).items():
-            print_lines(f"       {name} has a column {column} that is not read: data.sources.{name}.{what}={column}")
+            print_lines(
+                f"       {name} has a column {column} that is not read: data.sources.{name}.{what}={column}"
+            )
     for line in _describe_sources(config, grouper):
         print_lines(line)
-    for note in (*loader.budget.notes, *_describe_long_samples(config, loader), *grouper.epoch_notes()):
+    for note in (
+        *loader.budget.notes,
+        *_describe_long_samples(config, loader),
+        *grouper.epoch_notes(),
+    ):
         print_lines(f"       {note}")
     print_lines(
         f"rows   of each module, grouping {config.batch.grouping.kind}, {config.batch.microbatches} microbatch(es), "
@@ -109,7 +127,15 @@ def print_run_summary(
         array = batch.text.token if module == "llm" else batch.items[module].values
         shape = "x".join(map(str, array.shape))
         rows = layout.topology.ranks * layout.rows[k]
-        lines.append((module, str(rows), "/".join(map(str, lengths)), shape, f"{fills[f'fill/{module}']:.2f}"))
+        lines.append(
+            (
+                module,
+                str(rows),
+                "/".join(map(str, lengths)),
+                shape,
+                f"{fills[f'fill/{module}']:.2f}",
+            )
+        )
     print_lines(*table(lines))
     if layout.topology.ranks * layout.topology.encoders_per_rank > 1:
         print_lines(*_describe_ranks(config, layout))
@@ -126,7 +152,9 @@ def describe_waits(grouper: StepGrouper, config: Config, layout: RankLayout) -> 
     if advice := waiting_advice(grouper, prices, topology.ranks, names, topology.context):
         lines.append(advice)
     if grouper.budget.prices is None:
-        lines.append("rows are filled as this run began, by positions alone; those of a new run level attention too")
+        lines.append(
+            "rows are filled as this run began, by positions alone; those of a new run level attention too"
+        )
     return lines
 
 
@@ -139,10 +167,16 @@ def describe_attention(config: Config, layout: RankLayout) -> str:
     for (name, tower), length in zip(towers.items(), longest, strict=True):
         if isinstance(tower, Generator):
             continue
-        block = {"max_block": encoder_layer_config(tower).max_block} if name in config.model.encoders else {}
+        block = (
+            {"max_block": encoder_layer_config(tower).max_block}
+            if name in config.model.encoders
+            else {}
+        )
         heads = (tower.heads, getattr(tower, "kv_heads", tower.heads))
         kernel = describe_kernel(head_width(tower), length, heads, dtype, **block)
-        backends.append(f"{name}: {kernel if chosen_backend(tower.attention) == 'flash' else tower.attention}")
+        backends.append(
+            f"{name}: {kernel if chosen_backend(tower.attention) == 'flash' else tower.attention}"
+        )
     return "; ".join(backends)
 
 
@@ -156,7 +190,10 @@ def _describe_sources(config: Config, grouper: StepGrouper) -> list[str]:
     if len(shares) < 2:
         return []
     lines = [("", "source", "samples", "share", "epochs in this run")]
-    lines += [("", name, f"{samples:,}", f"{share:.0%}", f"{epochs:.2f}") for name, samples, share, epochs in shares]
+    lines += [
+        ("", name, f"{samples:,}", f"{share:.0%}", f"{epochs:.2f}")
+        for name, samples, share, epochs in shares
+    ]
     epochs = [epochs for *_, epochs in shares]
     if config.data.temperature or max(epochs) < OFTEN * min(epochs):
         return table(lines)
@@ -174,9 +211,15 @@ def _describe_long_samples(config: Config, loader: StepLoader) -> list[str]:
     for sample in outliers.samples[:NAMED].tolist():
         number = int(grouper.index.source_of(np.array(sample)))
         source = list(loader.sources.values())[number]
-        place = source.place(sample - int(grouper.index.source_start[number])) if hasattr(source, "place") else ""
+        place = (
+            source.place(sample - int(grouper.index.source_start[number]))
+            if hasattr(source, "place")
+            else ""
+        )
         names.append(place or grouper.index.name(sample))
-    more_names = f" and {len(outliers.samples) - NAMED:,} more" if len(outliers.samples) > NAMED else ""
+    more_names = (
+        f" and {len(outliers.samples) - NAMED:,} more" if len(outliers.samples) > NAMED else ""
+    )
     (rows, length), (fewer_rows, shorter) = outliers.row, outliers.row_without
     verb, pronoun = ("sets", "it") if len(outliers.samples) == 1 else ("set", "them")
     key = f" (data.max_tokens={outliers.largest_other})" if outliers.module == "llm" else ""
@@ -192,17 +235,27 @@ def _describe_long_samples(config: Config, loader: StepLoader) -> list[str]:
 def describe_zero_rates(config: Config) -> list[str]:
     """Describe which of the trained modules have a learning rate of 0, and so stay as they are."""
     peak = hyperparameters(config, config.schedule.warmup)
-    rates = {key.removeprefix("learning_rate/"): rate for key, rate in peak.items() if key.startswith("learning_rate/")}
+    rates = {
+        key.removeprefix("learning_rate/"): rate
+        for key, rate in peak.items()
+        if key.startswith("learning_rate/")
+    }
     untrained = [name for name, rate in rates.items() if not rate]
     if len(untrained) == len(rates):
         return ["       NOTHING IS TRAINED: every learning rate is 0; set optimizer.learning_rate"]
-    return [f"       not trained, with a learning rate of 0: {', '.join(untrained)}"] if untrained else []
+    return (
+        [f"       not trained, with a learning rate of 0: {', '.join(untrained)}"]
+        if untrained
+        else []
+    )
 
 
 def _describe_ranks(config: Config, layout: RankLayout) -> list[str]:
     """Describe how rows are spread over ranks, and what ranks may send to each other."""
     topology = layout.topology
-    lines = [f"ranks  {topology.ranks} in nodes of {topology.ranks_per_node}, balance {config.batch.balance.kind}"]
+    lines = [
+        f"ranks  {topology.ranks} in nodes of {topology.ranks_per_node}, balance {config.batch.balance.kind}"
+    ]
     if topology.encoders_per_rank > 1:
         lines[0] += f"; {topology.encoders_per_rank} encoder ranks each"
     for k, (name, module) in enumerate(config.model.item_modules.items()):
@@ -225,13 +278,17 @@ def describe_memory_plan(memory_plan: RunPlan) -> list[str]:
     """Describe the predicted memory of the fullest device, and all remat policies."""
     kinds = memory_plan.fullest.memory
     # Kinds below 1 % are left out.
-    parts = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * memory_plan.predicted)
+    parts = "  ".join(
+        f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * memory_plan.predicted
+    )
     limit = "" if math.isinf(memory_plan.limit.device) else f" of {size(memory_plan.limit.device)}"
     predicted = "" if memory_plan.measured is None else " predicted"
     stage = f", in {memory_plan.fullest.name}" if len(memory_plan.stages) > 1 else ""
     lines = [f"memory {size(memory_plan.predicted)}{predicted}{limit} a device{stage}: {parts}"]
     if memory_plan.measured is not None:
-        lines.append(f"       {size(memory_plan.measured)} by the compiler, which decided what is computed again")
+        lines.append(
+            f"       {size(memory_plan.measured)} by the compiler, which decided what is computed again"
+        )
     if memory_plan.limit.ram:
         lines.append(
             "       THAT IS NEARLY ALL THE RAM there is for a device; data workers and other programs use some too, "
@@ -249,18 +306,54 @@ def describe_memory_plan(memory_plan: RunPlan) -> list[str]:
 
 
 def describe_stages(
-    config: Config, stages: Sequence[StagePlan], schedule: ScheduleName, bubble: float, measured: bool
+    config: Config,
+    stages: Sequence[StagePlan],
+    schedule: ScheduleName,
+    bubble: float,
+    measured: bool,
 ) -> list[str]:
     """Describe the stages of units in a table, with the predicted bubble of their pipeline."""
-    lines = [("stage", "devices", "mesh", "layers", "parameters", "memory", "forward", "backward", "in flight")]
+    lines = [
+        (
+            "stage",
+            "devices",
+            "mesh",
+            "layers",
+            "parameters",
+            "memory",
+            "forward",
+            "backward",
+            "in flight",
+        )
+    ]
     for stage in stages:
-        devices = f"{stage.devices[0]}" + (f"-{stage.devices[-1]}" if len(stage.devices) > 1 else "")
+        devices = f"{stage.devices[0]}" + (
+            f"-{stage.devices[-1]}" if len(stage.devices) > 1 else ""
+        )
         mesh = " x ".join(f"{axis} {n}" for axis, n in stage.mesh.items()) or "-"
         layers = " + ".join(f"{layers.start}-{layers.stop - 1}" for layers in stage.layers.values())
-        times = [f"{1e3 * seconds:.3g} ms" if seconds else "-" for seconds in (stage.forward, stage.backward)]
+        times = [
+            f"{1e3 * seconds:.3g} ms" if seconds else "-"
+            for seconds in (stage.forward, stage.backward)
+        ]
         memory = size(stage.bytes)
-        lines.append((stage.name, devices, mesh, layers, count(stage.parameters), memory, *times, str(stage.in_flight)))
-    basis = "by measured layer times" if measured else "by assumed rates; mmjax.plan --profile measures layers"
+        lines.append(
+            (
+                stage.name,
+                devices,
+                mesh,
+                layers,
+                count(stage.parameters),
+                memory,
+                *times,
+                str(stage.in_flight),
+            )
+        )
+    basis = (
+        "by measured layer times"
+        if measured
+        else "by assumed rates; mmjax.plan --profile measures layers"
+    )
     microbatches = config.batch.microbatches
     described = [
         f"units  schedule {schedule}, {microbatches} microbatch(es)",
@@ -288,7 +381,11 @@ def describe_stages(
 def replication_warning(memory_plan: RunPlan) -> str:
     """Warn of modules whose widths the mesh does not divide, so that each device stores all of them; else return ""."""
     sharding = memory_plan.fullest.sharding
-    replicated = [module for module in sharding.shares if sharding.part_of(module) > REPLICATED / sharding.shards]
+    replicated = [
+        module
+        for module in sharding.shares
+        if sharding.part_of(module) > REPLICATED / sharding.shards
+    ]
     if not replicated:
         return ""
     return (
@@ -305,16 +402,20 @@ LARGE_PHOTO = 2_000_000  # pixels of a photo that takes longer to decode than mo
 
 def median_pixels(sources: Iterable[Source]) -> float:
     """Return the pixels of the median image in files that records name by paths; 0 where there is none."""
-    named = [s for s in sources if isinstance(s, ChatSource) and isinstance(s.conversations, ChatFiles)]
+    named = [
+        s for s in sources if isinstance(s, ChatSource) and isinstance(s.conversations, ChatFiles)
+    ]
     sizes = np.concatenate([np.empty((0, 2)), *(source.image_sizes() for source in named)])
     return float(np.median(sizes.prod(axis=1))) if len(sizes) else 0.0
 
 
-def loader_verdict(load_seconds: float, workers: int, step_seconds: float, pixels: float = 0.0) -> str:
+def loader_verdict(
+    load_seconds: float, workers: int, step_seconds: float, pixels: float = 0.0
+) -> str:
     """Say in one line whether the workers can keep up.
 
-    load_seconds: to load one step on one core. step_seconds: to run one, without waiting for data. pixels: of the
-    median image, by `median_pixels`.
+    load_seconds: to load one step on one core. step_seconds: to run one, without waiting for data.
+    pixels: of the median image, by `median_pixels`.
     """
     per_step = load_seconds / max(workers, 1)
     line = (
@@ -343,11 +444,17 @@ ACCURACY = "rewards/accuracies"  # of pairs of answers
 def score_line(scores: dict[str, float]) -> str:
     """Format the exact match of families and the loss on one line; names are those of metrics.jsonl."""
     names = {name.partition("/")[2]: value for name, value in scores.items()}
-    families = {n.removeprefix("exact_match_"): v for n, v in names.items() if n.startswith("exact_match_")}
-    matches = "  ".join(f"{name} {value:.3f}" for name, value in families.items() if "." not in name)
+    families = {
+        n.removeprefix("exact_match_"): v for n, v in names.items() if n.startswith("exact_match_")
+    }
+    matches = "  ".join(
+        f"{name} {value:.3f}" for name, value in families.items() if "." not in name
+    )
     parts = [f"exact match:  {matches}"] if matches else []
     parts += [f"loss {names['loss']:.4g}"] if "loss" in names else []
-    return "  ".join(parts + ([f"chosen preferred {names[ACCURACY]:.1%}"] if ACCURACY in names else []))
+    return "  ".join(
+        parts + ([f"chosen preferred {names[ACCURACY]:.1%}"] if ACCURACY in names else [])
+    )
 
 
 def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
@@ -357,17 +464,29 @@ def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
         name = key.removeprefix("exact_match_")
         if key.startswith("exact_match_") and "." not in name:
             tasks = {k.split(".")[1]: v for k, v in scores.items() if k.startswith(f"{key}.")}
-            guessed = f"  (guessed blind {scores[f'chance_{name}']:.3f})" if f"chance_{name}" in scores else ""
+            guessed = (
+                f"  (guessed blind {scores[f'chance_{name}']:.3f})"
+                if f"chance_{name}" in scores
+                else ""
+            )
             by_task = "  ".join(f"{task} {v:.2f}" for task, v in tasks.items())
             lines.append((name, f"{value:.3f}{guessed}", by_task))
     loss = [f"loss {scores['loss']:.4g} of the {split} split"] if "loss" in scores else []
     if "drawn_as_asked" in scores:
-        loss.append(f"{scores['drawn_as_asked']:.1%} of what the {split} split asks for is on the images made")
+        loss.append(
+            f"{scores['drawn_as_asked']:.1%} of what the {split} split asks for is on the images made"
+        )
     if ACCURACY in scores:
-        loss.append(f"the chosen answer preferred in {scores[ACCURACY]:.1%} of the pairs of the {split} split")
+        loss.append(
+            f"the chosen answer preferred in {scores[ACCURACY]:.1%} of the pairs of the {split} split"
+        )
     if not lines:
         return loss
-    return [f"exact match on {int(scores['samples'])} questions of the {split} split", *table(lines), *loss]
+    return [
+        f"exact match on {int(scores['samples'])} questions of the {split} split",
+        *table(lines),
+        *loss,
+    ]
 
 
 def describe_interruption(run: Path, done: int, saved: int) -> list[str]:
@@ -385,7 +504,10 @@ def next_commands(run: Path, config: Config, evaluator: Evaluator) -> list[str]:
     commands = [
         (f"tensorboard --logdir {path}", "every metric of every step (pip install tensorboard)"),
         (f"python -m mmjax.report {path}", "its curves, rows and worst samples on one page"),
-        (f"python -m mmjax.train --resume {path} --show", "its config, and everything that can be changed"),
+        (
+            f"python -m mmjax.train --resume {path} --show",
+            "its config, and everything that can be changed",
+        ),
     ]
     # Conversations are asked, other samples scored.
     count = evaluator.questions if config.data.chat else lambda split: len(evaluator.metrics(split))
@@ -393,6 +515,8 @@ def next_commands(run: Path, config: Config, evaluator: Evaluator) -> list[str]:
         words = f"{path} --split=validation" if split == "validation" else path
         swaps = all(isinstance(source, EmbeddedSource) for source in config.data.sources.values())
         encoder = next(iter(config.model.encoders), "")
-        blind = f", or with --swap={encoder}: with another sample's items" if encoder and swaps else ""
+        blind = (
+            f", or with --swap={encoder}: with another sample's items" if encoder and swaps else ""
+        )
         commands.insert(0, (f"python -m mmjax.evaluate {words}", f"score it again{blind}"))
     return ["try next", *table(commands)]

@@ -49,11 +49,15 @@ class UnreadableSamples:
                 everywhere=True,
             )
         try:
-            new = self._quarantine.add([BadSampleEntry(self._name(sample), self._reason(sample)) for sample in ids])
+            new = self._quarantine.add(
+                [BadSampleEntry(self._name(sample), self._reason(sample)) for sample in ids]
+            )
         except UserError as error:
             raise UserError(str(error), everywhere=True) from error
         for bad in new:
-            print_lines(f"step {step + 1}: left out {bad.sample}, which cannot be used: {bad.reason}")
+            print_lines(
+                f"step {step + 1}: left out {bad.sample}, which cannot be used: {bad.reason}"
+            )
 
     def print_questions(self, reasons: Mapping[str, str]) -> None:
         """Print the questions that cannot be asked, each once. reasons: by name."""
@@ -88,14 +92,23 @@ class NonFiniteWatch:
         """Return the highest losses of a step's samples, by name."""
         samples = report.losses.worst_samples[:LOGGED_WORST].tolist()
         losses = report.losses.worst_losses[:LOGGED_WORST].tolist()
-        return {self._name(sample): loss for sample, loss in zip(samples, losses, strict=True) if loss > 0}
+        return {
+            self._name(sample): loss
+            for sample, loss in zip(samples, losses, strict=True)
+            if loss > 0
+        }
 
     def check(
-        self, step: int, report: StepReport, find_samples: Callable[[], Sequence[int]], samples: Sequence[int]
+        self,
+        step: int,
+        report: StepReport,
+        find_samples: Callable[[], Sequence[int]],
+        samples: Sequence[int],
     ) -> None:
         """Report what is wrong with the numbers of a step. Raises UserError where the run has to stop.
 
-        find_samples: finds the samples in rows whose gradient is not finite. samples: all of the step.
+        find_samples: finds the samples in rows whose gradient is not finite. samples: all of the
+        step.
         """
         if report.finite:
             self._skipped = 0
@@ -109,20 +122,28 @@ class NonFiniteWatch:
         if self._training.bad_numbers == "skip" and self._skipped < MAX_SKIPPED:
             print_lines(message)
             return
-        many = f" {MAX_SKIPPED} steps in a row were skipped." if self._skipped == MAX_SKIPPED else ""
+        many = (
+            f" {MAX_SKIPPED} steps in a row were skipped." if self._skipped == MAX_SKIPPED else ""
+        )
         raise UserError(
             f"{message}.{many} Look at them with python -m mmjax.inspect RUN --step {step + 1}; go on with --resume "
             "and a lower optimizer.learning_rate or training.clip, or skip such steps with training.bad_numbers=skip",
             everywhere=True,
         )
 
-    def _culprits(self, report: StepReport, find_samples: Callable[[], Sequence[int]], samples: Sequence[int]) -> str:
+    def _culprits(
+        self, report: StepReport, find_samples: Callable[[], Sequence[int]], samples: Sequence[int]
+    ) -> str:
         if count := int(report.losses.not_finite):
-            names = self._names(report.losses.worst_samples[: min(count, MAX_WORST)].tolist(), count)
+            names = self._names(
+                report.losses.worst_samples[: min(count, MAX_WORST)].tolist(), count
+            )
             return f"The losses of {count} samples are not finite: {names}"
         try:
             culprits = find_samples()
-        except jax.errors.JaxRuntimeError:  # out of memory: the search needs a second array of gradients
+        except (
+            jax.errors.JaxRuntimeError
+        ):  # out of memory: the search needs a second array of gradients
             culprits = []
         if culprits:
             names = self._names(culprits, len(culprits))
@@ -135,7 +156,9 @@ class NonFiniteWatch:
         usual = float(np.median(self._norms)) if len(self._norms) >= MIN_NORMS else np.inf
         self._norms.append(norm)
         if (limit := self._training.spike) and norm > limit * usual:
-            losses = ", ".join(f"{name} {loss:.3g}" for name, loss in self.worst_losses(report).items())
+            losses = ", ".join(
+                f"{name} {loss:.3g}" for name, loss in self.worst_losses(report).items()
+            )
             print_lines(
                 f"step {step + 1}: the gradient norm is {norm:.3g}, usually {usual:.3g}; worst losses: {losses}"
             )

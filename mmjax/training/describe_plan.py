@@ -26,8 +26,8 @@ from mmjax.planning.unet import unet_blocks, unets
 from mmjax.runtime.compiler_options import GPU
 from mmjax.training.announce import describe_memory_plan, describe_stages, replication_warning
 
-# Compile time of a gradient program for H100 on one core, JAX 0.10.2, and of each stack of layers in it; fitted to 7
-# programs of 1 to 7 stacks, the longest of which took 28 s (docs/planning.md).
+# Compile time of a gradient program for H100 on one core, JAX 0.10.2, and of each stack of layers
+# in it; fitted to 7 programs of 1 to 7 stacks, the longest of which took 28 s (docs/planning.md).
 PROGRAM_SECONDS = 4.0
 STACK_SECONDS = 3.5
 
@@ -43,7 +43,8 @@ def describe_plan(
 ) -> list[str]:
     """Format the plan of a run for a person.
 
-    source: describes the lengths. compared: the best of one mesh, None where none fits, and of units.
+    source: describes the lengths. compared: the best of one mesh, None where none fits, and of
+    units.
     """
     chosen = forecast.chosen
     config, plan = chosen.config, chosen.plan
@@ -67,7 +68,9 @@ def describe_plan(
     lines += describe_memory_plan(plan)
     if compiled is not None:
         lines += _describe_compiled(plan, compiled)
-    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in asdict(chosen.time).items() if seconds)
+    parts = ", ".join(
+        f"{name} {duration(seconds)}" for name, seconds in asdict(chosen.time).items() if seconds
+    )
     lines += [
         f"step   {duration(chosen.seconds)}, MFU {chosen.mfu:.1%} ({chosen.basis}): {parts}",
         *describe_links(chosen.cluster),
@@ -87,7 +90,11 @@ def _describe_devices(forecast: Forecast) -> str:
     config, cluster = forecast.config, forecast.cluster
     if config.units:
         used = sum(map(unit_devices, config.units.values()))
-        idle = f" ({cluster.devices - used} idle: start it on {used})" if used < cluster.devices else ""
+        idle = (
+            f" ({cluster.devices - used} idle: start it on {used})"
+            if used < cluster.devices
+            else ""
+        )
         return f"{used} of {cluster.devices} x {cluster.device.name}{idle}"
     axes = " x ".join(f"{axis} {n}" for axis, n in forecast.mesh.items() if n > 1) or "one device"
     if config.mesh.sequence_parallel != "off":
@@ -97,7 +104,9 @@ def _describe_devices(forecast: Forecast) -> str:
 
 def _experts(forecast: Forecast) -> int:
     """Count the devices that share a layer's experts, at most."""
-    return max(forecast.mesh["expert"], *(unit.expert for unit in forecast.config.units.values()), 1)
+    return max(
+        forecast.mesh["expert"], *(unit.expert for unit in forecast.config.units.values()), 1
+    )
 
 
 def expert_lines(experts: ExpertsConfig | None, devices: int) -> list[str]:
@@ -127,9 +136,19 @@ def _describe_compiled(plan: RunPlan, compiled: Compiled) -> Iterator[str]:
         for stage in plan.stages:
             name, program = max(compiled[stage.name].items(), key=lambda item: item[1].bytes)
             differs = f"{stage.bytes / program.bytes - 1:+.1%}"
-            rows.append((stage.name, size(stage.bytes), size(program.bytes), differs, name.replace("_", " and ")))
+            rows.append(
+                (
+                    stage.name,
+                    size(stage.bytes),
+                    size(program.bytes),
+                    differs,
+                    name.replace("_", " and "),
+                )
+            )
         yield from table(rows)
-    if again := sum(program.rematerialized for programs in compiled.values() for program in programs.values()):
+    if again := sum(
+        program.rematerialized for programs in compiled.values() for program in programs.values()
+    ):
         yield (
             f"       XLA COMPUTES {again} INSTRUCTIONS AGAIN BY ITSELF to take less memory: lower "
             "mesh.memory, so that remat does it, or raise compiler.xla_gpu_memory_limit_slop_factor"
@@ -144,12 +163,16 @@ def _module_rows(chosen: Forecast) -> list[tuple[str, ...]]:
         lengths = sorted({shape.lengths[k] for shape in chosen.layout.shapes})
         policies = chosen.plan.policies.get(name) or _policies_of_blocks(unets(config.model)[name])
         recomputed = sum(policy != "none" for policy in policies)
-        how = getattr({"llm": config.model.llm, **config.model.encoders}.get(name), "quantize", "none")
+        how = getattr(
+            {"llm": config.model.llm, **config.model.encoders}.get(name), "quantize", "none"
+        )
         float8 = sum(config.model.llm.float8_layers) if name == "llm" else 0
         rows.append(
             (
                 name,
-                count(counts[name]) + (f" {how}" if how != "none" else "") + f", {float8} layers in FP8" * (float8 > 0),
+                count(counts[name])
+                + (f" {how}" if how != "none" else "")
+                + f", {float8} layers in FP8" * (float8 > 0),
                 str(chosen.layout.rows[k]),
                 "/".join(map(str, lengths)),
                 f"{chosen.fill[name]:.2f}",
@@ -168,7 +191,10 @@ def _balance_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
     ratios = [f"dist ratio {name}" for name in forecast.chosen.dist_ratio]
     rows = [("balance", *ratios, "fill LLM", "padding", "ranks wait", "step", "MFU")]
     for kind, chosen in forecast.by_balance.items():
-        figures = [*(f"{ratio:.3f}" for ratio in chosen.dist_ratio.values()), f"{chosen.fill['llm']:.2f}"]
+        figures = [
+            *(f"{ratio:.3f}" for ratio in chosen.dist_ratio.values()),
+            f"{chosen.fill['llm']:.2f}",
+        ]
         waits = [f"{chosen.waits.padding:.1%}", f"{chosen.waits.wait:.1%}"]
         rows.append((kind, *figures, *waits, duration(chosen.seconds), f"{chosen.mfu:.1%}"))
     return rows
@@ -183,7 +209,9 @@ def compare(forecasts: Sequence[Forecast | None]) -> str:
         share = mesh.time.recompute / mesh.seconds  # measured, it may be below 0
         recompute = f", {share:.0%} recomputed" if share >= 0.005 else ""
         batches = mesh.config.batch.microbatches
-        ways[0] = f"one mesh ({axes or 'one device'}, {batches} microbatch(es)): {mesh.mfu:.1%}{recompute}"
+        ways[0] = (
+            f"one mesh ({axes or 'one device'}, {batches} microbatch(es)): {mesh.mfu:.1%}{recompute}"
+        )
     described = "; ".join(ways if units else [*ways, "no units fit"])
     if mesh is None or not units:
         return described
@@ -196,7 +224,8 @@ def _describe_units(forecast: Forecast) -> str:
     shape = " + ".join(
         f"{name} beside {unit.beside}"
         if unit.beside
-        else f"{name} {unit_devices(unit) // unit.pipeline}" + (f" x {unit.pipeline}" if unit.pipeline > 1 else "")
+        else f"{name} {unit_devices(unit) // unit.pipeline}"
+        + (f" x {unit.pipeline}" if unit.pipeline > 1 else "")
         for name, unit in forecast.config.units.items()
     )
     emptiest = min(forecast.fill, key=lambda tower: forecast.fill[tower])
@@ -208,12 +237,17 @@ def _describe_units(forecast: Forecast) -> str:
 
 def layer_stacks(plan: RunPlan) -> int:
     """Count the stacks of the stage with most: consecutive layers of one policy, compiled once and scanned."""
-    return max(sum(len(list(groupby(stage.policies[tower]))) for tower in stage.activations) for stage in plan.stages)
+    return max(
+        sum(len(list(groupby(stage.policies[tower]))) for tower in stage.activations)
+        for stage in plan.stages
+    )
 
 
 def compile_seconds(forecast: Forecast) -> float:
     """Estimate the seconds to compile every shape on a cold cache, of the stage that takes longest."""
-    return len(forecast.layout.shapes) * (PROGRAM_SECONDS + STACK_SECONDS * layer_stacks(forecast.plan))
+    return len(forecast.layout.shapes) * (
+        PROGRAM_SECONDS + STACK_SECONDS * layer_stacks(forecast.plan)
+    )
 
 
 def _one_digit(number: float) -> float:
@@ -250,7 +284,9 @@ def limits(forecast: RunForecast) -> list[str]:
     time, plan = chosen.time, chosen.plan
     remedies = []
     if not plan.fits:
-        remedies.append("memory: shard over more devices (fsdp), use more batch.microbatches, or a smaller model")
+        remedies.append(
+            "memory: shard over more devices (fsdp), use more batch.microbatches, or a smaller model"
+        )
     if _rematerializes(chosen):
         remedies.append(
             "XLA would compute products again by itself, to take less memory: lower mesh.memory, or raise "
@@ -264,7 +300,9 @@ def limits(forecast: RunForecast) -> list[str]:
             "a smaller fsdp"
         )
     if time.recompute > 0.05 * time.total:
-        remedies.append(f"{time.recompute / time.total:.0%} of the step is computing again: a larger fsdp leaves room")
+        remedies.append(
+            f"{time.recompute / time.total:.0%} of the step is computing again: a larger fsdp leaves room"
+        )
     if time.idle > 0.1 * time.total:
         remedies.append(
             f"{time.idle / time.total:.0%} of the step stages wait for each other: more batch.microbatches, other cuts "
@@ -273,13 +311,21 @@ def limits(forecast: RunForecast) -> list[str]:
     remedies += forecast.waits
     worst = max(chosen.dist_ratio, key=lambda name: chosen.dist_ratio[name])
     if chosen.dist_ratio[worst] > 0.05:
-        remedies.append(f"ranks are uneven in {worst} ({chosen.dist_ratio[worst]:.2f}): more samples a step")
+        remedies.append(
+            f"ranks are uneven in {worst} ({chosen.dist_ratio[worst]:.2f}): more samples a step"
+        )
     emptiest = min(chosen.fill, key=lambda name: chosen.fill[name])
     if chosen.fill[emptiest] < 0.85:
         ranks = chosen.layout.topology.ranks
         divides = chosen.config.batch.rows[emptiest] % ranks == 0
-        remedy = "use more samples a step" if divides else f"make batch.rows.{emptiest} a multiple of {ranks}"
-        remedies.append(f"rows of {emptiest} are {chosen.fill[emptiest]:.0%} full: {remedy}, or more batch.shapes")
+        remedy = (
+            "use more samples a step"
+            if divides
+            else f"make batch.rows.{emptiest} a multiple of {ranks}"
+        )
+        remedies.append(
+            f"rows of {emptiest} are {chosen.fill[emptiest]:.0%} full: {remedy}, or more batch.shapes"
+        )
     return remedies or ["nothing stands out: the devices compute most of the time"]
 
 
@@ -326,7 +372,11 @@ def plan_numbers(
     mesh = next(iter(compared), None)
     programs = {
         stage: {
-            name: {"bytes": p.bytes, "rematerialized": p.rematerialized, "synchronous": p.synchronous}
+            name: {
+                "bytes": p.bytes,
+                "rematerialized": p.rematerialized,
+                "synchronous": p.synchronous,
+            }
             for name, p in stage_programs.items()
         }
         for stage, stage_programs in (compiled or {}).items()
@@ -345,7 +395,9 @@ def plan_numbers(
                 "name": stage.name,
                 "devices": stage.devices,
                 "mesh": stage.mesh,
-                "layers": {tower: [layers.start, layers.stop] for tower, layers in stage.layers.items()},
+                "layers": {
+                    tower: [layers.start, layers.stop] for tower, layers in stage.layers.items()
+                },
                 "policies": stage.policies,
                 "parameters": stage.parameters,
                 "in_flight": stage.in_flight,
@@ -357,7 +409,9 @@ def plan_numbers(
         ],
         "memory": plan.fullest.fixed | {"activations": plan.fullest.activations},
         "room": plan.limit.device,
-        "compiled": max((p["bytes"] for by_name in programs.values() for p in by_name.values()), default=None),
+        "compiled": max(
+            (p["bytes"] for by_name in programs.values() for p in by_name.values()), default=None
+        ),
         "programs": programs,
         "remat": plan.policies,
         "loss_chunks": plan.loss_chunks,

@@ -45,14 +45,18 @@ def make_evaluator(
         evaluation_sources(config, ("validation", "test"), folder.path),
         config,
         limits={"validation": config.training.evaluate_samples},
-        batch_limits=BatchLimits(tokens=memory_plan.evaluation_positions(config.model.llm, positions, activation)),
+        batch_limits=BatchLimits(
+            tokens=memory_plan.evaluation_positions(config.model.llm, positions, activation)
+        ),
         one_shape=True,
         loss_chunks=memory_plan.loss_chunks,
         progress=report_progress,
     )
 
 
-def score_split(evaluator: Evaluator, params: dict[str, Any], split: str) -> tuple[Scores, list[Answered]]:
+def score_split(
+    evaluator: Evaluator, params: dict[str, Any], split: str
+) -> tuple[Scores, list[Answered]]:
     """Answer a split's questions and compute its loss; return scores, named as in metrics.jsonl, and answers."""
     replies = evaluator.answer(params, split)
     answered = [answer for reply in replies.values() for answer in reply.answered]
@@ -87,7 +91,9 @@ class BestMetric:
         """Read what a run's evaluations gave up to `step`, the same on every process."""
         best = cls(training.keep_best, training.patience)
         if best.metric and step:
-            for evaluation_step, value in coordination.run_on_leader(lambda: _recorded(metrics, best.metric, step)):
+            for evaluation_step, value in coordination.run_on_leader(
+                lambda: _recorded(metrics, best.metric, step)
+            ):
                 best.update(evaluation_step, {best.metric: value})
         return best
 

@@ -14,7 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.autotune.memory_plan import MemoryDecision, fit_run, plan_key, read_memory_plan, write_memory_plan
+from mmjax.autotune.memory_plan import (
+    MemoryDecision,
+    fit_run,
+    plan_key,
+    read_memory_plan,
+    write_memory_plan,
+)
 from mmjax.autotune.run_time import simulate_stages, time_stages
 from mmjax.autotune.sharded_stages import choose_sequence_parallel, resolve_units
 from mmjax.batch import Microbatch
@@ -93,9 +99,12 @@ def train(
 ) -> Trainer:
     """Train a config to its last step, or until a stop is requested, and return the closed trainer.
 
-    source: the config's file, which is copied into the run folder. devices: by default all of the config's kind.
-    profile: time layers before `remat=auto` is decided. permitted: what may differ from the run that is resumed.
-    flags: requests by signals. watchdog: ends this process when it hangs. make: makes another kind of trainer.
+    source: the config's file, which is copied into the run folder. devices: by default all of the
+    config's kind.
+    profile: time layers before `remat=auto` is decided. permitted: what may differ from the run
+    that is resumed.
+    flags: requests by signals. watchdog: ends this process when it hangs. make: makes another kind
+    of trainer.
     """
     refuse_in_worker()
     if project := config.training.wandb:
@@ -105,10 +114,21 @@ def train(
     watchdog = watchdog or Watchdog(config.training.watch, folder.stacks)
     flags = flags or StopFlags()
     with raise_ctrl_c_once(), coordination.enter_on_leader(lock_run(folder.path)):
-        # Until data workers run, which a pool may refuse, a failure leaves the folder as it was before.
-        with rare_collection(), coordination.enter_on_leader(claim(config, source, mode, permitted)) as resumed:
+        # Until data workers run, which a pool may refuse, a failure leaves the folder as it was
+        # before.
+        with (
+            rare_collection(),
+            coordination.enter_on_leader(claim(config, source, mode, permitted)) as resumed,
+        ):
             make_trainer = partial(
-                make or Trainer, config, folder, devices, watchdog, flags, permitted=permitted, profile=profile
+                make or Trainer,
+                config,
+                folder,
+                devices,
+                watchdog,
+                flags,
+                permitted=permitted,
+                profile=profile,
             )
             trainer, state = restore_or_init(make_trainer, folder, resumed)
             with ExitStack() as stack:
@@ -131,7 +151,8 @@ def train(
 class Trainer:
     """One start of a run in this process: mesh, data, model, programs, checkpoints, evaluation and log.
 
-    The first step has number 0. `done` is the number of steps after which something is logged, evaluated or saved.
+    The first step has number 0. `done` is the number of steps after which something is logged,
+    evaluated or saved.
     """
 
     def __init__(
@@ -151,9 +172,13 @@ class Trainer:
         self.flags = flags
         self.first_step = first_step
 
-        # With units and without, processes meet at other places, and would wait for each other there.
+        # With units and without, processes meet at other places, and would wait for each other
+        # there.
         if not coordination.all_equal(repr(config.units)):
-            raise UserError("the processes have different units; start all with the same config", everywhere=True)
+            raise UserError(
+                "the processes have different units; start all with the same config",
+                everywhere=True,
+            )
         # Units have meshes of their own; this one, of all devices, is for what they do together.
         self.mesh = make_mesh(MeshConfig(data=1, fsdp=-1) if config.units else config.mesh, devices)
         if not config.units:
@@ -162,8 +187,12 @@ class Trainer:
         device = find_device(self.mesh.devices.flat[0].device_kind)
         check_float8(config.model.llm.fp8, device)
         enable_compilation_cache(folder.programs)  # before anything is compiled
-        context = max(self.mesh.shape["context"], *(unit.context for unit in config.units.values()), 1)
-        self.compiler_options = compiler_options(config.compiler, self.mesh.local_devices[0], context)
+        context = max(
+            self.mesh.shape["context"], *(unit.context for unit in config.units.values()), 1
+        )
+        self.compiler_options = compiler_options(
+            config.compiler, self.mesh.local_devices[0], context
+        )
         self.programs = CompileCounter()
 
         with activity("opening the data"):
@@ -180,13 +209,23 @@ class Trainer:
             layout_of = partial(self.data.layout_of, mesh=self.mesh)
             longest = self.data.index.longest(self.loader.budget.longest)
             plan, speed = fit_run(
-                config, self.mesh, self.loader.layout, layout_of, profile, self.stored_decision(profile), longest
+                config,
+                self.mesh,
+                self.loader.layout,
+                layout_of,
+                profile,
+                self.stored_decision(profile),
+                longest,
             )
             self.memory_plan = plan
             if config.units:
-                self.memory_plan = plan.with_times(coordination.run_on_leader(partial(self._time_stages, plan, speed)))
+                self.memory_plan = plan.with_times(
+                    coordination.run_on_leader(partial(self._time_stages, plan, speed))
+                )
         self.profiled = bool(speed.measured)  # whether it rests on measured times of layers
-        self.executor = self.make_executor(self.memory_plan.applied(config.model), self.memory_plan.loss_chunks)
+        self.executor = self.make_executor(
+            self.memory_plan.applied(config.model), self.memory_plan.loss_chunks
+        )
         if config.units:
             watchdog.follow(self.executor.passes.progress, self.executor.passes.roles)
 
@@ -201,7 +240,8 @@ class Trainer:
                 report_progress=lambda done: watchdog.beat(),
             )
         self.best = BestMetric.resume(config.training, folder.metrics, first_step)
-        self.end_step = first_step if self.best.exhausted else config.training.steps  # one after the last
+        # one after the last
+        self.end_step = first_step if self.best.exhausted else config.training.steps
 
         self.unreadable = UnreadableSamples(self.data.quarantine, self.data.index.name)
         self.nonfinite = NonFiniteWatch(config.training, self.data.index.name)
@@ -215,9 +255,11 @@ class Trainer:
             probe = RateProbe(config, self.executor, self.loader, folder.rates, chunks)
             self.probe = probe if probe.tells else None
         self.batches: Iterator[LoadedStep] = iter(())
-        # The step that was started last, until its report is read: step, batch, its arrays on devices, and report.
+        # The step that was started last, until its report is read: step, batch, its arrays on
+        # devices, and report.
         self.running: tuple[int, LoadedStep, list[StagedBatch], StepReport] | None = None
-        self.stop_requested = False  # by a signal to any process; all learn it from the same step's report
+        # by a signal to any process; all learn it from the same step's report
+        self.stop_requested = False
         self.began = time.monotonic()
 
     def __repr__(self) -> str:
@@ -231,7 +273,11 @@ class Trainer:
         model = Model.build(model_config, dtype, stage_cuts(config), functions=functions)
         devices = list(self.mesh.devices.flat)
         stages = place_stages(config, model, devices)
-        rows = tower_rows(config, self.loader.layout, unit_ranks(config, devices)) if config.units else None
+        rows = (
+            tower_rows(config, self.loader.layout, unit_ranks(config, devices))
+            if config.units
+            else None
+        )
         return Executor(
             model,
             make_optimizer(config.optimizer, model.axes, model.dtype),
@@ -261,7 +307,9 @@ class Trainer:
             self.best.check(self.evaluator)
             state = self.checkpoints.init_state()
             if coordination.is_leader():
-                write_memory_plan(self.folder.memory_plan, plan_key(self.config, self.mesh), self.memory_plan)
+                write_memory_plan(
+                    self.folder.memory_plan, plan_key(self.config, self.mesh), self.memory_plan
+                )
                 wandb = self.config.training.wandb
                 self.metrics_log = MetricsLog(
                     self.folder.metrics, self.first_step, wandb, json.loads(to_json(self.config))
@@ -279,9 +327,13 @@ class Trainer:
         if self.first_step < self.end_step or not scored:
             return False
         if self.end_step < self.config.training.steps:
-            print_lines(f"{self.best.describe_stop(self.end_step)}; to go on, resume with a larger training.patience")
+            print_lines(
+                f"{self.best.describe_stop(self.end_step)}; to go on, resume with a larger training.patience"
+            )
         else:
-            print_lines(f"all {self.end_step} steps are done; to go on, resume with a larger training.steps")
+            print_lines(
+                f"all {self.end_step} steps are done; to go on, resume with a larger training.steps"
+            )
         return True
 
     def print_summary(self) -> Microbatch:
@@ -307,7 +359,10 @@ class Trainer:
             stages = self.memory_plan.stages
             bubble = simulate_stages(self.config, stages).bubble
             schedule = self.executor.schedule
-            described = announce.describe_stages(self.config, stages, schedule, bubble, self.profiled) + described
+            described = (
+                announce.describe_stages(self.config, stages, schedule, bubble, self.profiled)
+                + described
+            )
         return described
 
     def start(self) -> Microbatch:
@@ -325,7 +380,9 @@ class Trainer:
             write_planned(self.folder.passes, self.executor, stages, microbatches, self.profiled)
         data = self.config.data
         if data.pool == "local":
-            self.batches = steps(self.loader, self.first_step, self.end_step, data.workers, data.prefetch)
+            self.batches = steps(
+                self.loader, self.first_step, self.end_step, data.workers, data.prefetch
+            )
         else:
             self.batches = pool_steps(self.loader, self.first_step, self.end_step, data)
 
@@ -334,9 +391,13 @@ class Trainer:
         self.watchdog.set_phase("compiling", self.first_step)
         began = time.monotonic()
         with activity("compiling the programs of a step"):
-            # One microbatch is enough for the programs of all shapes: they differ only in the rows' lengths.
+            # One microbatch is enough for the programs of all shapes: they differ only in the rows'
+            # lengths.
             shapes = padding_microbatches(
-                self.loader.layout.shapes, example, self.config.model.item_modules, self.executor.rows
+                self.loader.layout.shapes,
+                example,
+                self.config.model.item_modules,
+                self.executor.rows,
             )
             hyper = hyperparameters(self.config, self.first_step)
             accumulated = self.executor.compile(state, shapes, hyper)
@@ -345,7 +406,11 @@ class Trainer:
             self.evaluator.compile(self.executor.parameters(state))
         print_lines(
             f"compiled {self.programs.compiled} programs in {time.monotonic() - began:.1f} s"
-            + (f", {self.programs.from_cache} came from the cache" if self.programs.from_cache else "")
+            + (
+                f", {self.programs.from_cache} came from the cache"
+                if self.programs.from_cache
+                else ""
+            )
         )
         self.metrics.start()
         return accumulated
@@ -357,7 +422,8 @@ class Trainer:
             accumulated = self.compile(state, example)
         stored_rates = self.probe and self.probe.read()
         self.metrics.use_probed(stored_rates)
-        coordination.wait_for_all("first step")  # in which CPUs connect, and give each other half a minute for it
+        # in which CPUs connect, and give each other half a minute for it
+        coordination.wait_for_all("first step")
         with ProgressLine(self.first_step, config.training.steps) as progress:
             for step in range(self.first_step, self.end_step):
                 # Load the batch that the data workers packed ahead, and put it on the devices.
@@ -367,12 +433,15 @@ class Trainer:
                     loaded = next(self.batches)
                 self.metrics.add_wait(time.monotonic() - began)
                 self.watchdog.set_phase("running", step)
-                batches = [self.executor.put(batch, n) for n, batch in enumerate(loaded.microbatches)]
+                batches = [
+                    self.executor.put(batch, n) for n, batch in enumerate(loaded.microbatches)
+                ]
 
                 if self.executor.synchronous:  # so that no step is timed with the next one
                     self.finish_step(state, progress)
 
-                # Start the step. Devices compute it while the loop goes on, up to where its report is read.
+                # Start the step. Devices compute it while the loop goes on, up to where its report
+                # is read.
                 process_report = ProcessReport(
                     digest=int(loaded.digest),
                     content=int(loaded.content),
@@ -389,12 +458,14 @@ class Trainer:
                         state, accumulated, batches, hyper, process_report, noise
                     )
 
-                # Check and log the step before: its report is there by now, while this one still computes.
+                # Check and log the step before: its report is there by now, while this one still
+                # computes.
                 self.finish_step(state, progress)
                 self.running = step, loaded, batches, report
                 self.profiler.before_step(step + 1, self.flags)
 
-                # A report is the same on all processes, so that all stop, evaluate and save after the same step.
+                # A report is the same on all processes, so that all stop, evaluate and save after
+                # the same step.
                 stop = self.stop_requested
                 evaluate = self.is_due(step + 1, config.training.evaluate_every)
                 save = stop or self.is_due(step + 1, config.training.checkpoint_every)
@@ -442,9 +513,14 @@ class Trainer:
         hyper = hyperparameters(self.config, step)
         scalars = self.metrics.compute(loaded, report, hyper)
         low, high = map(int, report.content)
-        extra = {"batch": hex_hash(low + (high << 32)), "worst": self.nonfinite.worst_losses(report)}
+        extra = {
+            "batch": hex_hash(low + (high << 32)),
+            "worst": self.nonfinite.worst_losses(report),
+        }
         if self.metrics.steps == 1:
-            extra |= {f"seconds/start/{name}": seconds for name, seconds in startup_seconds().items()}
+            extra |= {
+                f"seconds/start/{name}": seconds for name, seconds in startup_seconds().items()
+            }
         self.log(step + 1, scalars | extra)
         progress.update(step + 1, scalars)
 
@@ -455,9 +531,12 @@ class Trainer:
         self.checkpoints.warn_of_failure()
         if self.metrics.steps == WARM_STEPS:
             if (used := peak_memory_used(self.mesh)) is not None:
-                print_lines(f"memory {size(used)} of a device used so far, {size(self.memory_plan.device)} predicted")
+                print_lines(
+                    f"memory {size(used)} of a device used so far, {size(self.memory_plan.device)} predicted"
+                )
             if self.config.data.pool == "local":
-                load_seconds = float(loaded.load_seconds)  # the first steps' includes opening everything
+                # the first steps' includes opening everything
+                load_seconds = float(loaded.load_seconds)
                 workers = self.config.data.workers
                 pixels = announce.median_pixels(self.loader.sources.values())
                 seconds = self.metrics.typical_seconds()
@@ -473,7 +552,11 @@ class Trainer:
     ) -> list[Sums | None]:
         """Measure what positions and pairs take, on rows of this step. Returns gradient sums of 0."""
         self.watchdog.set_phase("probing rates")
-        noise = np.array([self.config.seed, loaded.step], np.uint32) if self.executor.model.is_random else None
+        noise = (
+            np.array([self.config.seed, loaded.step], np.uint32)
+            if self.executor.model.is_random
+            else None
+        )
         rates, accumulated = probe.measure(state, accumulated, loaded, noise, self.watchdog.beat)
         self.metrics.use_probed(rates)
         self.metrics.restart_timer()
@@ -482,7 +565,9 @@ class Trainer:
     def evaluate(self, done: int, state: State) -> None:
         """Score the validation split after `done` steps, and print one answer; save the state where it is the best."""
         self.watchdog.set_phase("evaluating")
-        scores, answered = score_split(self.evaluator, self.executor.parameters(state), "validation")
+        scores, answered = score_split(
+            self.evaluator, self.executor.parameters(state), "validation"
+        )
         self.unreadable.print_questions(self.evaluator.left_out)
         self.log(done, scores)
         if scores:

@@ -30,7 +30,9 @@ Scalars = dict[str, float]
 
 def rank_prices(prices: Prices, layout: RankLayout) -> Prices:
     """Return the prices of a rank's part of each module: all its encoder ranks share its part of the LLM."""
-    share = np.where(np.arange(len(prices.position)) == LLM, 1 / layout.topology.encoders_per_rank, 1.0)
+    share = np.where(
+        np.arange(len(prices.position)) == LLM, 1 / layout.topology.encoders_per_rank, 1.0
+    )
     return prices.times(share, share)
 
 
@@ -41,30 +43,41 @@ def rank_room(lengths: np.ndarray, layout: RankLayout) -> np.ndarray:
 
 
 def balance_scalars(
-    loaded: LoadedStep, modules: Sequence[str], layout: RankLayout, prices: Prices, measured: Prices | None = None
+    loaded: LoadedStep,
+    modules: Sequence[str],
+    layout: RankLayout,
+    prices: Prices,
+    measured: Prices | None = None,
 ) -> Scalars:
     """Measure the fill of a step's rows and the balance of its ranks, whichever process holds them.
 
-    By module: fill, pad ratio (OmniBal eq. 1), dist ratio over ranks (eq. 2) and the fullest rank over the mean one, in
-    positions and in pairs of attention; the positions' also as they would be with balance `none`. sp_ratio: over the
-    devices that share a rank's rows, of encoders (OmniBal, appendix A.8). straggler_wait: the share of the step in
-    which a rank waits, on average, for the one with most attention, in each phase of each microbatch: rows of one
-    length take equally long, whatever they hold. padding: the share of the rows' time for positions that hold nothing.
-    straggler_wait_before: what both would come to with balance `none`, in rows that its fullest rank needs. prices: of
-    the modules, as steps are planned by. measured: those that count instead, where they are known; straggler_wait_sheet
-    is then the wait by the others.
+    By module: fill, pad ratio (OmniBal eq. 1), dist ratio over ranks (eq. 2) and the fullest rank
+    over the mean one, in positions and in pairs of attention; the positions' also as they would be
+    with balance `none`. sp_ratio: over the devices that share a rank's rows, of encoders (OmniBal,
+    appendix A.8). straggler_wait: the share of the step in which a rank waits, on average, for the
+    one with most attention, in each phase of each microbatch: rows of one length take equally long,
+    whatever they hold. padding: the share of the rows' time for positions that hold nothing.
+    straggler_wait_before: what both would come to with balance `none`, in rows that its fullest
+    rank needs. prices: of the modules, as steps are planned by. measured: those that count instead,
+    where they are known; straggler_wait_sheet is then the wait by the others.
     """
     ranks = layout.topology.ranks
     scalars = Scalars()
     room = rank_room(loaded.lengths, layout)
     if measured is not None:
-        scalars["straggler_wait_sheet"] = wait_share(rank_seconds(rank_prices(prices, layout), room, loaded.pairs))
+        scalars["straggler_wait_sheet"] = wait_share(
+            rank_seconds(rank_prices(prices, layout), room, loaded.pairs)
+        )
         prices = measured
     shared = rank_prices(prices, layout)
     scalars["straggler_wait"] = wait_share(rank_seconds(shared, room, loaded.pairs))
-    scalars["padding"] = padding_share(prices, loaded.useful.sum(-1), loaded.lengths * ranks * np.array(layout.rows))
+    scalars["padding"] = padding_share(
+        prices, loaded.useful.sum(-1), loaded.lengths * ranks * np.array(layout.rows)
+    )
     fullest = rank_seconds(shared, loaded.unbalanced.max(-1), loaded.unbalanced_pairs).max(-1).sum()
-    needed = rank_seconds(shared, loaded.unbalanced.mean(-1), loaded.unbalanced_pairs).mean(-1).sum()
+    needed = (
+        rank_seconds(shared, loaded.unbalanced.mean(-1), loaded.unbalanced_pairs).mean(-1).sum()
+    )
     scalars["straggler_wait_before"] = float(1 - needed / max(fullest, np.finfo(float).tiny))
     useful = budget = 0
     for k, module in enumerate(modules):
@@ -73,18 +86,24 @@ def balance_scalars(
         positions = rows * int(loaded.lengths[:, k].sum())
         module_useful = int(used.sum())
         scalars[f"fill/{module}"] = module_useful / positions
-        scalars[f"pad_ratio/{module}"] = float(np.mean([pad_ratio(u) if u.any() else 0.0 for u in used]))
+        scalars[f"pad_ratio/{module}"] = float(
+            np.mean([pad_ratio(u) if u.any() else 0.0 for u in used])
+        )
         useful += module_useful
         budget += positions
     for suffix, work in (("", loaded.balanced), ("_before", loaded.unbalanced)):
         by_rank = work.sum(0)
         for k, module in enumerate(modules):
             any_work = by_rank[k].any()
-            scalars[f"dist_ratio{suffix}/{module}"] = float(dist_ratio(by_rank[k])) if any_work else 0.0
+            scalars[f"dist_ratio{suffix}/{module}"] = (
+                float(dist_ratio(by_rank[k])) if any_work else 0.0
+            )
             maximum_over_mean = by_rank[k].max() / by_rank[k].mean() if any_work else 1.0
             scalars[f"max_over_mean{suffix}/{module}"] = float(maximum_over_mean)
     for module, pairs in zip(modules, loaded.pairs.sum(0), strict=True):
-        scalars[f"max_pairs_over_mean/{module}"] = float(pairs.max() / pairs.mean()) if pairs.any() else 1.0
+        scalars[f"max_pairs_over_mean/{module}"] = (
+            float(pairs.max() / pairs.mean()) if pairs.any() else 1.0
+        )
     if (context := layout.topology.context) > 1:
         for module, totals in zip(modules[1:], loaded.balanced.sum(0)[1:], strict=True):
             of_devices = totals.reshape(ranks, context, -1).sum(-1)
@@ -92,7 +111,9 @@ def balance_scalars(
     return scalars | {"useful/budget": useful / budget}
 
 
-def exchange_scalars(loaded: LoadedStep, encoders: Sequence[str], topology: Topology, token_bytes: int) -> Scalars:
+def exchange_scalars(
+    loaded: LoadedStep, encoders: Sequence[str], topology: Topology, token_bytes: int
+) -> Scalars:
     """Count the bytes that the all-to-alls of a step's forward pass send between ranks, with and without padding.
 
     The backward pass sends as much. token_bytes: of one encoder token.
@@ -103,7 +124,9 @@ def exchange_scalars(loaded: LoadedStep, encoders: Sequence[str], topology: Topo
     sent = loaded.widths.sum(0) * ranks * (peers - 1) * token_bytes
     useful = loaded.moved.sum(0) * token_bytes
     scalars = {f"all_to_all_bytes/{e}": float(n) for e, n in zip(encoders, sent, strict=True)}
-    scalars |= {f"all_to_all_useful_bytes/{e}": float(n) for e, n in zip(encoders, useful, strict=True)}
+    scalars |= {
+        f"all_to_all_useful_bytes/{e}": float(n) for e, n in zip(encoders, useful, strict=True)
+    }
     # Share of a rank's other peers that are on other nodes.
     away = max(0, peers - topology.ranks_per_node) / max(1, peers - 1)
     return scalars | {"inter_node_share": away if sent.any() else 0.0}
@@ -112,8 +135,9 @@ def exchange_scalars(loaded: LoadedStep, encoders: Sequence[str], topology: Topo
 def expert_scalars(sums: ExpertSums | None) -> Scalars:
     """Return the losses of a step's experts, unweighted, the tokens of the fullest expert over the mean, and turns.
 
-    The imbalance is that of the most uneven layer: 1 where all experts of every layer have the same. Turns are those
-    that tokens took to the devices of their experts beyond one a layer and microbatch.
+    The imbalance is that of the most uneven layer: 1 where all experts of every layer have the
+    same. Turns are those that tokens took to the devices of their experts beyond one a layer and
+    microbatch.
     """
     if sums is None:
         return {}
@@ -130,7 +154,12 @@ class StepMetrics:
     """Times a run's steps, and computes the numbers to log for each. peak_flops: FLOP/s of all devices together."""
 
     def __init__(
-        self, config: Config, executor: Executor, loader: StepLoader, programs: CompileCounter, peak_flops: float
+        self,
+        config: Config,
+        executor: Executor,
+        loader: StepLoader,
+        programs: CompileCounter,
+        peak_flops: float,
     ) -> None:
         self._config = config
         self._executor = executor
@@ -144,12 +173,15 @@ class StepMetrics:
         self.total_seconds = 0.0
         self.wait_seconds = 0.0  # of these, for data
         self._waited = 0.0  # the same since the last step ended, for whichever batch
-        self._recent_seconds: deque[float] = deque(maxlen=100)  # of a step each, without waiting for data
+        # of a step each, without waiting for data
+        self._recent_seconds: deque[float] = deque(maxlen=100)
         self.start()
 
     def use_probed(self, probed: Probed | None) -> None:
         """Measure waits from here on by what two rows took, where that is known."""
-        self._measured = None if probed is None else self._prices.times(probed.position, probed.pair)
+        self._measured = (
+            None if probed is None else self._prices.times(probed.position, probed.pair)
+        )
 
     def start(self) -> None:
         """Mark the end of compiling: programs compiled from here on count as compiled after the start."""
@@ -173,7 +205,9 @@ class StepMetrics:
         """Return the median seconds of a step without waiting for data."""
         return float(np.median(self._recent_seconds))
 
-    def compute(self, loaded: LoadedStep, report: StepReport, hyper: Hyperparameters) -> dict[str, MetricValue]:
+    def compute(
+        self, loaded: LoadedStep, report: StepReport, hyper: Hyperparameters
+    ) -> dict[str, MetricValue]:
         """Compute the numbers of the step that has just ended. report: on the host."""
         clock = time.monotonic()
         seconds = clock - self._previous_end
@@ -188,23 +222,42 @@ class StepMetrics:
         layout = self._loader.layout
         token_bytes = self._config.model.llm.width * self._executor.model.dtype.itemsize
         tokens = dict(zip(("text", *modules[1:]), loaded.tokens.tolist(), strict=True))
-        by_source = zip(self._config.data.sources, report.losses.loss, report.losses.weight, strict=True)
-        own_epochs = dict(zip(self._config.data.sources, loaded.source_epochs.tolist(), strict=True))
+        by_source = zip(
+            self._config.data.sources, report.losses.loss, report.losses.weight, strict=True
+        )
+        own_epochs = dict(
+            zip(self._config.data.sources, loaded.source_epochs.tolist(), strict=True)
+        )
         memory = peak_memory_used(self._executor.mesh)
         weight = report.losses.weight.sum() or 1.0
         return {
             "loss": report.mean_loss,
-            **{f"loss/{source}": float(loss / weight) for source, loss, weight in by_source if weight > 0},
+            **{
+                f"loss/{source}": float(loss / weight)
+                for source, loss, weight in by_source
+                if weight > 0
+            },
             **expert_scalars(report.losses.experts),
             # Mean error of the step's patches.
-            **{f"image_loss/{name}": float(sums[0] / max(sums[1], 1)) for name, sums in report.losses.images.items()},
+            **{
+                f"image_loss/{name}": float(sums[0] / max(sums[1], 1))
+                for name, sums in report.losses.images.items()
+            },
             **mean_measures(self._config.loss, report.losses.measures, weight),
             "gradient_norm": float(report.gradient_norm),
-            **{name: float(rate) for name, rate in hyper.items() if name.startswith("learning_rate/")},
+            **{
+                name: float(rate)
+                for name, rate in hyper.items()
+                if name.startswith("learning_rate/")
+            },
             **balance_scalars(loaded, modules, layout, self._prices, self._measured),
             **exchange_scalars(loaded, modules[1:], layout.topology, token_bytes),
             "epoch": float(loaded.epoch),
-            **({f"epoch/{name}": epochs for name, epochs in own_epochs.items()} if len(own_epochs) > 1 else {}),
+            **(
+                {f"epoch/{name}": epochs for name, epochs in own_epochs.items()}
+                if len(own_epochs) > 1
+                else {}
+            ),
             # Without those that could not be read.
             "samples": len(loaded.samples) - int(report.unreadable_count),
             "samples/s": len(loaded.samples) / seconds,
@@ -229,4 +282,7 @@ class StepMetrics:
             return {}
         device = int(np.argmax(batch_seconds))
         process = self._executor.mesh.devices.flat[device].process_index
-        return {"slowest": self._processes[process], "seconds/slowest": float(batch_seconds[device])}
+        return {
+            "slowest": self._processes[process],
+            "seconds/slowest": float(batch_seconds[device]),
+        }

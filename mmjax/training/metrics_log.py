@@ -1,6 +1,7 @@
 """Log a step's metrics: JSON lines, TensorBoard scalars and, where asked for, Weights & Biases.
 
-A full disk does not stop the run: lines that could not be written are kept, and written when there is room.
+A full disk does not stop the run: lines that could not be written are kept, and written when there
+is room.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ MetricValue = float | str | Mapping[str, float]  # a mapping is by sample name
 class MetricsLog:
     """Writer of records to `metrics.jsonl`, TensorBoard and Weights & Biases; a record's step counts updates done.
 
-    Opened after `done` updates, it drops later records of an earlier start, so that no step is logged twice. project:
-    of Weights & Biases; empty = none. Raises UserError where wandb is not installed.
+    Opened after `done` updates, it drops later records of an earlier start, so that no step is
+    logged twice. project: of Weights & Biases; empty = none. Raises UserError where wandb is not
+    installed.
     """
 
-    def __init__(self, path: Path, done: int, project: str = "", config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, path: Path, done: int, project: str = "", config: Mapping[str, Any] | None = None
+    ) -> None:
         self.path = path
         if path.is_dir():
             raise UserError(f"{path} is a folder, and the steps are to be written there; remove it")
@@ -128,7 +132,9 @@ def _wandb(project: str) -> Iterator[Any]:
     try:
         import wandb
     except ImportError:
-        raise UserError(f'training.wandb={project}: wandb is not installed; pip install "mmjax[wandb]"') from None
+        raise UserError(
+            f'training.wandb={project}: wandb is not installed; pip install "mmjax[wandb]"'
+        ) from None
     try:
         yield wandb
     except (wandb.Error, ValueError) as error:  # ValueError: an API key that cannot be one
@@ -152,7 +158,9 @@ def _wandb_run(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
     try:
         run_id = json.loads(path.read_text())["id"] if path.is_file() else None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is not what was written; remove it to begin a new run there") from None
+        raise UserError(
+            f"{path} is not what was written; remove it to begin a new run there"
+        ) from None
     options = {"id": run_id, "resume": "allow", "dir": str(folder), "config": dict(config)}
     with _wandb(project) as wandb:
         run = wandb.init(project=project, name=folder.name, **options)
@@ -163,7 +171,9 @@ def _wandb_run(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
 def _drop_after(path: Path, done: int) -> None:
     """Rewrite the file atomically without records of steps after `done`."""
     with atomic_write(path) as partial, partial.open("w") as output:
-        records = (record for record in read_json_lines(path) if isinstance(record.get("step"), int))
+        records = (
+            record for record in read_json_lines(path) if isinstance(record.get("step"), int)
+        )
         output.writelines(json_lines([record]) for record in records if record["step"] <= done)
 
 

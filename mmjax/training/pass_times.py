@@ -59,7 +59,8 @@ def write_planned(
 def time_passes(folder: Path, executor: Executor, done: int, first_step: int) -> Iterator[None]:
     """Record when this process's passes run in the step that the body runs: in steps 4, 8, 16, ... after a start.
 
-    Only on CPUs, which wait for every pass anyway. Elsewhere passes are queued, and a host knows no more than when.
+    Only on CPUs, which wait for every pass anyway. Elsewhere passes are queued, and a host knows no
+    more than when.
     done: steps of the run after this one. first_step: of this start.
     """
     steps = done - first_step
@@ -96,13 +97,20 @@ def read_timelines(folder: Path) -> StepTimelines | None:
     linked = {key: tuple(map(tuple, plan.get(key, ()))) for key in ("edges", "copies", "times")}
     graph = StageGraph(workers=tuple(plan["workers"]), **linked)
     microbatches = plan["microbatches"]
-    forward, backward = (np.repeat(np.array(plan[kind])[:, None], microbatches, 1) for kind in ("forward", "backward"))
-    planned = simulate(make_schedule(plan["schedule"], graph, microbatches), StageTimes(forward, backward))
+    forward, backward = (
+        np.repeat(np.array(plan[kind])[:, None], microbatches, 1)
+        for kind in ("forward", "backward")
+    )
+    planned = simulate(
+        make_schedule(plan["schedule"], graph, microbatches), StageTimes(forward, backward)
+    )
     measured = None
     step = 0
     for number, times in sorted(_read_times(folder).items()):
         # Steps may have any number of microbatches.
-        schedule = make_schedule(plan["schedule"], graph, 1 + max(action.microbatch for action in times))
+        schedule = make_schedule(
+            plan["schedule"], graph, 1 + max(action.microbatch for action in times)
+        )
         if times.keys() >= {action for order in schedule.orders for action in order}:
             step = number
             measured = _timeline(schedule, times)
@@ -119,8 +127,8 @@ def read_timelines(folder: Path) -> StepTimelines | None:
 def _read_times(folder: Path) -> dict[int, dict[Action, tuple[float, float]]]:
     """Read start and end of the passes of every step, of all processes.
 
-    A pass of several processes lasts from the last start, before which some still wait, to the last end. So those of
-    one worker never overlap.
+    A pass of several processes lasts from the last start, before which some still wait, to the last
+    end. So those of one worker never overlap.
     """
     steps: dict[int, dict[Action, tuple[float, float]]] = defaultdict(dict)
     for path in sorted(folder.glob("*.jsonl")):

@@ -1,8 +1,9 @@
 """Probe what positions and pairs take on these devices, by two rows: one sample, and the same tokens as many samples.
 
-Everything but attention computes whole rows, and attention what the mask allows, so that two masks tell both prices.
-Masks are data: the run's own gradient program runs on them, without an update, and nothing compiles. What is learnt is
-shown and stored for plans. No step is planned by it, for samples would then be placed by what a clock said.
+Everything but attention computes whole rows, and attention what the mask allows, so that two masks
+tell both prices. Masks are data: the run's own gradient program runs on them, without an update,
+and nothing compiles. What is learnt is shown and stored for plans. No step is planned by it, for
+samples would then be placed by what a clock said.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from mmjax.runtime.run_dir import path_words
 from mmjax.runtime.stage_program import Sums
 from mmjax.training.metrics import rank_prices, rank_room
 
-# Steps of a start before rows are probed: a card that was idle has a higher clock for about 16 seconds.
+# Steps of a start before rows are probed: a card that was idle has a higher clock for about 16
+# seconds.
 STEPS = 16
 SAMPLES = 64  # that a row has in the second probe
 CALLS = 3  # of each probe; the first is not counted
@@ -65,16 +67,21 @@ def cut_rows(text: TextBatch, samples: int) -> TextBatch:
 def with_samples(text: TextBatch, sample: np.ndarray) -> TextBatch:
     """Give every token another sample, int `[R, T]`, -1 = padding, of causal text and nothing else."""
     ones = np.full_like(text.kind, TEXT_KIND)
-    return text._replace(sample=sample.astype(text.sample.dtype), span=np.zeros_like(text.span), kind=ones, sees=ones)
+    return text._replace(
+        sample=sample.astype(text.sample.dtype), span=np.zeros_like(text.span), kind=ones, sees=ones
+    )
 
 
 def fullest_pairs(llm: DecoderConfig, text: TextBatch, ranks: int, context: int) -> float:
     """Count the pairs of causal text on the rank that has most of them, whose rows are these of `ranks`.
 
-    context: devices that share a row. They wait for the one of them with most, so that all count as much.
+    context: devices that share a row. They wait for the one of them with most, so that all count as
+    much.
     """
     rows = []
-    for mask in map(Mask._make, zip(*(getattr(text, field) for field in Mask._fields), strict=True)):
+    for mask in map(
+        Mask._make, zip(*(getattr(text, field) for field in Mask._fields), strict=True)
+    ):
         lengths = np.bincount(mask.sample[mask.sample >= 0])
         of_devices = allowed_keys(mask).reshape(context, -1).sum(1) if context > 1 else np.ones(1)
         uneven = of_devices.max() / max(of_devices.mean(), 1)
@@ -92,7 +99,8 @@ def time_gradients(
 ) -> tuple[list[float], list[Sums | None]]:
     """Time the gradient program on a microbatch, in the counted calls; also return the sums, which it adds to.
 
-    batch: this process's rows. name: unique to this microbatch, by which processes wait for each other.
+    batch: this process's rows. name: unique to this microbatch, by which processes wait for each
+    other.
     """
     (put,), weights, *_ = executor.weigh_batches([executor.put(batch)])
     seconds = []
@@ -108,11 +116,13 @@ def time_gradients(
     return seconds[1:], accumulated
 
 
-def fit_rates(rows: float, items: float, pair: float, one: ProbedRow, many: ProbedRow) -> Probed | None:
+def fit_rates(
+    rows: float, items: float, pair: float, one: ProbedRow, many: ProbedRow
+) -> Probed | None:
     """Solve for what positions and pairs take, over what is assumed; None where the two rows do not tell.
 
-    rows, items: seconds that are assumed of all rows, and of the attention of encoders and generators, which attend by
-    the same kernel. pair: seconds assumed of one pair of the LLM.
+    rows, items: seconds that are assumed of all rows, and of the attention of encoders and
+    generators, which attend by the same kernel. pair: seconds assumed of one pair of the LLM.
     """
     attention = pair * (one.pairs - many.pairs)
     if attention <= 0 or one.seconds <= many.seconds:
@@ -127,16 +137,19 @@ def total_of(flops: Mapping[str, Flops]) -> Flops:
     return Flops._make(map(sum, zip(*(f.at_one_rate for f in flops.values()), strict=True)))
 
 
-def reached_shares(rows: Flops, attending: Flops, seconds: float, attention: float, peak: float) -> Shares:
+def reached_shares(
+    rows: Flops, attending: Flops, seconds: float, attention: float, peak: float
+) -> Shares:
     """Compute the shares of a peak, FLOP/s, that products reach, and the attention kernel where it runs.
 
-    rows, attending: of a microbatch that took so many seconds, without what attends and with it. attention: of these
-    seconds, those for what attends.
+    rows, attending: of a microbatch that took so many seconds, without what attends and with it.
+    attention: of these seconds, those for what attends.
     """
     if not attending.attention:  # blocks attend by products
         return {"products": attending.total / peak / seconds}
     products = rows.total / peak / (seconds - attention)
-    beside = (attending.total - attending.attention - rows.total) / peak / products  # elementwise operations on pairs
+    # elementwise operations on pairs
+    beside = (attending.total - attending.attention - rows.total) / peak / products
     return {"products": products, "attention": attending.attention / peak / (attention - beside)}
 
 
@@ -163,7 +176,9 @@ class RateProbe:
 
     def read(self) -> Probed | None:
         """Read what an earlier start has measured on such devices; the same on all processes."""
-        stored = coordination.run_on_leader(lambda: _tree(read_probed(self.path, self.device.device_kind)))
+        stored = coordination.run_on_leader(
+            lambda: _tree(read_probed(self.path, self.device.device_kind))
+        )
         return stored and Probed(**stored)
 
     def measure(
@@ -176,8 +191,8 @@ class RateProbe:
     ) -> tuple[Probed | None, list[Sums | None]]:
         """Time both rows of a step's first microbatch and store what they tell. Returns it, and gradient sums of 0.
 
-        All processes take part. beat: called between the two. What counts is the slowest process, for which the others
-        wait in every step, and process 0 solves for all.
+        All processes take part. beat: called between the two. What counts is the slowest process,
+        for which the others wait in every step, and process 0 solves for all.
         """
         batch = loaded.microbatches[0]
         topology = self.loader.layout.topology
@@ -192,7 +207,9 @@ class RateProbe:
             figures.append([*seconds, pairs])
             beat()
         del accumulated  # before the sums that take its place
-        gathered = np.array([json.loads(text) for text in coordination.gather("probe", json.dumps(figures))])
+        gathered = np.array(
+            [json.loads(text) for text in coordination.gather("probe", json.dumps(figures))]
+        )
         slowest = gathered.max(0)  # [probes, figures]
         one, many = (ProbedRow(float(row[:-1].min()), float(row[-1])) for row in slowest)
         probed = coordination.run_on_leader(lambda: _tree(self._store(loaded, one, many)))
@@ -222,7 +239,9 @@ class RateProbe:
             with atomic_write(self.path) as partial:
                 partial.write_text(probed_text(self.device.device_kind, probed, shares))
         except OSError as error:  # the disk is full
-            print_lines(f"WARNING {self.path} cannot be written: {error.strerror}; a later start probes again")
+            print_lines(
+                f"WARNING {self.path} cannot be written: {error.strerror}; a later start probes again"
+            )
         ratio = probed.pair / probed.position
         if not 1 / DISAGREES <= ratio <= DISAGREES:
             print_lines(
@@ -231,11 +250,15 @@ class RateProbe:
             )
         return probed
 
-    def _shares(self, loaded: LoadedStep, one: ProbedRow, attention: float, device: Device, devices: int) -> Shares:
+    def _shares(
+        self, loaded: LoadedStep, one: ProbedRow, attention: float, device: Device, devices: int
+    ) -> Shares:
         """Compute the shares of the peak of a rank's devices. attention: its seconds in the row of one sample."""
         layout = self.loader.layout
         precision = self.config.training.precision
-        model = resolve_attention(self.executor.model.config, device.rates(precision), layout.topology.context)
+        model = resolve_attention(
+            self.executor.model.config, device.rates(precision), layout.topology.context
+        )
         names = ("llm", *model.item_modules)
         lengths = zip(layout.rows, loaded.lengths[0].tolist(), strict=True)
         shape = dict(zip(names, lengths, strict=True))
@@ -247,7 +270,9 @@ class RateProbe:
             total_of(executed(model, shape, frozen, self.loss_chunks, attended, reference))
             for attended in (dict.fromkeys(names, 0.0), pairs)
         )
-        return reached_shares(rows, attending, one.seconds, attention, devices * device.peak(precision))
+        return reached_shares(
+            rows, attending, one.seconds, attention, devices * device.peak(precision)
+        )
 
 
 def _tree(probed: Probed | None) -> dict[str, float] | None:

@@ -37,11 +37,13 @@ Params = dict[str, Any]
 T = TypeVar("T")
 
 
-def restore_or_init(make_trainer: Callable[..., T], folder: RunFolder, resumed: bool) -> tuple[T, State]:
+def restore_or_init(
+    make_trainer: Callable[..., T], folder: RunFolder, resumed: bool
+) -> tuple[T, State]:
     """Make a trainer and its first state: fresh, or restored from the newest readable checkpoint of a resumed run.
 
-    make_trainer: makes one that begins at `first_step`. Unreadable newer checkpoints are set aside. Raises UserError if
-    there are checkpoints and none is readable.
+    make_trainer: makes one that begins at `first_step`. Unreadable newer checkpoints are set aside.
+    Raises UserError if there are checkpoints and none is readable.
     """
     damaged: list[tuple[int, DamagedCheckpoint]] = []
     # Process 0 lists the checkpoints for all, so that all try the same ones.
@@ -54,36 +56,52 @@ def restore_or_init(make_trainer: Callable[..., T], folder: RunFolder, resumed: 
             damaged.append((step, error))
             continue
         for newer, error in damaged:
-            aside = coordination.run_on_leader(lambda newer=newer: set_aside(folder.checkpoints, newer).name)
-            print_lines(f"WARNING {error}; it is set aside as {aside}, and the run goes on from step {step}")
+            aside = coordination.run_on_leader(
+                lambda newer=newer: set_aside(folder.checkpoints, newer).name
+            )
+            print_lines(
+                f"WARNING {error}; it is set aside as {aside}, and the run goes on from step {step}"
+            )
         return trainer, state
-    older = f"nor can the {len(damaged) - 1} before it" if len(damaged) > 1 else "there is no older one here"
-    raise UserError(f"{damaged[0][1]}; {older}; restore the folder, or start afresh with --overwrite", everywhere=True)
+    older = (
+        f"nor can the {len(damaged) - 1} before it"
+        if len(damaged) > 1
+        else "there is no older one here"
+    )
+    raise UserError(
+        f"{damaged[0][1]}; {older}; restore the folder, or start afresh with --overwrite",
+        everywhere=True,
+    )
 
 
 class RunCheckpoints:
     """The first state and the checkpoints of a run."""
 
-    def __init__(self, config: Config, folder: RunFolder, data: RunData, executor: Executor) -> None:
+    def __init__(
+        self, config: Config, folder: RunFolder, data: RunData, executor: Executor
+    ) -> None:
         self._config = config
         self._folder = folder
         self._data = data
         self._executor = executor
         retention = Retention(config.training.keep, config.training.keep_every)
         self._store = CheckpointStore(folder.checkpoints, executor, retention)
-        self._newest = data.launch.first  # step of the newest checkpoint, restored or begun to be saved
+        # step of the newest checkpoint, restored or begun to be saved
+        self._newest = data.launch.first
         self._checked = 0  # step of the last save whose failure was looked for
 
     def compile(self) -> None:
         """Compile the program that saving runs."""
         self._store.prepare()
 
-    # ---------------------------------------------------------------------------------------------- the first state
+    # ----------------------------------------------------------------------------------------------
+    # the first state
 
     def init_state(self) -> State:
         """Restore the state of a resumed run; else make one from `init_from`, pretrained weights or random parameters.
 
-        Raises DamagedCheckpoint, and UserError where a checkpoint does not go with the config or the data.
+        Raises DamagedCheckpoint, and UserError where a checkpoint does not go with the config or
+        the data.
         """
         executor = self._executor
         first = self._data.launch.first
@@ -112,7 +130,10 @@ class RunCheckpoints:
         current = asdict(self._data_state(saved.step))
         # An older planner's budget has no prices, and such a run goes on without them.
         unpriced = {name: [] for name in OF_START} | {"planner": saved.data.planner}
-        saved_state = asdict(saved.data) | {"planner": PLANNER, "budget": unpriced | saved.data.budget}
+        saved_state = asdict(saved.data) | {
+            "planner": PLANNER,
+            "budget": unpriced | saved.data.budget,
+        }
         changed = [key for key, value in saved_state.items() if current[key] != value]
         # A segment that begins here has other data, which the user permitted.
         if changed and self._data.launch.segment.first != saved.step:
@@ -154,7 +175,8 @@ class RunCheckpoints:
         print_lines(f"parameters of {run} after {step} steps")
         return params
 
-    # ------------------------------------------------------------------------------------------------------- saving
+    # ----------------------------------------------------------------------------------------------
+    # saving
 
     def save(self, step: int, state: State, best_step: int) -> None:
         """Begin to save the state after `step` steps, unless that was begun already.
@@ -177,7 +199,9 @@ class RunCheckpoints:
         self._checked = finished.step
         if finished.error:
             saved = saved_steps(self._folder.checkpoints)
-            newest = f"the checkpoint after step {saved[-1]} is kept" if saved else "there is none yet"
+            newest = (
+                f"the checkpoint after step {saved[-1]} is kept" if saved else "there is none yet"
+            )
             print_lines(
                 f"WARNING step {finished.step} could not be saved: {finished.error}; {newest}, and the run goes on"
             )
@@ -201,7 +225,12 @@ class RunCheckpoints:
     def _data_state(self, step: int) -> DataState:
         """Return the position in the data before `step`."""
         launch = self._data.launch
-        budget = json.loads(json.dumps(asdict(self._data.loader.budget)))  # as a checkpoint gives it back
+        # as a checkpoint gives it back
+        budget = json.loads(json.dumps(asdict(self._data.loader.budget)))
         return DataState(
-            step=step, index=launch.fingerprint, budget=budget, planner=PLANNER, segment=launch.segment.first
+            step=step,
+            index=launch.fingerprint,
+            budget=budget,
+            planner=PLANNER,
+            segment=launch.segment.first,
         )

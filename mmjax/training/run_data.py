@@ -38,7 +38,13 @@ from mmjax.data.sources.opening import (
     open_sources,
     records_of,
 )
-from mmjax.disk import append_json_lines, json_lines, read_json_lines, verify_checksum, with_checksum
+from mmjax.disk import (
+    append_json_lines,
+    json_lines,
+    read_json_lines,
+    verify_checksum,
+    with_checksum,
+)
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import encoder_axes, local_ranks, owned_ranks
@@ -66,13 +72,16 @@ class Launch:
     layout: RankLayout
     segment: Segment
     config: Config
-    contents: Mapping[str, str] = field(default_factory=dict)  # hash of what each source's conversations say
+    # hash of what each source's conversations say
+    contents: Mapping[str, str] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
         """Return this start as an object of `history.jsonl`, with its checksum."""
         plain = asdict(replace(self, config=None, segment=None))
         segment = asdict(self.segment) | {"due": self.segment.due and self.segment.due.name}
-        return with_checksum(plain | {"segment": segment, "config": json.loads(to_json(self.config))})
+        return with_checksum(
+            plain | {"segment": segment, "config": json.loads(to_json(self.config))}
+        )
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], folder: Path) -> Self:
@@ -83,12 +92,16 @@ class Launch:
         layout = record["layout"]
         shapes = tuple(Shape(tuple(lengths), tuple(widths)) for lengths, widths in layout["shapes"])
         due = record["segment"]["due"]
-        budget = {key: tuple(x) if isinstance(x, list) else x for key, x in record["budget"].items()}
+        budget = {
+            key: tuple(x) if isinstance(x, list) else x for key, x in record["budget"].items()
+        }
         fields = {
             "layout": RankLayout(Topology(**layout["topology"]), tuple(layout["rows"]), shapes),
             "segment": Segment(**record["segment"] | {"due": folder / due if due else None}),
             "budget": Budget(**budget),
-            "files": {name: [(file, n) for file, n in files] for name, files in record["files"].items()},
+            "files": {
+                name: [(file, n) for file, n in files] for name, files in record["files"].items()
+            },
             "config": from_json(json.dumps(record["config"])),
         }
         return cls(**{**record, **fields})
@@ -101,7 +114,8 @@ _COMPLETE = re.compile(r'"sum": "[0-9a-f]{16}"}$')
 def launch_of_step(path: Path, step: int, due: Path) -> Launch | None:
     """Return the start that ran step `step`, or will if it is the next; None where no line of `path` has one.
 
-    due: the folder of due samples. Raises UserError where a line is damaged, or is of another version of mmjax.
+    due: the folder of due samples. Raises UserError where a line is damaged, or is of another
+    version of mmjax.
     """
     match = None
     lines = path.read_text(errors="replace").split("\n") if path.is_file() else []
@@ -111,7 +125,9 @@ def launch_of_step(path: Path, step: int, due: Path) -> Launch | None:
         try:
             record = verify_checksum(json.loads(line))
         except ValueError:
-            raise UserError(f"{path}:{number}: is not what was written; restore that file") from None
+            raise UserError(
+                f"{path}:{number}: is not what was written; restore that file"
+            ) from None
         # Later lines win: a resumed run may repeat steps that an earlier start had run.
         if record["first"] <= step:
             match = number, record
@@ -173,33 +189,44 @@ def _ranks_of_process(config: Config, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def _cut_units(config: Config, layout: RankLayout, mesh: Mesh, resumed: Mapping[str, Unit]) -> Config:
+def _cut_units(
+    config: Config, layout: RankLayout, mesh: Mesh, resumed: Mapping[str, Unit]
+) -> Config:
     """Return the config with cuts of all its units, the same in every process. resumed: units of the last start."""
 
     def cut() -> list[Any]:
         device = mesh.devices.flat[0]
-        cut = cut_units(config, layout, device_description(device), memory_limit(config.mesh, device), resumed)
+        cut = cut_units(
+            config, layout, device_description(device), memory_limit(config.mesh, device), resumed
+        )
         return [{name: unit.cuts for name, unit in cut.units.items()}, cut.pipeline.stage_times]
 
     cuts, stage_times = coordination.run_on_leader(cut)
     units = {name: replace(unit, cuts=tuple(cuts[name])) for name, unit in config.units.items()}
-    config = replace(config, units=units, pipeline=replace(config.pipeline, stage_times=tuple(stage_times)))
+    config = replace(
+        config, units=units, pipeline=replace(config.pipeline, stage_times=tuple(stage_times))
+    )
     validate(config)  # an encoder that was whole may be cut now
     return config
 
 
-def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedChanges, mesh: Mesh) -> RunData:
+def open_data(
+    config: Config, folder: RunFolder, step: int, permitted: AllowedChanges, mesh: Mesh
+) -> RunData:
     """Open the data of a run from `step` on, by all processes together.
 
-    Where the data, or its grouping into steps, has changed since the last start, a new segment begins, with the samples
-    that epochs under way still owe. Raises UserError where such a change is not permitted.
+    Where the data, or its grouping into steps, has changed since the last start, a new segment
+    begins, with the samples that epochs under way still owe. Raises UserError where such a change
+    is not permitted.
     """
     sources = open_sources(config, "train", folder.path)
     # Process 0 builds the index once; the call below only opens it, on every process.
     coordination.run_on_leader(lambda: _index_sources(sources, config, folder))
     records = coordination.run_on_leader(lambda: records_of(sources))
     check_records(sources, records)
-    index, index_folder = cached_index(sources, config.model.item_modules, folder.index, config.model.llm)
+    index, index_folder = cached_index(
+        sources, config.model.item_modules, folder.index, config.model.llm
+    )
     weights = mixture_weights(config.data, index)
     data = Held(index, {name: files_of(source) for name, source in sources.items()})
     fingerprint = index.fingerprint()
@@ -219,7 +246,9 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         segment = last.segment if same else _next_segment(last, data, folder, step)
         # Rows are filled as the run began, whatever is assumed of devices by now.
         budget = replace(budget, **last.budget.of_start())
-    planner, layout = make_planner(index, config, weights, topology_of(config, mesh), budget, segment=segment)
+    planner, layout = make_planner(
+        index, config, weights, topology_of(config, mesh), budget, segment=segment
+    )
     grouper = planner.grouper
     if config.units:
         config = _cut_units(config, layout, mesh, last.config.units if last else {})
@@ -239,7 +268,8 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
     loader.check_latents()
     # The number of steps per epoch is known only now that the planner is built.
     if epochs := config.training.epochs:
-        # From here on the length of the run is fixed in steps, so that the learning rate schedule knows its end.
+        # From here on the length of the run is fixed in steps, so that the learning rate schedule
+        # knows its end.
         steps = coordination.run_on_leader(lambda: max(1, loader.steps_for_epochs(epochs)))
         config = replace(config, training=replace(config.training, steps=steps, epochs=0.0))
         validate(config)
@@ -310,14 +340,19 @@ def _grouping_settings(config: Config) -> tuple[object, ...]:
 MAX_NAMED = 5  # samples in an error
 
 
-def _list_oversize(index: LengthIndex, oversize: np.ndarray, data: DataConfig, folder: RunFolder) -> None:
+def _list_oversize(
+    index: LengthIndex, oversize: np.ndarray, data: DataConfig, folder: RunFolder
+) -> None:
     """List the samples that no step takes, because of `data.max_tokens` or since they fit no budget.
 
-    Raises UserError for the latter where they are fatal; it removes the folder of a new run, so it names samples.
+    Raises UserError for the latter where they are fatal; it removes the folder of a new run, so it
+    names samples.
     """
     entries = []
     fatal = []
-    for name, tokens in zip(map(index.name, oversize), index.llm_tokens[oversize].tolist(), strict=True):
+    for name, tokens in zip(
+        map(index.name, oversize), index.llm_tokens[oversize].tolist(), strict=True
+    ):
         capped = data.max_tokens is not None and tokens > data.max_tokens
         reason = f"{tokens:,} LLM tokens, " + (
             f"beyond data.max_tokens={data.max_tokens}" if capped else "fits no budget"
@@ -338,7 +373,9 @@ def _next_segment(last: Launch, data: Held, folder: RunFolder, step: int) -> Seg
 
     def write() -> tuple[str, float]:
         grouper = loader_of(last, folder).planner.grouper
-        due = carried(still_due(grouper, step), Held(grouper.index, last.files), grouper.pools, data)
+        due = carried(
+            still_due(grouper, step), Held(grouper.index, last.files), grouper.pools, data
+        )
         count = sum(map(len, due))
         print_lines(
             f"data   {len(data.index):,} samples from step {step} on; epochs under way still have {count:,} to come"
@@ -351,10 +388,16 @@ def _next_segment(last: Launch, data: Held, folder: RunFolder, step: int) -> Seg
 
 def _quarantine(index: LengthIndex, folder: RunFolder, config: Config) -> Quarantine:
     """Quarantine the samples that cannot be used, listed by process 0. Raises UserError where they are fatal."""
-    bad = [BadSampleEntry(index.name(int(k)), str(reason)) for k, reason in zip(index.bad, index.reason, strict=True)]
-    quarantine = Quarantine(folder.quarantine, config.data, len(index), writes=coordination.is_leader())
+    bad = [
+        BadSampleEntry(index.name(int(k)), str(reason))
+        for k, reason in zip(index.bad, index.reason, strict=True)
+    ]
+    quarantine = Quarantine(
+        folder.quarantine, config.data, len(index), writes=coordination.is_leader()
+    )
     coordination.run_on_leader(lambda: len(quarantine.add(bad, starting=True)))
-    quarantine.add(bad, starting=True)  # on the other processes; adding the same samples twice changes nothing
+    # on the other processes; adding the same samples twice changes nothing
+    quarantine.add(bad, starting=True)
     if bad:
         print_lines(
             f"{len(bad)} of {len(index)} samples cannot be used; they are skipped, and listed in {folder.quarantine}"

@@ -1,7 +1,8 @@
 """Handle signals: SIGTERM and SIGUSR1 stop a run after the current step, SIGUSR2 records a trace of its next steps.
 
-Before the first step of a start there is nothing to save, and TERM, USR1 and Ctrl-C end it at once. Python runs
-handlers in the main thread alone, which may compile for minutes in native code: a thread waits for signals beside it.
+Before the first step of a start there is nothing to save, and TERM, USR1 and Ctrl-C end it at once.
+Python runs handlers in the main thread alone, which may compile for minutes in native code: a
+thread waits for signals beside it.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class StopFlags:
             if self._ended.wait(_ORDERLY_SECONDS if noticed else 0) or self.stepped:
                 continue
             if not noticed:
-                print_note("interrupted" if number == signal.SIGINT else self.describe_end(number.name))
+                print_note(
+                    "interrupted" if number == signal.SIGINT else self.describe_end(number.name)
+                )
             code = INTERRUPTED if number == signal.SIGINT else 0
             coordination.end_others(code)
             exit_at_once(code)
@@ -92,7 +95,8 @@ class StopFlags:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Handle signals in the body: TERM and USR1 request a clean stop, USR2 a profiler trace."""
-        if threading.current_thread() is not threading.main_thread():  # only the main thread can install handlers
+        # only the main thread can install handlers
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
         handlers = dict.fromkeys((*STOP, TRACE), self.handle)
@@ -100,7 +104,8 @@ class StopFlags:
         if callable(self._interrupt):
             handlers[signal.SIGINT] = self.interrupt
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        # A handler may run in a callback of the garbage collection, where what it raises goes no further.
+        # A handler may run in a callback of the garbage collection, where what it raises goes no
+        # further.
         self._report, sys.unraisablehook = sys.unraisablehook, self.drop
         receiver, sender = socket.socketpair()
         sender.setblocking(False)
@@ -143,4 +148,6 @@ class ProfilerTrace:
             return
         self._end_step = None
         jax.profiler.stop_trace()
-        print_note(f"{TRACED_STEPS} steps are recorded in {self._path}; open them with xprof or ui.perfetto.dev")
+        print_note(
+            f"{TRACED_STEPS} steps are recorded in {self._path}; open them with xprof or ui.perfetto.dev"
+        )

@@ -20,9 +20,20 @@ LLM = DecoderConfig(
 
 if __name__ == "__main__":
     base = load("tiny_text", ["optimizer=adamw"])
-    config = replace(base, model=ModelConfig(LLM), training=replace(base.training, precision="bfloat16"))
+    config = replace(
+        base, model=ModelConfig(LLM), training=replace(base.training, precision="bfloat16")
+    )
     batch = DeviceBatch({"llm": (1, 4096)}, {}, 1)
-    text = RunPrograms.on_one_mesh(config, batch, aot_devices(parse_cluster("h100"))).compile_gradients().text
-    # Weights of both layers in float32 with their axes turned, which would be twice the memory of the model.
+    text = (
+        RunPrograms.on_one_mesh(config, batch, aot_devices(parse_cluster("h100")))
+        .compile_gradients()
+        .text
+    )
+    # Weights of both layers in float32 with their axes turned, which would be twice the memory of
+    # the model.
     turned = sum(text.count(shape) for shape in ("f32[4096,2,1024]", "f32[1024,2,4096]"))
-    print(json.dumps({"products": text.count('custom_call_target="__cublas$lt$matmul$f8"'), "turned": turned}))
+    print(
+        json.dumps(
+            {"products": text.count('custom_call_target="__cublas$lt$matmul$f8"'), "turned": turned}
+        )
+    )

@@ -26,7 +26,11 @@ def chunks(body: Sequence[str]) -> list[int]:
     found = []
     for i, line in enumerate(body):
         if started := re.match(r"(%\S+) = .* collective-permute-start\(", line):
-            done = next(j for j, later in enumerate(body) if f"collective-permute-done({started[1]})" in later)
+            done = next(
+                j
+                for j, later in enumerate(body)
+                if f"collective-permute-done({started[1]})" in later
+            )
             found.append(sum(map(is_product, body[i:done])))
         elif " collective-permute(" in line:
             found.append(0)
@@ -44,7 +48,11 @@ def look(hlo: str) -> dict[str, object]:
         "exposed": [chunks(body).count(0) for body in bodies],
         "all-reduces": len(re.findall(r" all-reduce(-start)?\(", text)),
         # Of activations, which have three dimensions; shards of parameters have two.
-        "gathers": len(re.findall(r"= \(?\(?\w+\[\d+,\d+,\d+\]\S*.* (?:all-gather|all-to-all)(?:-start)?\(", text)),
+        "gathers": len(
+            re.findall(
+                r"= \(?\(?\w+\[\d+,\d+,\d+\]\S*.* (?:all-gather|all-to-all)(?:-start)?\(", text
+            )
+        ),
     }
 
 
@@ -54,10 +62,14 @@ if __name__ == "__main__":
     config = replace(
         base,
         # Heads that eight devices divide.
-        model=ModelConfig(replace(LLM, width=4096, heads=32, kv_heads=8, mlp_width=14_336, remat=remat), {}),
+        model=ModelConfig(
+            replace(LLM, width=4096, heads=32, kv_heads=8, mlp_width=14_336, remat=remat), {}
+        ),
         mesh=MeshConfig(1, fsdp=fsdp, tensor=tensor, sequence_parallel="overlap"),
         training=replace(base.training, precision="bfloat16"),
     )
     devices = aot_devices(parse_cluster(f"h100x{fsdp * tensor}"))
-    program = RunPrograms.on_one_mesh(config, DeviceBatch({"llm": (1, 8192)}, {}, 8), devices).compile_gradients()
+    program = RunPrograms.on_one_mesh(
+        config, DeviceBatch({"llm": (1, 8192)}, {}, 8), devices
+    ).compile_gradients()
     print(json.dumps(look(program.text) | {"rematerialized": program.rematerialized}))

@@ -1,6 +1,7 @@
 """Planned bytes of every stage of omni_10b on units, and what XLA compiles for absent H100s: a JSON object.
 
-``python tests/autotune/compiled_stages.py full divided``: with this remat policy in all layers, on these units.
+``python tests/autotune/compiled_stages.py full divided``: with this remat policy in all layers, on
+these units.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from mmjax.runtime.units import units_topology
 
 ENCODERS = ("vision", "audio")
 UNITS = {
-    "plain": {"encoders": Unit(modules=ENCODERS, data=4), "llm": Unit(pipeline=3, fsdp=2, tensor=2)},
+    "plain": {
+        "encoders": Unit(modules=ENCODERS, data=4),
+        "llm": Unit(pipeline=3, fsdp=2, tensor=2),
+    },
     "divided": {
         "encoders": Unit(modules=ENCODERS, data=2, tensor=2, encoders="data"),
         "llm": Unit(pipeline=3, fsdp=2, tensor=2, sequence_parallel="on"),
@@ -39,12 +43,18 @@ def main(policy: Remat, layout_name: str = "plain") -> None:
     units = UNITS[layout_name]
     if layout_name == "experts":
         experts = ExpertsConfig(layers=tuple(range(28)), count=16, per_token=2, width=2368)
-        base = replace(base, model=replace(base.model, llm=replace(base.model.llm, experts=experts)))
+        base = replace(
+            base, model=replace(base.model, llm=replace(base.model.llm, experts=experts))
+        )
     rows = {"llm": 2, "vision": 4, "audio": 4}
-    batch = replace(base.batch, size=replace(base.batch.size, count=128), rows=rows, microbatches=16)
+    batch = replace(
+        base.batch, size=replace(base.batch.size, count=128), rows=rows, microbatches=16
+    )
     towers = {"llm": base.model.llm, **base.model.encoders}
     policies = {name: (policy,) * tower.layers for name, tower in towers.items()}
-    config = apply_memory_plan(replace(base, batch=batch, mesh=MeshConfig(), units=units), policies, 1)
+    config = apply_memory_plan(
+        replace(base, batch=batch, mesh=MeshConfig(), units=units), policies, 1
+    )
     cluster = parse_cluster("h100x2x8")
     devices = aot_devices(cluster)
     index = index_of_lengths(omni_corpus(20_000, config.seed), config.model.encoders)

@@ -18,7 +18,16 @@ from mmjax.planning.memory import DeviceBatch
 LAYERS = 2  # the fewest that are scanned
 ITEM_BYTES = {"pred": 1, "bf16": 2, "f32": 4}
 LLM = DecoderConfig(
-    LAYERS, 3584, 28, 4, head_width=128, mlp_width=18_944, vocab=32_768, tied=False, attention="auto", remat="products"
+    LAYERS,
+    3584,
+    28,
+    4,
+    head_width=128,
+    mlp_width=18_944,
+    vocab=32_768,
+    tied=False,
+    attention="auto",
+    remat="products",
 )
 VISION = VisionConfig(
     LAYERS, 1280, 16, 3420, 14, connector=ConnectorConfig(2, 5120), attention="auto", remat="attention", norm="rms",
@@ -52,7 +61,8 @@ def size(shapes: str) -> int:
 def is_product(instruction: str) -> bool:
     """Whether an instruction is a product of matrices, as XLA's own kernel or cuBLAS's."""
     return (
-        bool(re.match(r"%\S*(gemm|dot)\S* = \S+ (fusion|dot|custom-call)\(", instruction)) or "__cublas$" in instruction
+        bool(re.match(r"%\S*(gemm|dot)\S* = \S+ (fusion|dot|custom-call)\(", instruction))
+        or "__cublas$" in instruction
     )
 
 
@@ -61,7 +71,9 @@ def gathers(body: Sequence[str]) -> list[tuple[int, int]]:
     found = []
     for i, line in enumerate(body):
         if started := re.match(r"(%\S+) = \(\(.*?\), (.*)\) all-gather-start\(", line):
-            done = next(j for j, later in enumerate(body) if f"all-gather-done({started[1]})" in later)
+            done = next(
+                j for j, later in enumerate(body) if f"all-gather-done({started[1]})" in later
+            )
             found.append((size(started[2]), sum(map(is_product, body[i:done]))))
         elif plain := re.match(r"%\S+ = (\(.*?\)|\S+) all-gather\(", line):
             found.append((size(plain[1]), 0))
@@ -72,15 +84,21 @@ def look(hlo: str) -> dict[str, float]:
     """What a program's scans over layers do beside their layers."""
     parts = computations(hlo)
     instructions = [line for lines in parts.values() for line in lines]
-    names = {m[1] for line in instructions if (m := re.search(r" while\(.*body=%?([\w.\-]+)", line))}
+    names = {
+        m[1] for line in instructions if (m := re.search(r" while\(.*body=%?([\w.\-]+)", line))
+    }
     bodies = [parts[name] for name in names]
     scans = [body for body in bodies if gathers(body)]
     gathered = [gather for body in scans for gather in gathers(body)]
     return {
         "scans": len(scans),
-        "hidden": sum(n for n, products in gathered if products) / max(sum(n for n, _ in gathered), 1),
+        "hidden": sum(n for n, products in gathered if products)
+        / max(sum(n for n, _ in gathered), 1),
         "mask reductions": sum(
-            "pred[" in line.split(" all-reduce")[0] for b in bodies for line in b if "all-reduce" in line
+            "pred[" in line.split(" all-reduce")[0]
+            for b in bodies
+            for line in b
+            if "all-reduce" in line
         ),
         "sorts": sum(" sort(" in line for body in scans for line in body),
     }
@@ -95,6 +113,11 @@ if __name__ == "__main__":
         training=replace(base.training, precision="bfloat16"),
     )
     batch = DeviceBatch({"llm": (1, 4096), "vision": (1, 8192)}, {"vision": 64}, 8)
-    program = RunPrograms.on_one_mesh(config, batch, aot_devices(parse_cluster("h100x8"))).compile_gradients()
-    seen = look(program.text) | {"rematerialized": program.rematerialized, "synchronous": program.synchronous}
+    program = RunPrograms.on_one_mesh(
+        config, batch, aot_devices(parse_cluster("h100x8"))
+    ).compile_gradients()
+    seen = look(program.text) | {
+        "rematerialized": program.rematerialized,
+        "synchronous": program.synchronous,
+    }
     print(json.dumps(seen))

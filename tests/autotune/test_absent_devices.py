@@ -31,7 +31,8 @@ def printed(*words: str) -> str:
     options = {"env": environment, "cwd": ROOT, "capture_output": True, "timeout": 600}
     ended = subprocess.run([sys.executable, *words], check=False, **options)
     assert ended.returncode == 0, ended.stderr.decode(errors="replace")
-    return ended.stdout.decode(errors="replace")  # with binary reports of newer compilers between the lines
+    # with binary reports of newer compilers between the lines
+    return ended.stdout.decode(errors="replace")
 
 
 def told(*words: str) -> dict:
@@ -40,7 +41,9 @@ def told(*words: str) -> dict:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
+@pytest.mark.skipif(
+    not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
+)
 @pytest.mark.parametrize("gigabytes", [16, 10])
 def test_the_nearest_plan_that_fits_also_fits_by_the_compiler(gigabytes):
     found = told("tests/training/nearest_by_compiler.py", str(gigabytes))
@@ -50,19 +53,39 @@ def test_the_nearest_plan_that_fits_also_fits_by_the_compiler(gigabytes):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
+@pytest.mark.skipif(
+    not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
+)
 def test_a_plan_of_ten_billion_parameters_takes_what_the_compiler_says():
     rows = ("batch.rows.llm=8", "batch.rows.vision=8", "batch.rows.audio=8")
-    words = ("omni_10b", "cluster=h100x8", "mesh.fsdp=8", "batch.size.count=64", *rows, "--compile", "--json")
+    words = (
+        "omni_10b",
+        "cluster=h100x8",
+        "mesh.fsdp=8",
+        "batch.size.count=64",
+        *rows,
+        "--compile",
+        "--json",
+    )
     found = told("-m", "mmjax.plan", *words)
     assert found["ways"]["post"]["memory"] == pytest.approx(found["compiled"], rel=0.1)
     assert found["compiled"] <= found["room"]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
+@pytest.mark.skipif(
+    not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
+)
 @pytest.mark.parametrize(
-    "words", [("none",), ("products",), ("full",), ("full", "divided"), ("none", "divided"), ("full", "experts")]
+    "words",
+    [
+        ("none",),
+        ("products",),
+        ("full",),
+        ("full", "divided"),
+        ("none", "divided"),
+        ("full", "experts"),
+    ],
 )
 def test_every_stage_of_a_pipeline_takes_what_was_planned_for_it(words):
     stages = told("tests/autotune/compiled_stages.py", *words)
@@ -72,18 +95,28 @@ def test_every_stage_of_a_pipeline_takes_what_was_planned_for_it(words):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
+@pytest.mark.skipif(
+    not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
+)
 def test_units_that_are_chosen_take_what_the_compiler_says_with_all_pixels_loaded():
-    found = told("-m", "mmjax.plan", "omni_10b", "cluster=h100x8", "units=auto", "--compile", "--json")
+    found = told(
+        "-m", "mmjax.plan", "omni_10b", "cluster=h100x8", "units=auto", "--compile", "--json"
+    )
     assert {stage["name"] for stage in found["stages"]} == set(found["compiled"])
-    assert {tower for stage in found["stages"] for tower in stage["layers"]} == {"vision", "audio", "llm"}
+    assert {tower for stage in found["stages"] for tower in stage["layers"]} == {
+        "vision",
+        "audio",
+        "llm",
+    }
     for stage in found["stages"]:
         compiled = max(found["compiled"][stage["name"]].values())
         assert sum(stage["memory"].values()) == pytest.approx(compiled, rel=0.1), stage["name"]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
+@pytest.mark.skipif(
+    not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
+)
 def test_the_attention_kernel_compiles_in_little_memory():
     found = told("tests/kernels/compiled_kernel.py")
     assert found["16384 x 28 (4) x 128"] <= 0.13e9
@@ -92,33 +125,48 @@ def test_the_attention_kernel_compiles_in_little_memory():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
-@pytest.mark.skipif(jax.__version_info__[:3] < OLDEST_JAX, reason="before JAX 0.11.2 no kernel is for Hopper alone")
+@pytest.mark.skipif(
+    not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
+)
+@pytest.mark.skipif(
+    jax.__version_info__[:3] < OLDEST_JAX, reason="before JAX 0.11.2 no kernel is for Hopper alone"
+)
 def test_the_hopper_kernels_spill_no_more_registers_than_is_stated():
     report = printed("tests/kernels/compiled_hopper.py")
-    spills = re.findall(r"entry function 'hopper_attention_(\w+?)_mosaic.*?(\d+) bytes spill stores", report, re.DOTALL)
+    spills = re.findall(
+        r"entry function 'hopper_attention_(\w+?)_mosaic.*?(\d+) bytes spill stores",
+        report,
+        re.DOTALL,
+    )
     assert {kernel for kernel, _ in spills} == {"forward", "d_query", "d_key"}
-    # The compiler in JAX 0.12's plugin spills what the one before it does not (docs/measurements/gpu.md).
+    # The compiler in JAX 0.12's plugin spills what the one before it does not
+    # (docs/measurements/gpu.md).
     newer = jax.__version_info__[:2] >= (0, 12)
     stated = {"forward": 0, "d_query": 64 * newer, "d_key": 1500 if newer else 64}
     assert all(int(stores) <= stated[kernel] for kernel, stores in spills), spills
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
+@pytest.mark.skipif(
+    not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
+)
 def test_no_scan_over_layers_plans_masks_and_xla_computes_nothing_again():
     found = told("tests/autotune/compiled_step.py")
     assert found["scans"] == 4  # forward and backward, of the LLM and the vision encoder
-    assert found["hidden"] >= 0.6  # of the gathered bytes, behind products; the first gather of a turn never is
+    # of the gathered bytes, behind products; the first gather of a turn never is
+    assert found["hidden"] >= 0.6
     assert found["mask reductions"] == found["sorts"] == found["rematerialized"] == 0
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
+@pytest.mark.skipif(
+    not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
+)
 @pytest.mark.parametrize(("tensor", "remat"), [(2, "attention"), (4, "full"), (8, "none")])
 def test_every_chunk_of_a_tensor_parallel_layer_is_sent_while_a_product_is_computed(tensor, remat):
     found = told("tests/autotune/compiled_rings.py", str(tensor), remat)
-    # Forward has four exchanges; backward eight, of which six send chunks of their own, and those that are recomputed.
+    # Forward has four exchanges; backward eight, of which six send chunks of their own, and those
+    # that are recomputed.
     recomputed = {"attention": 3, "full": 3, "none": 0}[remat]
     assert found["chunks"] == [4 * (tensor - 1), (6 + recomputed) * (tensor - 1)]
     assert found["exposed"] == [0, 0]
@@ -126,18 +174,30 @@ def test_every_chunk_of_a_tensor_parallel_layer_is_sent_while_a_product_is_compu
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
+@pytest.mark.skipif(
+    not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
+)
 def test_with_less_memory_than_it_takes_xla_computes_again_and_it_is_seen():
-    assert told("tests/autotune/compiled_step.py", "compiler.xla_gpu_memory_limit_slop_factor=5")["rematerialized"] > 0
+    assert (
+        told("tests/autotune/compiled_step.py", "compiler.xla_gpu_memory_limit_slop_factor=5")[
+            "rematerialized"
+        ]
+        > 0
+    )
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
+@pytest.mark.skipif(
+    not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
+)
 def test_products_in_float8_are_cublas_and_turn_no_weights_of_all_layers():
-    # Three products of each of seven linear layers, of which XLA merges those that share an operand. From JAX 0.12 on a
-    # device chooses among kernels when it compiles.
+    # Three products of each of seven linear layers, of which XLA merges those that share an
+    # operand. From JAX 0.12 on a device chooses among kernels when it compiles.
     named = jax.__version_info__ < NO_FP8_ALGORITHMS
-    assert told("tests/autotune/compiled_float8.py") == {"products": 15 if named else 0, "turned": 0}
+    assert told("tests/autotune/compiled_float8.py") == {
+        "products": 15 if named else 0,
+        "turned": 0,
+    }
 
 
 @pytest.mark.parametrize("name", ["a100", "h100", "h100-pcie", "h200"])

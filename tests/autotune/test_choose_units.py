@@ -26,14 +26,20 @@ def axes(config: Config, tower: str) -> set[tuple[int, int, int]]:
 def test_a_tower_has_what_its_heads_and_nodes_allow_and_the_llm_alone_shares_rows():
     config = load(find_config("tiny_omni"))
     assert config.model.llm.heads % 4 == 0 != config.model.llm.kv_heads % 4
-    assert axes(config, "llm") == {(t, c, 1) for t in (1, 2) for c in (1, 2, 4) if t * c <= CLUSTER.per_node}
-    assert axes(config, "vision") == {(t, 1, 1) for t in (1, 2, 4) if config.model.encoders["vision"].heads % t == 0}
+    assert axes(config, "llm") == {
+        (t, c, 1) for t in (1, 2) for c in (1, 2, 4) if t * c <= CLUSTER.per_node
+    }
+    assert axes(config, "vision") == {
+        (t, 1, 1) for t in (1, 2, 4) if config.model.encoders["vision"].heads % t == 0
+    }
 
 
 def test_experts_are_spread_where_a_model_has_them_over_divisors_of_their_number():
     config = load(find_config("tiny_omni"))
     experts = ExpertsConfig(layers=(1,), count=6, per_token=2, width=16)
-    sparse = replace(config, model=replace(config.model, llm=replace(config.model.llm, experts=experts)))
+    sparse = replace(
+        config, model=replace(config.model, llm=replace(config.model.llm, experts=experts))
+    )
     assert {e for _, _, e in axes(config, "llm")} == {1}
     assert {e for _, _, e in axes(sparse, "llm")} == {1, 2}
 
@@ -42,7 +48,9 @@ def test_virtual_stages_are_tried_where_the_schedule_may_be_interleaved():
     config = load(find_config("tiny_omni"), ["model.llm.layers=4"])
     unit = Unit(pipeline=2, virtual=2)
     assert _is_allowed(config, "llm", unit)
-    assert not _is_allowed(replace(config, pipeline=replace(config.pipeline, schedule="gpipe")), "llm", unit)
+    assert not _is_allowed(
+        replace(config, pipeline=replace(config.pipeline, schedule="gpipe")), "llm", unit
+    )
 
 
 @pytest.mark.exhaustive
@@ -50,8 +58,12 @@ def test_units_of_two_generators_are_chosen_and_fit():
     config = load(find_config("tiny_draw"))
     generators = config.model.generators | {"sketch": config.model.generators["picture"]}
     model = replace(config.model, generators=generators)
-    config = replace(config, model=model, batch=replace(config.batch, rows=config.batch.rows | {"sketch": 2}))
-    index = index_of_lengths(interleaved_corpus(2000, 0, model.item_modules), model.item_modules, model.llm)
+    config = replace(
+        config, model=model, batch=replace(config.batch, rows=config.batch.rows | {"sketch": 2})
+    )
+    index = index_of_lengths(
+        interleaved_corpus(2000, 0, model.item_modules), model.item_modules, model.llm
+    )
     speed = Speed(CLUSTER.device.rates(config.training.precision))
     chosen = choose_units(config, CLUSTER, index, [1.0], lambda _: speed)
     assert len(chosen.units) == 2

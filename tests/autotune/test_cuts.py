@@ -28,9 +28,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, RankLayout]:
     words = ("model.llm.layers=12", "model.llm.remat=auto", "batch.microbatches=8")
     config = load(find_config("tiny_omni"), words)
     unit = Unit(modules=("vision", "audio", "llm"), pipeline=4)
-    config = replace(config, units={"all": unit}, batch=replace(config.batch, rows=dict.fromkeys(config.batch.rows, 1)))
+    config = replace(
+        config,
+        units={"all": unit},
+        batch=replace(config.batch, rows=dict.fromkeys(config.batch.rows, 1)),
+    )
     index = build_index(
-        open_sources(config, "train", tmp_path_factory.mktemp("run")), config.model.encoders, config.model.llm
+        open_sources(config, "train", tmp_path_factory.mktemp("run")),
+        config.model.encoders,
+        config.model.llm,
     )
     return config, make_planner(index, config, [1.0], units_topology(config.units))[1]
 
@@ -47,7 +53,9 @@ def test_layers_move_to_stages_with_room_until_all_fit_and_no_further(run):
     moved = cut_units(config, layout, DEVICE, MemoryLimit(needed - 1))
     assert moved.units["all"].cuts != balanced.units["all"].cuts
     assert largest(moved, layout, needed - 1) <= needed - 1
-    before, after = ([sum(len(p.layers) for p in s.pieces) for s in list_stages(c)] for c in (balanced, moved))
+    before, after = (
+        [sum(len(p.layers) for p in s.pieces) for s in list_stages(c)] for c in (balanced, moved)
+    )
     assert sum(before) == sum(after)
     assert after[0] < before[0]  # the first has most microbatches in flight
 

@@ -46,7 +46,9 @@ def test_what_was_measured_is_read_and_not_measured_again(home, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_without_measuring_only_towers_of_which_all_is_known_are_told(home):
-    assert set(layer_times(tiny_config(), SHAPES | {"llm": (1, (16, 64))}, jax.devices()[0], False)) == {
+    assert set(
+        layer_times(tiny_config(), SHAPES | {"llm": (1, (16, 64))}, jax.devices()[0], False)
+    ) == {
         "vision",
         "audio",
     }
@@ -62,7 +64,9 @@ def test_another_precision_layer_or_gradient_has_times_of_its_own(home):
     ]
     for other in others:
         assert "llm" not in layer_times(other, SHAPES, jax.devices()[0], False)
-    longer = replace(made, model=replace(made.model, llm=replace(made.model.llm, layers=7, remat="full")))
+    longer = replace(
+        made, model=replace(made.model, llm=replace(made.model.llm, layers=7, remat="full"))
+    )
     assert "llm" in layer_times(longer, SHAPES, jax.devices()[0], False)
 
 

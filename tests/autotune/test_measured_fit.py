@@ -34,7 +34,10 @@ def fitted(room: float) -> RunPlan:
 
 def predicted(policies) -> float:
     """What a device would hold if it kept exactly as much as was predicted, and everything else were free."""
-    kept = {name: saved_bytes_per_layer(config().model, name, shape, "float32") for name, shape in SHAPE.items()}
+    kept = {
+        name: saved_bytes_per_layer(config().model, name, shape, "float32")
+        for name, shape in SHAPE.items()
+    }
     return sum(kept[tower][policy].device for tower, own in policies.items() for policy in own)
 
 
@@ -55,7 +58,9 @@ def test_the_compilers_own_figure_is_what_fits():
     lean, rich = measure(LEAN), measure({**LEAN, "llm": RICH["llm"]})
     assert lean < rich
     room = (lean + rich) / 2
-    found = choose_by_measurement(replace(fitted(np.inf), limit=MemoryLimit(room)), {"llm": LAYERS}, measure)
+    found = choose_by_measurement(
+        replace(fitted(np.inf), limit=MemoryLimit(room)), {"llm": LAYERS}, measure
+    )
     assert found.measured in said
     assert found.fits
     assert lean < found.measured <= room
@@ -64,7 +69,9 @@ def test_the_compilers_own_figure_is_what_fits():
 def test_with_measurements_as_predicted_the_fit_is_the_predicted_one():
     calls = []
     free = replace(fitted(np.inf), limit=MemoryLimit(HALF))
-    found = choose_by_measurement(free, FREE, lambda policies: calls.append(policies) or predicted(policies))
+    found = choose_by_measurement(
+        free, FREE, lambda policies: calls.append(policies) or predicted(policies)
+    )
     assert found.fits
     assert found.measured > 0.8 * HALF
     assert calls[0] == LEAN
@@ -97,7 +104,9 @@ def test_if_no_try_fits_everything_is_computed_again():
 
 @pytest.mark.parametrize("base", [None, 2e9])
 def test_what_does_not_even_fit_with_everything_computed_again_is_found_at_once(base):
-    found = choose_by_measurement(replace(fitted(np.inf), limit=MemoryLimit(1e9)), FREE, lambda policies: base)
+    found = choose_by_measurement(
+        replace(fitted(np.inf), limit=MemoryLimit(1e9)), FREE, lambda policies: base
+    )
     assert not found.fits
 
 

@@ -53,7 +53,9 @@ def layouts(tmp_path_factory):
 
 def fitted(layouts, gigabytes: float, config: Config | None = None, **mesh: int) -> RunPlan:
     config = tiny_config() if config is None else config
-    return plan_run(on_one_mesh(config, MESH | mesh), layouts(config), SPEED, MemoryLimit(gigabytes * 1e9))
+    return plan_run(
+        on_one_mesh(config, MESH | mesh), layouts(config), SPEED, MemoryLimit(gigabytes * 1e9)
+    )
 
 
 def test_layers_of_frozen_towers_before_which_nothing_trains_keep_nothing(layouts):
@@ -78,7 +80,9 @@ def test_more_shards_and_more_microbatches_need_less(layouts):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_step_with_dense_attention_of_long_rows_takes_what_is_predicted(precision, remat):
     """To 20%: 3 layers of 5.0, 8.2, 4.4 and 11.2 GB, of which no more than a ninth is anything but scores."""
-    model = ModelConfig(DecoderConfig(3, 128, 4, 2, head_width=32, mlp_width=336, vocab=64, tied=True, remat=remat))
+    model = ModelConfig(
+        DecoderConfig(3, 128, 4, 2, head_width=32, mlp_width=336, vocab=64, tied=True, remat=remat)
+    )
     config = replace(tiny_config(), model=model, mesh=MeshConfig(1), optimizer=AdamW())
     config = replace(config, training=replace(config.training, precision=precision, loss_chunks=1))
     batch = DeviceBatch({"llm": (8, 3072)}, {})
@@ -88,9 +92,13 @@ def test_a_step_with_dense_attention_of_long_rows_takes_what_is_predicted(precis
 
 def test_a_loss_in_chunks_needs_less(layouts):
     made = tiny_config()
-    made = replace(made, model=replace(made.model, llm=replace(made.model.llm, vocab=4400, attention="blockwise")))
+    made = replace(
+        made,
+        model=replace(made.model, llm=replace(made.model.llm, vocab=4400, attention="blockwise")),
+    )
     whole, chunked = (
-        fitted(layouts, np.inf, replace(made, training=replace(made.training, loss_chunks=n))) for n in (1, 4)
+        fitted(layouts, np.inf, replace(made, training=replace(made.training, loss_chunks=n)))
+        for n in (1, 4)
     )
     assert chunked.fullest.fixed["transient"] < 0.3 * whole.fullest.fixed["transient"]
 
@@ -117,12 +125,17 @@ def test_the_nearest_run_that_fits_does_fit(layouts, share):
     assert settings
     assert "fits, with" in said
     changed = apply_overrides(tiny_config(), settings)
-    sizes = MESH | ({"fsdp": changed.mesh.fsdp, "data": changed.mesh.data} if changed.mesh != MeshConfig() else {})
+    sizes = MESH | (
+        {"fsdp": changed.mesh.fsdp, "data": changed.mesh.data}
+        if changed.mesh != MeshConfig()
+        else {}
+    )
     assert plan_run(on_one_mesh(changed, sizes), layouts(changed), SPEED, room).fits
 
 
 def test_a_run_that_only_a_measurement_refuses_is_never_told_to_stay_as_it_is(layouts):
-    said = suggest_settings(tiny_config(), MESH, layouts, SPEED, MemoryLimit(1e12))  # fits by the model
+    # fits by the model
+    said = suggest_settings(tiny_config(), MESH, layouts, SPEED, MemoryLimit(1e12))
     settings = re.findall(r"((?:mesh|batch)\.\w+=\d+)", said)
     assert settings
     assert apply_overrides(tiny_config(), settings) != tiny_config()
@@ -133,7 +146,8 @@ def test_what_can_never_fit_is_said(layouts):
     said = suggest_settings(tiny_config(), MESH, layouts, SPEED, MemoryLimit(1000.0))
     assert "do not make it fit; use more devices, mesh.tensor, or a smaller model" in said
     assert re.search(
-        r"the run needs \d+\.\d MB of each device and there are 0\.0 MB", describe_shortage(fitted(layouts, 1e-6))
+        r"the run needs \d+\.\d MB of each device and there are 0\.0 MB",
+        describe_shortage(fitted(layouts, 1e-6)),
     )
 
 
@@ -142,7 +156,10 @@ def test_parameters_whose_width_the_mesh_does_not_divide_lie_whole_on_each_devic
     assert even.fullest.sharding.shares["llm"] < 0.2 < 0.9 < uneven.fullest.sharding.shares["llm"]
     assert uneven.fullest.fixed["optimizer"] > even.fullest.fixed["optimizer"]
     assert "llm" not in replication_warning(even)
-    assert re.search(r"the mesh \(fsdp 12, tensor 1\) does not divide the widths of .*llm", replication_warning(uneven))
+    assert re.search(
+        r"the mesh \(fsdp 12, tensor 1\) does not divide the widths of .*llm",
+        replication_warning(uneven),
+    )
 
 
 def test_tensor_parallelism_cuts_encoders_only_where_they_lie_on_its_axis():
@@ -153,7 +170,9 @@ def test_tensor_parallelism_cuts_encoders_only_where_they_lie_on_its_axis():
 
 def test_exchanges_are_overlapped_by_itself_where_the_data_sheet_says_that_it_pays(layouts):
     config = tiny_config()
-    wide = replace(config.model.llm, width=8192, heads=64, kv_heads=8, head_width=128, mlp_width=28_672)
+    wide = replace(
+        config.model.llm, width=8192, heads=64, kv_heads=8, head_width=128, mlp_width=28_672
+    )
     wide = replace(config, model=replace(config.model, llm=wide))
 
     def choice(config: Config, device: Device | None, tensor: int = 4) -> str:
@@ -164,7 +183,12 @@ def test_exchanges_are_overlapped_by_itself_where_the_data_sheet_says_that_it_pa
     long = replace(layout, shapes=[layout.shapes[-1]._replace(lengths=(8192, 512, 512))])
     a800 = parse_cluster("a800").device
     assert choice(wide, a800) == "overlap"
-    assert choice(wide, a800, tensor=1) == choice(wide, None) == choice(wide, replace(a800, platform="cpu")) == "off"
+    assert (
+        choice(wide, a800, tensor=1)
+        == choice(wide, None)
+        == choice(wide, replace(a800, platform="cpu"))
+        == "off"
+    )
     assert choice(replace(wide, batch=replace(wide.batch, alignment=2)), a800) == "off"
     assert choice(replace(wide, mesh=MeshConfig(sequence_parallel="on")), a800) == "on"
 
@@ -190,7 +214,11 @@ def test_a_cpu_has_its_ram_for_room_where_a_run_would_take_most_of_it(layouts, m
         config = tiny_config() if config is None else config
         return fit_run(config, mesh, layouts(config), layouts)[0]
 
-    ample, near, short = in_ram(2 * most.device), in_ram(1.1 * most.device), in_ram((most.device + least.device) / 2)
+    ample, near, short = (
+        in_ram(2 * most.device),
+        in_ram(1.1 * most.device),
+        in_ram((most.device + least.device) / 2),
+    )
     assert ample == most
     assert nearly not in " ".join(describe_memory_plan(ample))
     assert near.policies == most.policies != short.policies
@@ -198,7 +226,8 @@ def test_a_cpu_has_its_ram_for_room_where_a_run_would_take_most_of_it(layouts, m
         assert found.fits
         assert nearly in " ".join(describe_memory_plan(found))
     with pytest.raises(
-        UserError, match=r"needs .* and there are .* MB of RAM for it \(mesh\.memory sets.*\); .*fits, with"
+        UserError,
+        match=r"needs .* and there are .* MB of RAM for it \(mesh\.memory sets.*\); .*fits, with",
     ):
         in_ram(0.7 * least.device)
     assert in_ram(0.7 * least.device, replace(tiny_config(), mesh=MeshConfig(memory=1.0))).fits
@@ -208,7 +237,10 @@ def test_a_cpu_has_its_ram_for_room_where_a_run_would_take_most_of_it(layouts, m
 def test_where_nothing_else_makes_long_rows_fit_attention_by_blocks_does(layouts):
     def long_rows(config: Config) -> RankLayout:
         layout = layouts(config)
-        return replace(layout, shapes=tuple(s._replace(lengths=(16_384, *s.lengths[1:])) for s in layout.shapes))
+        return replace(
+            layout,
+            shapes=tuple(s._replace(lengths=(16_384, *s.lengths[1:])) for s in layout.shapes),
+        )
 
     by_blocks = apply_overrides(tiny_config(), ["model.llm.attention=blockwise"])
     room = MemoryLimit(2 * fitted(long_rows, 1e-9, by_blocks).device)
@@ -221,5 +253,7 @@ def test_where_nothing_else_makes_long_rows_fit_attention_by_blocks_does(layouts
 def test_the_ram_is_the_containers_where_that_is_less(limit, bytes_told, tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text(limit)
     physical = devices.host_ram()
-    monkeypatch.setattr(devices, "CGROUP_LIMITS", (str(tmp_path / "memory.max"), str(tmp_path / "none")))
+    monkeypatch.setattr(
+        devices, "CGROUP_LIMITS", (str(tmp_path / "memory.max"), str(tmp_path / "none"))
+    )
     assert devices.host_ram() == bytes_told if bytes_told else devices.host_ram() >= physical > 1e8

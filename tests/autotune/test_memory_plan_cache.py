@@ -61,7 +61,11 @@ def test_on_other_devices_or_with_other_settings_it_is_decided_again(kept):
 
 def test_a_letter_that_storage_has_changed_decides_nothing(kept):
     whole = kept.read_text()
-    for was, became in (("full", "none"), ('"loss_chunks": 2', '"loss_chunks": 3'), ("123.0", "923.0")):
+    for was, became in (
+        ("full", "none"),
+        ('"loss_chunks": 2', '"loss_chunks": 3'),
+        ("123.0", "923.0"),
+    ):
         kept.write_text(whole.replace(was, became, 1))
         assert read_memory_plan(kept, asked()) is None
     kept.write_text(whole)

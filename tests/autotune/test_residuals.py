@@ -49,7 +49,9 @@ def test_named_saves_are_the_values_that_they_name(tower, backend, dtype):
         "products": SavedBytes(inputs + attention + products, 0),
         "offload": SavedBytes(inputs, attention + products),
     }
-    of_all = {policy: SavedBytes(*(POSITIONS[tower] * b for b in per)) for policy, per in wanted.items()}
+    of_all = {
+        policy: SavedBytes(*(POSITIONS[tower] * b for b in per)) for policy, per in wanted.items()
+    }
     assert {policy: found[policy] for policy in wanted} == of_all
     assert found["none"].device > found["products"].device
 
@@ -58,19 +60,24 @@ def test_named_saves_are_the_values_that_they_name(tower, backend, dtype):
 @pytest.mark.parametrize(
     ("tower", "changes"),
     [
-        ("llm", {"width": 3584, "heads": 28, "kv_heads": 4, "head_width": 128, "mlp_width": 18_944}),
+        (
+            "llm",
+            {"width": 3584, "heads": 28, "kv_heads": 4, "head_width": 128, "mlp_width": 18_944},
+        ),
         ("vision", {"width": 1280, "heads": 16, "mlp_width": 5120}),
         ("vision", {"width": 1280, "heads": 16, "mlp_width": 3456, "norm": "rms", "gated": True}),
     ],
     ids=["llm", "vision", "gated vision"],
 )
-def test_without_remat_a_layer_keeps_its_products_and_the_inputs_of_its_norms_and_products_in_bfloat16(tower, changes):
+def test_without_remat_a_layer_keeps_its_products_and_the_inputs_of_its_norms_and_products_in_bfloat16(
+    tower, changes
+):
     config = with_tower(tower, "blockwise", **changes)
     part = config.llm if tower == "llm" else config.encoders[tower]
     keys = 512 if tower == "llm" else part.width
     mlps = 2 if tower == "llm" or part.gated else 1
-    # The residual stream and a norm's output before attention and before the MLP; queries, keys, values and the output
-    # of attention, which is kept by block, too.
+    # The residual stream and a norm's output before attention and before the MLP; queries, keys,
+    # values and the output of attention, which is kept by block, too.
     numbers = 2 * (2 * part.width) + part.width + 2 * keys + 2 * part.width + mlps * part.mlp_width
     found = saved_bytes_per_layer(config, tower, (1, 256), "bfloat16")["none"].device
     assert found == 256 * (2 * numbers + 4 * part.heads)
@@ -79,21 +86,40 @@ def test_without_remat_a_layer_keeps_its_products_and_the_inputs_of_its_norms_an
 @pytest.mark.default_cases("trained-vision-blockwise", "frozen-llm-blockwise")
 @pytest.mark.parametrize(("tower", "backend"), [*product(SHAPES, ("dense", "blockwise"))])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_a_tower_of_several_policies_keeps_what_its_layers_were_predicted_to(tower, backend, frozen):
+def test_a_tower_of_several_policies_keeps_what_its_layers_were_predicted_to(
+    tower, backend, frozen
+):
     if frozen and tower != "llm":
         pytest.skip("nothing stands before an encoder whose gradient a frozen one would pass on")
     wanted = frozenset({"inputs"}) if frozen else BOTH
-    mix = ("full", "full", "attention", "attention_mlp", "attention_mlp", "products", "products", "products")
-    per_layer = saved_bytes_per_layer(with_tower(tower, backend, frozen=frozen), tower, SHAPES[tower], "float32")
+    mix = (
+        "full",
+        "full",
+        "attention",
+        "attention_mlp",
+        "attention_mlp",
+        "products",
+        "products",
+        "products",
+    )
+    per_layer = saved_bytes_per_layer(
+        with_tower(tower, backend, frozen=frozen), tower, SHAPES[tower], "float32"
+    )
     predicted = sum(per_layer[policy].device for policy in mix)
-    measured = weighed(Model.build(with_tower(tower, backend, layers=len(mix), remat=mix), jnp.float32), tower, wanted)
+    measured = weighed(
+        Model.build(with_tower(tower, backend, layers=len(mix), remat=mix), jnp.float32),
+        tower,
+        wanted,
+    )
     assert measured == pytest.approx(predicted, rel=0.02)
 
 
 @pytest.mark.default_cases("16")
 @pytest.mark.parametrize("shared", [0, 16])
 def test_layers_with_experts_keep_what_they_were_predicted_to(shared):
-    experts = ExpertsConfig(layers=tuple(range(4)), count=8, per_token=2, width=24, shared_width=shared)
+    experts = ExpertsConfig(
+        layers=tuple(range(4)), count=8, per_token=2, width=24, shared_width=shared
+    )
 
     def config(remat):
         return with_tower("llm", layers=4, remat=remat, experts=experts)
@@ -112,12 +138,16 @@ def weighed(model, tower, wanted):
     def forward(params, batch):
         module = model.module(params)
         part = module.llm if tower == "llm" else module.encoders[tower]
-        x, context = part.embedded(batch.token if tower == "llm" else batch), module.context(tower, batch, None)
+        x, context = (
+            part.embedded(batch.token if tower == "llm" else batch),
+            module.context(tower, batch, None),
+        )
         graph, weights = nnx.split(part.layers)
         given = {"weights": weights, "inputs": x}
         differentiated = {name: given[name] for name in sorted(wanted)}
         _, backward = jax.vjp(
-            lambda of: nnx.merge(graph, (given | of)["weights"])((given | of)["inputs"], context), differentiated
+            lambda of: nnx.merge(graph, (given | of)["weights"])((given | of)["inputs"], context),
+            differentiated,
         )
         known = {id(leaf) for leaf in jax.tree.leaves((weights, context))}
         return [leaf for leaf in jax.tree.leaves(backward) if id(leaf) not in known]
@@ -136,5 +166,7 @@ def batch_of(tower):
 
 
 def test_layers_whose_gradients_nobody_wants_keep_nothing():
-    found = saved_bytes_per_layer(with_tower("vision", frozen=True), "vision", SHAPES["vision"], "float32")
+    found = saved_bytes_per_layer(
+        with_tower("vision", frozen=True), "vision", SHAPES["vision"], "float32"
+    )
     assert set(found.values()) == {SavedBytes(0, 0)}

@@ -41,9 +41,16 @@ def test_deep_stages_hold_more_and_recompute_first_and_none_fits_nothing(tmp_pat
 
     ample = plan(math.inf)
     first, *middle, last = ample
-    assert [first, *middle, last] == ["audio + vision + llm[0:1]", "llm[1:2]", "llm[2:3]", "llm[3:4]"]
+    assert [first, *middle, last] == [
+        "audio + vision + llm[0:1]",
+        "llm[1:2]",
+        "llm[2:3]",
+        "llm[3:4]",
+    ]
     assert [p.in_flight for p in ample.values()] == [4, 3, 2, 1]
-    assert {policy for p in ample.values() for policies in p.policies.values() for policy in policies} == {"none"}
+    assert {
+        policy for p in ample.values() for policies in p.policies.values() for policy in policies
+    } == {"none"}
     second = ample[middle[0]]
     assert second.memory["activations"] == pytest.approx(3 * ample[last].memory["activations"])
     # Layers of one device share its memory, whichever towers they are of.
@@ -54,7 +61,9 @@ def test_deep_stages_hold_more_and_recompute_first_and_none_fits_nothing(tmp_pat
     timeline = simulate_stages(config, list(ample.values()))
     assert 0 < timeline.bubble < 1
     assert timeline.in_flight.tolist() == [p.in_flight for p in ample.values()]
-    with pytest.raises(AssertionError, match=r"stage .* needs .* of each device and there are 0\.3 MB"):
+    with pytest.raises(
+        AssertionError, match=r"stage .* needs .* of each device and there are 0\.3 MB"
+    ):
         plan(3e5)
 
 
@@ -77,7 +86,9 @@ def test_the_llms_first_stage_holds_what_its_ranks_exchange(tmp_path):
             assert after.memory == before.memory
 
 
-def test_devices_that_share_a_row_hold_their_part_of_it_and_room_for_all_tokens_of_their_rank(tmp_path):
+def test_devices_that_share_a_row_hold_their_part_of_it_and_room_for_all_tokens_of_their_rank(
+    tmp_path,
+):
     config = config_of("context", tied=False)
     llm = replace(config.model.llm, attention="blockwise")
     config = replace(config, model=replace(config.model, llm=llm))
@@ -91,7 +102,10 @@ def test_devices_that_share_a_row_hold_their_part_of_it_and_room_for_all_tokens_
     assert two["llm[0:2]"].mesh == {"context": 2}
     for name in ("llm[0:2]", "llm[2:4]"):
         for kind in ("parameters", "optimizer", "activations", "messages"):
-            assert two[name].memory[kind] == pytest.approx(one[name].memory[kind] / 2, rel=0.2), (name, kind)
+            assert two[name].memory[kind] == pytest.approx(one[name].memory[kind] / 2, rel=0.2), (
+                name,
+                kind,
+            )
         assert two[name].forward == pytest.approx(one[name].forward / 2, rel=0.2)
     # The tables say of all tokens of a rank which go to each of its devices.
     assert two["llm[0:2]"].memory["batch"] > two["llm[2:4]"].memory["batch"]
@@ -119,7 +133,11 @@ def test_stages_hold_what_their_layouts_divide(tmp_path):
     assert held["llm"] == alone["llm"].memory["activations"] / 2 < cut["llm"].memory["activations"]
     assert divided["llm"].memory["parameters"] == cut["llm"].memory["parameters"]
     # An encoder's rows over the tensor axis: parameters are cut, and layers compute other rows.
-    assert held["vision"] == alone["vision"].memory["activations"] < cut["vision"].memory["activations"]
+    assert (
+        held["vision"]
+        == alone["vision"].memory["activations"]
+        < cut["vision"].memory["activations"]
+    )
     parameters = [p["vision"].memory["parameters"] for p in (divided, cut, alone)]
     assert parameters[0] == parameters[1] < 0.6 * parameters[2]
     assert divided["vision"].forward == pytest.approx(alone["vision"].forward)
@@ -140,11 +158,14 @@ def test_devices_that_share_experts_hold_as_much_as_those_that_share_all_paramet
     assert shared.mesh == {"expert": 2}
     for kind in ("parameters", "optimizer", "activations", "messages"):
         assert shared.memory[kind] == pytest.approx(sharded.memory[kind], rel=0.01), kind
-    assert shared.memory["transient"] != sharded.memory["transient"]  # tokens that come from other devices
+    # tokens that come from other devices
+    assert shared.memory["transient"] != sharded.memory["transient"]
 
 
 @pytest.mark.exhaustive
-def test_stages_inside_a_deepstack_share_its_connectors_time_and_hold_the_tokens_that_wait(tmp_path):
+def test_stages_inside_a_deepstack_share_its_connectors_time_and_hold_the_tokens_that_wait(
+    tmp_path,
+):
     def plan(config: Config) -> dict:
         index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
         layout = make_planner(index, config, [1.0], units_topology(config.units))[1]
@@ -153,7 +174,10 @@ def test_stages_inside_a_deepstack_share_its_connectors_time_and_hold_the_tokens
     config = deepstack_config_of("deep")
     vision = config.model.encoders["vision"]
     without = replace(
-        config, model=replace(config.model, encoders=config.model.encoders | {"vision": replace(vision, deepstack=())})
+        config,
+        model=replace(
+            config.model, encoders=config.model.encoders | {"vision": replace(vision, deepstack=())}
+        ),
     )
     cut, uncut = plan(config), plan(replace(config, units=config.units | {"vision": Unit()}))
     plain = plan(without)
@@ -161,29 +185,43 @@ def test_stages_inside_a_deepstack_share_its_connectors_time_and_hold_the_tokens
         both = sum(getattr(cut[name], kind) for name in ("vision[0:2]", "vision[2:4]"))
         # Each stage counts the first embedding, of a hundredth of the work.
         assert both == pytest.approx(getattr(uncut["vision"], kind), rel=0.03)
-    extra = {name: cut[name].memory["messages"] - stage.memory["messages"] for name, stage in plain.items()}
-    # Of the first tokens four microbatches wait, as many as their stage has in flight; of the last, three.
+    extra = {
+        name: cut[name].memory["messages"] - stage.memory["messages"]
+        for name, stage in plain.items()
+    }
+    # Of the first tokens four microbatches wait, as many as their stage has in flight; of the last,
+    # three.
     assert [cut[name].in_flight for name in ("vision[0:2]", "vision[2:4]")] == [4, 3]
     assert extra["vision[0:2]"] == extra["vision[2:4]"] == 0 < extra["llm[0:1]"]
     assert extra["llm[1:4]"] / extra["llm[0:1]"] == pytest.approx((4 + 3) / 4)
 
 
-def test_copies_of_encoders_hold_as_much_whatever_the_microbatches_and_the_first_alone_has_moments(tmp_path):
+def test_copies_of_encoders_hold_as_much_whatever_the_microbatches_and_the_first_alone_has_moments(
+    tmp_path,
+):
     config = config_of("beside", ("audio",), remat="auto")
     index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
     layout = make_planner(index, config, [1.0], units_topology(config.units))[1]
     by_count = {}
     for count in (12, 64):
         many = with_balanced_cuts(
-            replace(config, batch=replace(config.batch, microbatches=count)), *layout.rows_and_lengths
+            replace(config, batch=replace(config.batch, microbatches=count)),
+            *layout.rows_and_lengths,
         )
         plan = plan_run(many, layout, SPEED, MemoryLimit(math.inf))
         by_count[count] = {stage.name: stage for stage in plan.stages}
-        assert {tower: len(p) for tower, p in plan.policies.items()} == {"llm": 4, "vision": 2, "audio": 2}
+        assert {tower: len(p) for tower, p in plan.policies.items()} == {
+            "llm": 4,
+            "vision": 2,
+            "audio": 2,
+        }
     few, many = by_count[12], by_count[64]
     for name in (f"{tower} copy {copy}" for tower in ("vision", "audio") for copy in range(4)):
         assert many[name].memory["activations"] == few[name].memory["activations"]
         assert many[name].in_flight == few[name].in_flight <= 3
         assert many[name].policies == many[name.replace(name[-1], "0")].policies
         assert (many[name].memory["optimizer"] > 0) == name.endswith("0")
-        assert many[name].memory["parameters"] == many[name.replace(name[-1], "0")].memory["parameters"]
+        assert (
+            many[name].memory["parameters"]
+            == many[name.replace(name[-1], "0")].memory["parameters"]
+        )

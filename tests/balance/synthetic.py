@@ -26,7 +26,9 @@ def corpus(samples: int, seed: int, wide: bool = False, alignment: int = 4) -> P
     return parts_of(lengths)
 
 
-def _aligned(rng: np.random.Generator, mean: float, spread: float, longest: float, alignment: int) -> int:
+def _aligned(
+    rng: np.random.Generator, mean: float, spread: float, longest: float, alignment: int
+) -> int:
     """A log-normal length clipped at `longest` times its mean, rounded up to the alignment."""
     length = np.clip(mean * rng.lognormal(-(spread**2) / 2, spread), 1, longest * mean)
     return int(-(-length // alignment) * alignment)

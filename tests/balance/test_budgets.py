@@ -8,7 +8,9 @@ from mmjax.balance.parts import parts_of
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize(("samples", "rows", "microbatches"), [(24, (8, 2, 3), 1), (48, (4, 2, 3), 4)])
+@pytest.mark.parametrize(
+    ("samples", "rows", "microbatches"), [(24, (8, 2, 3), 1), (48, (4, 2, 3), 4)]
+)
 def test_modules_fill_up_together_near_the_samples_asked_for(samples, rows, microbatches, wide):
     parts = corpus(3000, 0, wide)
     budgets = fit_budgets(parts, samples, rows, microbatches, alignment=8)
@@ -41,7 +43,8 @@ def test_an_item_beyond_the_whole_budget_raises_the_samples_per_step():
     budgets = fit_budgets(parts, 24, (8, 2), names=("llm", "vision"))
     assert budgets.rows[1] == 1
     assert budgets.length[1] >= 700
-    assert 39 < budgets.samples_per_step < 43  # 700 / (16.9 x 1.02), less what is no whole text of 100
+    # 700 / (16.9 x 1.02), less what is no whole text of 100
+    assert 39 < budgets.samples_per_step < 43
     assert "one sample takes up to 700 positions of vision" in budgets.notes[-1]
     lasts = (budgets.rows * budgets.length) / parts.totals(2).mean(0)
     assert lasts.min() / lasts.max() > 0.95

@@ -8,7 +8,9 @@ import mmjax.balance.isf as isf_module
 from mmjax.balance.isf import Bounds, choose_bounds, group_leftovers, isf
 
 
-def paper_isf(lengths: np.ndarray, maximum: list[int], minimum: list[int], iterations: int, seed: int) -> np.ndarray:
+def paper_isf(
+    lengths: np.ndarray, maximum: list[int], minimum: list[int], iterations: int, seed: int
+) -> np.ndarray:
     """Algorithms 1 and 2 of OmniBal, line by line."""
     rng = np.random.default_rng(seed)
     group, groups, data = np.full(len(lengths), -1), 0, list(range(len(lengths)))
@@ -51,7 +53,11 @@ problems = st.integers(1, 4).flatmap(
 @settings(max_examples=100)
 @given(problems)
 def test_every_sample_is_in_one_group_within_bounds_or_returned_as_above_them(problem):
-    lengths, maximum, seed = np.array(problem[0]).reshape(-1, len(problem[1])), np.array(problem[1]), problem[2]
+    lengths, maximum, seed = (
+        np.array(problem[0]).reshape(-1, len(problem[1])),
+        np.array(problem[1]),
+        problem[2],
+    )
     minimum = np.maximum(maximum - 4, 1)
     accepted = isf(lengths, maximum, minimum, 5, np.random.default_rng(seed))
     grouping = group_leftovers(lengths, accepted, maximum)
@@ -85,7 +91,10 @@ def test_a_shuffle_by_buckets_makes_every_order_as_often(monkeypatch):
     monkeypatch.setattr(isf_module, "_CACHED", 1)
     rng = np.random.default_rng(0)
     number, length = np.arange(4, dtype=np.int32), np.arange(8, dtype=np.int32).reshape(4, 2)
-    samples, shuffled = isf_module._Samples(number, length), isf_module._Samples(number.copy(), length.copy())
+    samples, shuffled = (
+        isf_module._Samples(number, length),
+        isf_module._Samples(number.copy(), length.copy()),
+    )
     orders = np.zeros(256, int)
     for _ in range(4800):
         isf_module._shuffle(samples, shuffled, rng)
@@ -99,7 +108,9 @@ def test_many_samples_are_grouped_by_buckets_with_nothing_lost(monkeypatch):
     monkeypatch.setattr(isf_module, "_CACHED", 16)
     lengths = np.concatenate([corpus(500, 4).totals(3), [[999, 0, 0]]])
     maximum, minimum = np.array([200, 90, 160]), np.array([190, 85, 150])
-    grouping = group_leftovers(lengths, isf(lengths, maximum, minimum, 5, np.random.default_rng(0)), maximum)
+    grouping = group_leftovers(
+        lengths, isf(lengths, maximum, minimum, 5, np.random.default_rng(0)), maximum
+    )
     assert grouping.oversize.tolist() == np.flatnonzero(np.any(lengths > maximum, axis=1)).tolist()
     assert np.array_equal(np.flatnonzero(grouping.group < 0), grouping.oversize)
     inside = grouping.group >= 0
@@ -111,7 +122,10 @@ def test_more_iterations_leave_fewer_samples_over():
     lengths = corpus(2000, 1).totals(3)
     bounds = choose_bounds(lengths, (5, 7), 8)
     left = [
-        (isf(lengths, *[bounds.maximum, bounds.minimum], t, np.random.default_rng(0)).group < 0).mean() for t in (1, 10)
+        (
+            isf(lengths, *[bounds.maximum, bounds.minimum], t, np.random.default_rng(0)).group < 0
+        ).mean()
+        for t in (1, 10)
     ]
     assert left[1] < 0.5 * left[0]
     assert left[1] < 0.25
@@ -136,7 +150,9 @@ def test_chosen_bounds_fill_no_worse_than_bounds_from_means(wide):
     assert np.all(chosen.maximum % 8 == 0)
     assert np.all(chosen.maximum >= lengths.max(0))
     assert np.all(chosen.minimum <= chosen.maximum)
-    assert fill_of_all_groups(lengths, chosen).mean() >= fill_of_all_groups(lengths, from_means).mean()
+    assert (
+        fill_of_all_groups(lengths, chosen).mean() >= fill_of_all_groups(lengths, from_means).mean()
+    )
 
 
 def test_a_dimension_that_no_sample_uses_neither_accepts_nor_refuses_a_group():
@@ -149,7 +165,9 @@ def test_a_dimension_that_no_sample_uses_neither_accepts_nor_refuses_a_group():
 
 
 def test_no_samples_make_no_groups_and_no_bounds():
-    grouping = isf(np.zeros((0, 2), np.int64), np.array([4, 4]), np.array([3, 3]), 10, np.random.default_rng(0))
+    grouping = isf(
+        np.zeros((0, 2), np.int64), np.array([4, 4]), np.array([3, 3]), 10, np.random.default_rng(0)
+    )
     assert grouping.groups == 0
     with pytest.raises(ValueError, match="no samples"):
         choose_bounds(np.zeros((0, 2), np.int64), (4, 5))
@@ -160,5 +178,7 @@ def fill_of_all_groups(lengths: np.ndarray, bounds: Bounds) -> np.ndarray:
     groups = 0.0
     for seed in range(5, 10):
         grouping = isf(lengths, bounds.maximum, bounds.minimum, 10, np.random.default_rng(seed))
-        groups += (grouping.groups + group_leftovers(lengths, grouping, bounds.maximum).leftover_groups) / 5
+        groups += (
+            grouping.groups + group_leftovers(lengths, grouping, bounds.maximum).leftover_groups
+        ) / 5
     return lengths.sum(0) / (groups * bounds.maximum)

@@ -32,9 +32,13 @@ def test_the_fullest_rank_never_gets_fuller_and_pairs_stay_within_the_width(item
 
 
 def test_a_swap_is_found_where_no_move_helps():
-    _, load = spread(np.array([0, 0, 1]), np.array([5.0, 4.0, 3.0]), np.ones(3, np.int64), 9, 6.0, 2)
+    _, load = spread(
+        np.array([0, 0, 1]), np.array([5.0, 4.0, 3.0]), np.ones(3, np.int64), 9, 6.0, 2
+    )
     assert load.max() == 7
-    _, load = spread(np.array([0, 0, 1, 1]), np.array([6.0, 5.0, 4.0, 3.0]), np.ones(4, np.int64), 9, 9.0, 2)
+    _, load = spread(
+        np.array([0, 0, 1, 1]), np.array([6.0, 5.0, 4.0, 3.0]), np.ones(4, np.int64), 9, 9.0, 2
+    )
     assert load.tolist() == [9, 9]
 
 
@@ -48,11 +52,15 @@ def test_items_of_each_node_stay_in_it():
     size, home = np.array([4, 2, 3]), np.repeat([0, 4, 6], [40, 20, 30])
     cost = np.concatenate([np.sort(rng.uniform(0, 0.2, n))[::-1] for n in (40, 20, 30)])
     at, load = home.copy(), np.bincount(home, cost, 9)
-    spread_in_nodes(np.array([0, 40, 60, 90]), size, home, cost, np.ones(90, np.int64), 30, 1.1, at, load)
+    spread_in_nodes(
+        np.array([0, 40, 60, 90]), size, home, cost, np.ones(90, np.int64), 30, 1.1, at, load
+    )
     for first, ranks, a, b in ((0, 4, 0, 40), (4, 2, 40, 60), (6, 3, 60, 90)):
         assert at[a:b].min() == first
         assert at[a:b].max() == first + ranks - 1
-        assert load[first : first + ranks].max() <= max(1.1, 1.02 * load[first : first + ranks].mean())
+        assert load[first : first + ranks].max() <= max(
+            1.1, 1.02 * load[first : first + ranks].mean()
+        )
 
 
 @pytest.mark.exhaustive

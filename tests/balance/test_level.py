@@ -14,7 +14,9 @@ from mmjax.balance.waits import Prices, least_fullest, wait_share
 PRICES = Prices(np.array([4.2, 0.4, 0.2]) / 0.65, np.array([2.4, 1.2, 0.7]) / 1e4 / 0.40)
 
 
-def made(kind: str, columns: int, rows: int, seed: int) -> tuple[PartArrays, np.ndarray, np.ndarray, np.ndarray]:
+def made(
+    kind: str, columns: int, rows: int, seed: int
+) -> tuple[PartArrays, np.ndarray, np.ndarray, np.ndarray]:
     """Samples with one item or none of two encoders, dealt to columns: parts, columns, rows, lengths."""
     rng = np.random.default_rng(seed)
     n = columns * 20
@@ -33,7 +35,9 @@ def made(kind: str, columns: int, rows: int, seed: int) -> tuple[PartArrays, np.
     lengths = np.stack([text, image, audio], axis=1)
     sample, module = np.nonzero(lengths)
     start = np.concatenate([[0], np.cumsum(np.bincount(sample))])
-    parts = PartArrays(start, module.astype(np.int32), lengths[sample, module], lengths[sample, module] ** 2)
+    parts = PartArrays(
+        start, module.astype(np.int32), lengths[sample, module], lengths[sample, module] ** 2
+    )
     order = np.argsort(-lengths[:, 0], kind="stable")
     column = np.empty(n, np.int64)
     column[order] = np.concatenate([rng.permutation(columns) for _ in range(20)])
@@ -52,18 +56,23 @@ def seconds(parts: PartArrays, column: np.ndarray, columns: int) -> np.ndarray:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("columns", [2, 8, 64])
 @pytest.mark.parametrize("kind", ["mixed", "halves", "giant", "equal", "no audio"])
-def test_rows_stay_within_their_length_samples_together_and_the_fullest_column_gets_less(kind, columns, rows):
+def test_rows_stay_within_their_length_samples_together_and_the_fullest_column_gets_less(
+    kind, columns, rows
+):
     for seed in range(3):
         parts, column, per_column, length = made(kind, columns, rows, seed)
         levelled = level(parts, column, columns, per_column, length, PRICES)
         sample = np.repeat(np.arange(len(parts.start) - 1), np.diff(parts.start))
-        np.testing.assert_array_equal(levelled, levelled[parts.start[:-1]][sample])  # all parts in one column
+        # all parts in one column
+        np.testing.assert_array_equal(levelled, levelled[parts.start[:-1]][sample])
         assert np.all((levelled >= 0) & (levelled < columns))
         _, fullest = to_rows(parts.module, parts.length, levelled, per_column)
         assert np.all(fullest <= length)
         before, after = (seconds(parts, c, columns).max(1).sum() for c in (column, levelled))
         assert after < before or levelled is column
-        np.testing.assert_array_equal(levelled, level(parts, column.copy(), columns, per_column, length, PRICES))
+        np.testing.assert_array_equal(
+            levelled, level(parts, column.copy(), columns, per_column, length, PRICES)
+        )
         if kind == "mixed" and columns == 64:
             mean = seconds(parts, column, columns).mean(1).sum()
             assert after - mean < 0.65 * (before - mean)
@@ -93,7 +102,9 @@ def test_where_attention_costs_nothing_or_there_is_one_column_nothing_is_exchang
 
 
 @pytest.mark.parametrize(("microbatches", "columns"), [(2, 1), (4, 8), (3, 5), (8, 64)])
-def test_heavy_columns_run_together_and_ranks_get_as_much_over_all_microbatches(microbatches, columns):
+def test_heavy_columns_run_together_and_ranks_get_as_much_over_all_microbatches(
+    microbatches, columns
+):
     rng = np.random.default_rng(columns)
     load = rng.pareto(1.5, (microbatches, columns, 2)) + 1
     place = sort_columns(load)
@@ -106,8 +117,10 @@ def test_heavy_columns_run_together_and_ranks_get_as_much_over_all_microbatches(
     if columns > 1:
         assert dealt.max(1).sum() < load.max(1).sum()
         lightest = dealt.sum(-1).min(1)
-        assert np.all(lightest[:-1] >= dealt.sum(-1).max(1)[1:])  # each microbatch above the next one
-    np.testing.assert_array_equal(sort_columns(dealt), np.arange(microbatches * columns))  # they are sorted already
+        # each microbatch above the next one
+        assert np.all(lightest[:-1] >= dealt.sum(-1).max(1)[1:])
+    # they are sorted already
+    np.testing.assert_array_equal(sort_columns(dealt), np.arange(microbatches * columns))
 
 
 def test_no_assignment_gets_below_the_bound_and_often_one_reaches_it():

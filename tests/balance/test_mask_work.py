@@ -41,7 +41,9 @@ def any_mask(rng: np.random.Generator, tokens: int) -> Mask:
 
 def usual_mask(rng: np.random.Generator, tokens: int) -> Mask:
     """Samples one after the other, padding in between and behind, each of text and items of some tokens."""
-    fields = {name: np.zeros(tokens, np.int32) for name in Mask._fields} | {"pos": np.arange(tokens, dtype=np.int32)}
+    fields = {name: np.zeros(tokens, np.int32) for name in Mask._fields} | {
+        "pos": np.arange(tokens, dtype=np.int32)
+    }
     at = sample = span = 0
     while at < tokens:
         end = min(tokens, at + int(rng.integers(1, tokens + 1)))
@@ -73,7 +75,9 @@ def test_any_tokens_in_any_order_see_what_the_dense_mask_allows(seed, tokens, bl
 
 @settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(1, 900), st.integers(1, 300))
-def test_rows_as_packed_and_their_permuted_blocks_see_what_the_dense_mask_allows(seed, tokens, block):
+def test_rows_as_packed_and_their_permuted_blocks_see_what_the_dense_mask_allows(
+    seed, tokens, block
+):
     rng = np.random.default_rng(seed)
     mask = usual_mask(rng, tokens)
     assert_counted(mask, block)

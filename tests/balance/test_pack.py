@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from synthetic import corpus
 
 from mmjax.balance.budgets import Budgets, fit_budgets
-from mmjax.balance.pack import Packing, choose_row_maximum, columns_for, count_steps, oversize, pack, pack_rows
+from mmjax.balance.pack import (
+    Packing,
+    choose_row_maximum,
+    columns_for,
+    count_steps,
+    oversize,
+    pack,
+    pack_rows,
+)
 from mmjax.balance.parts import Parts, dist_ratio, parts_of
 from mmjax.benchmarks.baselines.bounds import rows_lower_bound
 from mmjax.benchmarks.grouping import overdispersion, row_correlation
@@ -23,7 +31,9 @@ def step_use(parts: Parts, packing: Packing, modules: int = 3) -> np.ndarray:
     return use
 
 
-def assert_valid(parts: Parts, order: np.ndarray, budgets: Budgets, microbatches: int, packing: Packing) -> None:
+def assert_valid(
+    parts: Parts, order: np.ndarray, budgets: Budgets, microbatches: int, packing: Packing
+) -> None:
     """Each sample once, every row within its length, all parts of a sample in one microbatch, no step empty."""
     inside = np.zeros(len(parts), bool)
     inside[order] = True
@@ -35,7 +45,9 @@ def assert_valid(parts: Parts, order: np.ndarray, budgets: Budgets, microbatches
     assert np.all(packing.row[part_inside] < (rows * microbatches)[part_inside])
     microbatch = packing.row // rows
     assert np.array_equal(microbatch, microbatch[parts.sample_start[:-1]][parts.sample()])
-    use = np.zeros((packing.n_steps, len(budgets.rows), int(budgets.rows.max()) * microbatches), np.int64)
+    use = np.zeros(
+        (packing.n_steps, len(budgets.rows), int(budgets.rows.max()) * microbatches), np.int64
+    )
     where = (packing.step[parts.sample()], parts.module, packing.row)
     np.add.at(use, tuple(a[part_inside] for a in where), parts.length[part_inside])
     assert np.all(use <= budgets.length[None, :, None])
@@ -48,13 +60,16 @@ def assert_in_columns(parts: Parts, budgets: Budgets, columns: int, packing: Pac
 
 
 samples = st.lists(
-    st.tuples(st.integers(1, 40), st.lists(st.tuples(st.integers(1, 2), st.integers(1, 40)), max_size=4)).map(
-        lambda sample: [(0, sample[0]), *sample[1]]
-    ),
+    st.tuples(
+        st.integers(1, 40), st.lists(st.tuples(st.integers(1, 2), st.integers(1, 40)), max_size=4)
+    ).map(lambda sample: [(0, sample[0]), *sample[1]]),
     max_size=40,
 )
 layouts = st.tuples(
-    st.tuples(*[st.integers(1, 3)] * 3), st.tuples(*[st.integers(8, 48)] * 3), st.integers(1, 3), st.integers(0, 9)
+    st.tuples(*[st.integers(1, 3)] * 3),
+    st.tuples(*[st.integers(8, 48)] * 3),
+    st.integers(1, 3),
+    st.integers(0, 9),
 )
 
 
@@ -74,9 +89,12 @@ def test_every_sample_gets_one_step_and_its_parts_fit_rows_of_one_microbatch(len
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(
-    ("samples", "rows", "microbatches"), [(24, (8, 2, 3), 1), (24, (6, 2, 3), 1), (48, (4, 2, 2), 4)]
+    ("samples", "rows", "microbatches"),
+    [(24, (8, 2, 3), 1), (24, (6, 2, 3), 1), (48, (4, 2, 2), 4)],
 )
-def test_rows_are_full_over_300_steps_with_drained_chunks_and_nobody_waits(samples, rows, microbatches, wide):
+def test_rows_are_full_over_300_steps_with_drained_chunks_and_nobody_waits(
+    samples, rows, microbatches, wide
+):
     """Promised are 0.93 for the LLM and 0.90 for each encoder; alignment within a part comes off these."""
     for seed in range(3):
         parts = corpus(samples * 128 * 3, seed, wide)
@@ -109,7 +127,12 @@ def test_nobody_waits_longer_than_ten_steps_whatever_the_lengths(columns, microb
         lambda: [(0, 100), (1, 64), (2, 32)],
         lambda: [(0, int(rng.integers(1, 60))), *[(1, 8)] * int(rng.integers(0, 7))],
     ]
-    for shares in ([1, 0, 0, 0, 0], [0.5, 0.3, 0.1, 0.05, 0.05], [0.01, 0.01, 0.47, 0.01, 0.5], [0.2] * 5):
+    for shares in (
+        [1, 0, 0, 0, 0],
+        [0.5, 0.3, 0.1, 0.05, 0.05],
+        [0.01, 0.01, 0.47, 0.01, 0.5],
+        [0.2] * 5,
+    ):
         parts = parts_of([kinds[k]() for k in rng.choice(5, 600, p=shares)])
         packing = pack(parts, np.arange(len(parts)), budgets, microbatches, columns=columns)
         assert_valid(parts, np.arange(len(parts)), budgets, microbatches, packing)
@@ -121,7 +144,10 @@ adversarial = st.tuples(
     st.sampled_from([(1, 1), (4, 1), (4, 2), (8, 8)]),  # rows of each module, columns
     st.integers(1, 3),  # microbatches
     st.sampled_from([0, 3, 24]),  # steps; 0 = as few as can be
-    st.lists(st.tuples(st.sampled_from([0.02, 0.3, 0.49, 0.51, 0.98]), st.booleans(), st.integers(0, 9)), min_size=1),
+    st.lists(
+        st.tuples(st.sampled_from([0.02, 0.3, 0.49, 0.51, 0.98]), st.booleans(), st.integers(0, 9)),
+        min_size=1,
+    ),
     st.integers(0, 9),
 )
 
@@ -136,7 +162,10 @@ def test_nobody_waits_longer_than_ten_steps_for_parts_around_half_a_row(case):
     for share, seen, repeats in kinds:
         for _ in range(3 * repeats):
             samples.append(
-                [(0, max(1, int(100 * share) + int(rng.integers(-1, 2)))), *[(1, int(64 * share) or 1)] * seen]
+                [
+                    (0, max(1, int(100 * share) + int(rng.integers(-1, 2)))),
+                    *[(1, int(64 * share) or 1)] * seen,
+                ]
             )
     order = rng.permutation(len(samples)) if seed % 2 else np.arange(len(samples))
     steps = min(steps, len(samples))
@@ -190,8 +219,10 @@ def test_columns_are_for_many_samples_that_fit_them():
     wide = parts_of([[(0, 10), (1, 60)], [(0, 10), (1, 40), (1, 40)]])
     assert columns_for(parts, fit_budgets(parts, 8 * 16, (8, 4, 4))) == 4
     assert columns_for(parts, fit_budgets(parts, 8 * 4, (8, 4, 4))) == 1  # samples are too few
-    assert columns_for(parts, fit_budgets(parts, 8 * 16, (8, 3, 4))) == 1  # rows have no common divisor
-    assert columns_for(wide, Budgets(np.array([2, 2]), np.array([100, 64]), 100.0)) == 1  # 80 of a row of 64
+    # rows have no common divisor
+    assert columns_for(parts, fit_budgets(parts, 8 * 16, (8, 3, 4))) == 1
+    # 80 of a row of 64
+    assert columns_for(wide, Budgets(np.array([2, 2]), np.array([100, 64]), 100.0)) == 1
     assert columns_for(wide, Budgets(np.array([2, 4]), np.array([100, 64]), 100.0)) == 2
 
 
@@ -244,7 +275,8 @@ def test_an_empty_chunk_has_no_steps():
 
 rows_problem = st.integers(1, 3).flatmap(
     lambda d: st.tuples(
-        st.lists(st.tuples(st.integers(1, 30), *[st.integers(0, 9)] * (d - 1)), max_size=60), st.integers(0, 9)
+        st.lists(st.tuples(st.integers(1, 30), *[st.integers(0, 9)] * (d - 1)), max_size=60),
+        st.integers(0, 9),
     )
 )
 
@@ -324,7 +356,11 @@ print(*[f"{kernel.__name__}:{len(kernel.signatures)}" for kernel in kernels if l
 def test_a_first_packing_compiles_each_kernel_once_and_few_of_numpys_functions(tmp_path):
     variables = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     ended = subprocess.run(
-        [sys.executable, "-c", FIRST_PACKING], env=variables, capture_output=True, text=True, check=True
+        [sys.executable, "-c", FIRST_PACKING],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     counts, *twice = ended.stdout.splitlines()
     compiled, of_strings = map(int, counts.split())

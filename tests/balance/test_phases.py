@@ -47,7 +47,11 @@ def travelling(costs: Costs, plan: PhasePlan, ranks: int) -> np.ndarray:
     volume = np.zeros((costs.phases - 1, ranks, ranks), np.int64)
     source = plan.sample_rank[costs.item_sample]
     away = source != plan.item_rank
-    np.add.at(volume, (costs.item_phase[away] - 1, source[away], plan.item_rank[away]), costs.item_tokens[away])
+    np.add.at(
+        volume,
+        (costs.item_phase[away] - 1, source[away], plan.item_rank[away]),
+        costs.item_tokens[away],
+    )
     return volume
 
 
@@ -55,7 +59,9 @@ def travelling(costs: Costs, plan: PhasePlan, ranks: int) -> np.ndarray:
 def made_costs(draw, most_samples: int = 40, most_phases: int = 4) -> Costs:
     phases, n = draw(st.integers(1, most_phases)), draw(st.integers(0, most_samples))
     llm = draw(st.lists(st.integers(0, 50), min_size=n, max_size=n))
-    item = st.tuples(st.integers(0, max(n - 1, 0)), st.integers(1, max(phases - 1, 1)), st.integers(0, 60))
+    item = st.tuples(
+        st.integers(0, max(n - 1, 0)), st.integers(1, max(phases - 1, 1)), st.integers(0, 60)
+    )
     items = draw(st.lists(item, max_size=2 * n)) if phases > 1 and n else []
     sample, phase, length = np.array(items, np.int64).reshape(-1, 3).T
     return costs_of(np.array(llm, np.float64), sample, phase, length * 0.7, -(-length // 4), phases)
@@ -94,7 +100,9 @@ def test_each_sample_gets_a_rank_and_its_items_stay_in_the_node_within_the_width
 def test_the_start_is_kept_unless_the_plan_is_worth_it(problem, data):
     costs, ranks, ranks_per_node, widths = problem
     n = len(costs)
-    start = np.array(data.draw(st.lists(st.integers(0, ranks - 1), min_size=n, max_size=n)), np.int32)
+    start = np.array(
+        data.draw(st.lists(st.integers(0, ranks - 1), min_size=n, max_size=n)), np.int32
+    )
     goals = PlanGoals(min_gain=0.05)
     free = place_jointly(costs, ranks, ranks_per_node, widths, goals=goals)
     plan = place_jointly(costs, ranks, ranks_per_node, widths, start, goals)
@@ -113,7 +121,10 @@ def best_time(costs: Costs, ranks: int, move: bool) -> float:
     for samples in itertools.product(range(ranks), repeat=len(costs)):
         at = np.array(samples, np.int32)
         if not move:
-            best = min(best, step_time(costs, PhasePlan(at, at[costs.item_sample], none), ranks, None, goals))
+            best = min(
+                best,
+                step_time(costs, PhasePlan(at, at[costs.item_sample], none), ranks, None, goals),
+            )
         else:
             for items in itertools.product(range(ranks), repeat=len(costs.item_sample)):
                 plan = PhasePlan(at, np.array(items, np.int32), none)
@@ -130,10 +141,15 @@ def test_few_samples_take_at_most_a_third_longer_than_the_best_assignment(costs,
 
 @settings(max_examples=30)
 @given(made_costs(most_samples=3, most_phases=3), st.integers(1, 2))
-def test_few_items_that_move_freely_take_at_most_a_third_longer_than_the_best_assignment(costs, ranks):
+def test_few_items_that_move_freely_take_at_most_a_third_longer_than_the_best_assignment(
+    costs, ranks
+):
     goals = PlanGoals(exchange=0.0)
     plan = place_jointly(costs, ranks, None, [(0, 10_000)] * (costs.phases - 1), goals=goals)
-    assert step_time(costs, plan, ranks, None, goals) <= 4 / 3 * best_time(costs, ranks, move=True) + 1e-9
+    assert (
+        step_time(costs, plan, ranks, None, goals)
+        <= 4 / 3 * best_time(costs, ranks, move=True) + 1e-9
+    )
 
 
 @pytest.mark.parametrize("lam", [0.0, 1e-4])
@@ -195,7 +211,9 @@ def test_a_rank_with_one_long_text_has_its_images_encoded_by_others():
 
 
 def test_images_of_one_sample_are_shared_out_where_they_are_too_many_for_a_rank():
-    costs = costs_of(np.full(8, 5.0), np.zeros(16, int), np.ones(16, int), np.ones(16), np.ones(16, int), 2)
+    costs = costs_of(
+        np.full(8, 5.0), np.zeros(16, int), np.ones(16, int), np.ones(16), np.ones(16, int), 2
+    )
     plan = place_jointly(costs, 4, None, [(0, 2, 4, 8)], goals=PlanGoals(exchange=0.001))
     assert cost_per_rank(costs, plan, 4).max(0).tolist() == [10, 4]
     assert plan.width.tolist() == [4]
@@ -204,7 +222,11 @@ def test_images_of_one_sample_are_shared_out_where_they_are_too_many_for_a_rank(
 @settings(max_examples=100)
 @given(made_costs(), st.integers(1, 9))
 def test_the_other_modes_lose_nothing_and_do_what_they_say(costs, ranks):
-    in_order, by_llm, apart = place_in_order(costs, ranks), place_by_llm(costs, ranks), place_each_phase(costs, ranks)
+    in_order, by_llm, apart = (
+        place_in_order(costs, ranks),
+        place_by_llm(costs, ranks),
+        place_each_phase(costs, ranks),
+    )
     for plan in (in_order, by_llm, apart):
         assert np.all((plan.sample_rank >= 0) & (plan.sample_rank < ranks))
         np.testing.assert_allclose(cost_per_rank(costs, plan, ranks).sum(0), costs.sample.sum(0))
@@ -217,11 +239,16 @@ def test_the_other_modes_lose_nothing_and_do_what_they_say(costs, ranks):
     bound = cost_per_rank(costs, apart, ranks).mean(0) * 4 / 3
     longest = np.array([costs.sample[:, 0].max(initial=0)] + [0.0] * (costs.phases - 1))
     np.maximum.at(longest, costs.item_phase, costs.item_cost)
-    assert np.all(cost_per_rank(costs, apart, ranks).max(0) <= np.maximum(bound, bound * 0.75 + longest) + 1e-9)
+    assert np.all(
+        cost_per_rank(costs, apart, ranks).max(0)
+        <= np.maximum(bound, bound * 0.75 + longest) + 1e-9
+    )
 
 
 def test_time_is_one_for_equal_ranks_and_counts_what_is_sent():
-    costs = costs_of(np.full(4, 3.0), np.arange(4), np.ones(4, int), np.full(4, 1.0), np.full(4, 10), 2)
+    costs = costs_of(
+        np.full(4, 3.0), np.arange(4), np.ones(4, int), np.full(4, 1.0), np.full(4, 10), 2
+    )
     home = place_in_order(costs, 2)
     assert step_time(costs, home, 2) == pytest.approx(1.0)
     sent = PhasePlan(home.sample_rank, home.item_rank[::-1].copy(), np.array([20]))
@@ -229,7 +256,9 @@ def test_time_is_one_for_equal_ranks_and_counts_what_is_sent():
     assert step_time(costs, sent, 2, goals=PlanGoals(exchange=0.1)) == pytest.approx(1.1)
     lopsided = PhasePlan(home.sample_rank, np.zeros(4, np.int32), np.array([0]))
     assert step_time(costs, lopsided, 2) == pytest.approx(0.75 + 2 * 0.25)
-    assert step_time(costs, lopsided, 2, goals=PlanGoals(share=np.array([0.5, 0.5]))) == pytest.approx(1.5)
+    assert step_time(
+        costs, lopsided, 2, goals=PlanGoals(share=np.array([0.5, 0.5]))
+    ) == pytest.approx(1.5)
 
 
 def test_samples_taken_alone_keep_their_items():
@@ -239,7 +268,9 @@ def test_samples_taken_alone_keep_their_items():
     assert np.array_equal(np.array([7, 3, 20])[taken.item_sample], costs.item_sample[items])
     for p in (1, 2):
         of = taken.item_phase == p
-        assert np.array_equal(np.bincount(taken.item_sample[of], taken.item_cost[of], 3), taken.sample[:, p])
+        assert np.array_equal(
+            np.bincount(taken.item_sample[of], taken.item_cost[of], 3), taken.sample[:, p]
+        )
 
 
 def test_what_makes_no_sense_is_refused():
@@ -264,7 +295,9 @@ def test_what_makes_no_sense_is_refused():
             Costs(sample, *items)
 
 
-@pytest.mark.parametrize(("ranks", "per_rank", "steps"), [(8, 16, 30), (64, 16, 6), (8, 60, 10), (64, 60, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "per_rank", "steps"), [(8, 16, 30), (64, 16, 6), (8, 60, 10), (64, 60, 2)]
+)
 def test_no_phase_is_less_even_than_balanced_alone_and_little_travels(ranks, per_rank, steps):
     joint, apart, sent = [], [], []
     for step in np.split(omni(steps * ranks * per_rank), steps, axis=1):
@@ -290,9 +323,13 @@ def test_long_texts_leave_room_for_images_on_ranks_of_other_nodes():
 @pytest.mark.exhaustive
 def test_fifty_thousand_heavy_tailed_samples_are_placed():
     rng = np.random.default_rng(0)
-    vision = np.where(rng.random(50_000) < 0.6, 100 * (rng.pareto(1.3, 50_000) + 1), 0).astype(np.int64)
+    vision = np.where(rng.random(50_000) < 0.6, 100 * (rng.pareto(1.3, 50_000) + 1), 0).astype(
+        np.int64
+    )
     llm = (50 * (rng.pareto(1.3, 50_000) + 1)).astype(np.int64) + vision // 4
     sample = np.flatnonzero(vision)
-    costs = costs_of(llm, sample, np.ones(len(sample), int), vision[sample], -(-vision[sample] // 4), 2)
+    costs = costs_of(
+        llm, sample, np.ones(len(sample), int), vision[sample], -(-vision[sample] // 4), 2
+    )
     plan = place_jointly(costs, 8, None, [(0, 1000, 100_000)])
     assert np.all(ratios(costs, plan, 8) <= ratios(costs, place_each_phase(costs, 8), 8) + 0.005)

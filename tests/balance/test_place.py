@@ -10,7 +10,9 @@ from mmjax.balance.lpt import split, to_rows
 from mmjax.balance.parts import Parts
 
 
-def place(parts: Parts, rows: np.ndarray, microbatches: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def place(
+    parts: Parts, rows: np.ndarray, microbatches: int = 1
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The microbatch of each sample, the row of each part and the fullest rows."""
     microbatch = split(parts.totals(len(rows)), microbatches)
     return microbatch, *to_rows(parts.module, parts.length, microbatch[parts.sample()], rows)
@@ -69,7 +71,9 @@ def test_equal_samples_are_spread_evenly():
 
 @settings(max_examples=60)
 @given(
-    parts=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.integers(1, 30)), max_size=40),
+    parts=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 4), st.integers(1, 30)), max_size=40
+    ),
     rows=st.tuples(*[st.integers(1, 3)] * 3),
 )
 def test_parts_stay_in_their_group_and_no_row_is_fuller_than_longest_first_allows(parts, rows):
@@ -82,7 +86,10 @@ def test_parts_stay_in_their_group_and_no_row_is_fuller_than_longest_first_allow
         assert need[k] == loads.max()
         for g in set(group[module == k].tolist()):
             own = (module == k) & (group == g)
-            assert loads[g * rows[k] : (g + 1) * rows[k]].max() <= length[own].sum() / rows[k] + length[own].max()
+            assert (
+                loads[g * rows[k] : (g + 1) * rows[k]].max()
+                <= length[own].sum() / rows[k] + length[own].max()
+            )
     again, needed = to_rows(module, length, group, np.array(rows))
     assert np.array_equal(row, again)
     assert np.array_equal(need, needed)

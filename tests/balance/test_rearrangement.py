@@ -68,7 +68,10 @@ def shuffled(length: np.ndarray, rank: np.ndarray, ranks: int, seed: int) -> Pla
 def test_every_token_arrives_at_its_place_and_the_inverse_brings_it_back(problem, seed):
     length, (source, destination), ranks = problem
     moved = Rearrangement(
-        length, shuffled(length, source, ranks, seed), shuffled(length, destination, ranks, seed + 1), ranks
+        length,
+        shuffled(length, source, ranks, seed),
+        shuffled(length, destination, ranks, seed + 1),
+        ranks,
     )
     capacity = int(length.sum()) + 1
     held = arrays(moved, moved.source, capacity)
@@ -82,7 +85,10 @@ def test_every_token_arrives_at_its_place_and_the_inverse_brings_it_back(problem
 def test_composition_is_one_exchange_that_does_what_two_do(problem):
     """An encoder's inverse, then the LLM's rearrangement: both start from where the samples were loaded."""
     length, (loaded, encoded, wanted), ranks = problem
-    encoder, llm = rearrange(length, loaded, encoded, ranks), rearrange(length, loaded, wanted, ranks)
+    encoder, llm = (
+        rearrange(length, loaded, encoded, ranks),
+        rearrange(length, loaded, wanted, ranks),
+    )
     composed = compose(inverse(encoder), llm)
     held = arrays(encoder, encoder.destination, int(length.sum()))
     assert np.array_equal(apply(composed, held), apply(llm, apply(inverse(encoder), held)))
@@ -113,12 +119,17 @@ def test_tables_of_a_node_move_what_stays_in_it(problem, ranks_per_node):
     size = np.minimum(ranks - first, ranks_per_node)
     moved = rearrange(length, source, first + destination % size, ranks)
     capacity = int(length.sum())
-    held, expected = arrays(moved, moved.source, capacity), arrays(moved, moved.destination, capacity)
+    held, expected = (
+        arrays(moved, moved.source, capacity),
+        arrays(moved, moved.destination, capacity),
+    )
     for begin in range(0, ranks, ranks_per_node):
         node = range(begin, min(begin + ranks_per_node, ranks))
         made = tables(moved, width(moved), capacity, peers=node)
         assert made.send.shape == (len(node), len(node), width(moved))
-        assert np.array_equal(exchange(held[begin : node.stop], made.send, made.gather), expected[begin : node.stop])
+        assert np.array_equal(
+            exchange(held[begin : node.stop], made.send, made.gather), expected[begin : node.stop]
+        )
 
 
 def test_what_stays_on_its_rank_takes_no_room_in_the_exchange():
@@ -130,7 +141,11 @@ def test_what_stays_on_its_rank_takes_no_room_in_the_exchange():
 
 def test_restriction_keeps_items_where_they_were():
     rng = np.random.default_rng(0)
-    length, source, destination = rng.integers(1, 9, 30), rng.integers(0, 4, 30), rng.integers(0, 4, 30)
+    length, source, destination = (
+        rng.integers(1, 9, 30),
+        rng.integers(0, 4, 30),
+        rng.integers(0, 4, 30),
+    )
     moved = rearrange(length, source, destination, 4)
     some = rng.choice(30, 11, replace=False)
     part = restrict(moved, some)
@@ -143,13 +158,23 @@ def test_restriction_keeps_items_where_they_were():
 def test_a_modality_moves_to_its_runs_within_the_samples():
     """Encoded tokens go from their encoder's rank straight into the interleaved sequence, where text leaves room."""
     samples = rearrange(np.array([10, 6, 8]), np.array([0, 0, 1]), np.array([1, 0, 1]), 2)
-    item_sample, item_offset, item_length = np.array([0, 0, 2]), np.array([1, 5, 0]), np.array([3, 4, 8])
+    item_sample, item_offset, item_length = (
+        np.array([0, 0, 2]),
+        np.array([1, 5, 0]),
+        np.array([3, 4, 8]),
+    )
     images = restrict_to_parts(samples, item_sample, item_offset, item_length)
-    encoder = Rearrangement(item_length, images.source, pack_places(item_length, np.array([1, 0, 0]), 2), samples.ranks)
+    encoder = Rearrangement(
+        item_length, images.source, pack_places(item_length, np.array([1, 0, 0]), 2), samples.ranks
+    )
     composed = compose(inverse(encoder), images)
     arrived = apply(composed, arrays(composed, composed.source, 18))
     expected = np.full((2, 18), EMPTY)
-    expected[1, 1:4], expected[1, 5:9], expected[1, 10:18] = [0, 1, 2], [3, 4, 5, 6], np.arange(7, 15)
+    expected[1, 1:4], expected[1, 5:9], expected[1, 10:18] = (
+        [0, 1, 2],
+        [3, 4, 5, 6],
+        np.arange(7, 15),
+    )
     assert np.array_equal(arrived, expected)
 
 
@@ -162,7 +187,10 @@ def test_one_rank_of_many_builds_its_tables_alone():
     made = tables(moved, chunk, capacity, mine=range(7, 8))
     assert made.send.shape == (1, ranks, chunk)
     assert np.count_nonzero(made.gather >= 0) == length[moved.destination.rank == 7].sum()
-    assert np.count_nonzero(made.send >= 0) == length[(source == 7) & (moved.destination.rank != 7)].sum()
+    assert (
+        np.count_nonzero(made.send >= 0)
+        == length[(source == 7) & (moved.destination.rank != 7)].sum()
+    )
 
 
 def test_tables_that_do_not_fit_are_refused():
@@ -177,7 +205,9 @@ def test_tables_that_do_not_fit_are_refused():
         tables(moved, 8, 8, peers=range(1, 3))
     with pytest.raises(ValueError, match=r"between ranks 0 \.\. 0 and others"):
         tables(moved, 8, 8, peers=range(1))
-    on_top = Rearrangement(moved.length, moved.source, Places(moved.destination.rank, np.array([0, 2])), 3)
+    on_top = Rearrangement(
+        moved.length, moved.source, Places(moved.destination.rank, np.array([0, 2])), 3
+    )
     with pytest.raises(ValueError, match="overlap"):
         tables(on_top, 8, 8)
 

@@ -35,7 +35,11 @@ def test_no_maximum_is_below_the_longest_sample():
 
 def test_given_maxima_stay_and_the_others_follow():
     lengths = np.random.default_rng(0).integers(1, 9, (300, 3))
-    assert choose_maximum(lengths, (4, 5), full_rows, fixed=np.array([30, 20, 25])).tolist() == [30, 20, 25]
+    assert choose_maximum(lengths, (4, 5), full_rows, fixed=np.array([30, 20, 25])).tolist() == [
+        30,
+        20,
+        25,
+    ]
     maximum = choose_maximum(lengths, (4, 5), full_rows, fixed=np.array([0, 40, 0]))
     assert maximum[1] == 40
     assert np.all(np.abs(maximum / 40 - lengths.mean(0) / lengths[:, 1].mean()) < 0.15)

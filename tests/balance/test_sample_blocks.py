@@ -26,7 +26,9 @@ def drawn(seed: int, tokens: int, mean: int, long: int = 0) -> list[int]:
     rng = np.random.default_rng(seed)
     lengths = [long] if long else []
     while sum(lengths) < tokens:
-        lengths.append(min(max(1, int(rng.lognormal(np.log(mean) - 0.3, 0.8))), tokens - sum(lengths)))
+        lengths.append(
+            min(max(1, int(rng.lognormal(np.log(mean) - 0.3, 0.8))), tokens - sum(lengths))
+        )
     return lengths
 
 
@@ -46,7 +48,11 @@ def travelling(mask: Mask, rank: np.ndarray, ranks: int, block: int) -> int:
 def test_ranks_get_as_many_blocks_and_nearly_as_much_work(kind, ranks):
     tokens = 1 << 15 if ranks == 8 else ranks << 12
     short = kind == "short"
-    mask = packed(drawn(ranks, tokens, 1000)) if short else KINDS[kind](tokens, np.random.default_rng(ranks))
+    mask = (
+        packed(drawn(ranks, tokens, 1000))
+        if short
+        else KINDS[kind](tokens, np.random.default_rng(ranks))
+    )
     rank, work = shared(mask, ranks, 128)
     assert set(np.bincount(rank, minlength=ranks)) == {len(work) // ranks}
     assert excess(work, rank, ranks) <= MAX_EXCESS
@@ -64,16 +70,23 @@ def test_only_the_long_sample_of_a_row_is_spread():
     assert set(rank[: long // 128]) == set(range(ranks))
     others = packed([long]), rank[: long // 128]
     # Beside the long sample's keys hardly any travel.
-    assert travelling(mask, rank, ranks, 128) <= travelling(*others, ranks, 128) + 0.04 * ranks * tokens
+    assert (
+        travelling(mask, rank, ranks, 128)
+        <= travelling(*others, ranks, 128) + 0.04 * ranks * tokens
+    )
 
 
 @pytest.mark.parametrize(("kind", "part"), [("MP", 0.4), ("short", 0.3), ("mixed", 0.65)])
 def test_far_fewer_keys_travel_than_without_regard_to_samples(kind, part):
     tokens, ranks = 1 << 17, 8
     short = kind == "short"
-    mask = packed(drawn(1, tokens, 1000)) if short else KINDS[kind](tokens, np.random.default_rng(1))
+    mask = (
+        packed(drawn(1, tokens, 1000)) if short else KINDS[kind](tokens, np.random.default_rng(1))
+    )
     rank, work = shared(mask, ranks, 128)
-    assert travelling(mask, rank, ranks, 128) <= part * travelling(mask, distribute(work, ranks), ranks, 128)
+    assert travelling(mask, rank, ranks, 128) <= part * travelling(
+        mask, distribute(work, ranks), ranks, 128
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -96,7 +109,9 @@ def test_visible_keys_are_those_of_the_mask(seed):
     rng = np.random.default_rng(seed)
     mask, rank = any_mask(rng, 50), rng.integers(0, 3, 50)
     allowed = dense(mask)
-    assert np.array_equal(visible_keys(mask, rank, 3), [allowed[rank == r].any(0) for r in range(3)])
+    assert np.array_equal(
+        visible_keys(mask, rank, 3), [allowed[rank == r].any(0) for r in range(3)]
+    )
 
 
 def test_a_row_of_padding_is_dealt_out_too():

@@ -21,7 +21,9 @@ def steps_of_24(seed: int, steps: int = 300, wide: bool = False) -> np.ndarray:
     rows = np.array([8, 2, 3])
     step = np.repeat(np.arange(steps), 24)[parts.sample()]
     one = np.zeros(len(step), np.int64)
-    return np.array([to_rows(parts.module[of], parts.length[of], one[of], rows)[1] for of in each(step, steps)])
+    return np.array(
+        [to_rows(parts.module[of], parts.length[of], one[of], rows)[1] for of in each(step, steps)]
+    )
 
 
 def each(step: np.ndarray, steps: int) -> list[np.ndarray]:
@@ -67,7 +69,9 @@ def test_shapes_cover_every_need_and_cost_no_more_than_a_ladder(wide, limit):
 def test_eight_shapes_leave_at_most_half_of_what_one_wastes():
     needs = steps_of_24(1, wide=True)
     used = float((needs @ COST).sum())
-    wasted = [cost_of_steps(needs, choose_shapes(needs, COST, limit), COST) - used for limit in (1, 8)]
+    wasted = [
+        cost_of_steps(needs, choose_shapes(needs, COST, limit), COST) - used for limit in (1, 8)
+    ]
     assert wasted[1] < 0.5 * wasted[0]
 
 
@@ -79,7 +83,9 @@ def cost_of_ways(needs: np.ndarray, shapes: np.ndarray, cost: np.ndarray) -> flo
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_no_step_takes_a_shape_that_sends_mere_padding_and_shapes_are_nearly_the_best_of_those(limit):
+def test_no_step_takes_a_shape_that_sends_mere_padding_and_shapes_are_nearly_the_best_of_those(
+    limit,
+):
     ratios, exchanging = [], 0
     for seed in range(25):
         rng = np.random.default_rng(seed)
@@ -111,7 +117,9 @@ def test_a_step_is_assigned_the_cheapest_shape_that_holds_it():
 
 
 def test_equal_needs_make_one_shape_and_what_nobody_needs_stays_zero():
-    assert choose_shapes(np.array([[9, 0], [10, 0]]), np.ones(2), 8, alignment=8).tolist() == [[16, 0]]
+    assert choose_shapes(np.array([[9, 0], [10, 0]]), np.ones(2), 8, alignment=8).tolist() == [
+        [16, 0]
+    ]
 
 
 @settings(max_examples=50)
@@ -130,7 +138,10 @@ def test_each_length_is_a_multiple_of_its_own_alignment_and_no_longer_than_someb
     assert np.all(shapes % alignment == 0)
     assert np.array_equal(shapes[-1], -(-needs.max(0) // alignment) * alignment)
     aligned = -(-needs // alignment) * alignment
-    assert all(set(column.tolist()) <= set(of.tolist()) for column, of in zip(shapes.T, aligned.T, strict=True))
+    assert all(
+        set(column.tolist()) <= set(of.tolist())
+        for column, of in zip(shapes.T, aligned.T, strict=True)
+    )
     assert np.array_equal(shapes, choose_shapes(needs, COST, limit, alignment, worth))
 
 

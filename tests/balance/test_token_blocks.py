@@ -11,7 +11,9 @@ from mmjax.benchmarks.baselines.token_blocks import KINDS, longest_first
 # No training runs this: by default the examples of docs/balance.md do.
 pytestmark = pytest.mark.exhaustive
 
-works = st.lists(st.one_of(st.integers(0, 50), st.integers(0, 2**40)), max_size=40).map(lambda x: np.array(x, np.int64))
+works = st.lists(st.one_of(st.integers(0, 50), st.integers(0, 2**40)), max_size=40).map(
+    lambda x: np.array(x, np.int64)
+)
 
 
 def loads(work: np.ndarray, rank: np.ndarray, ranks: int) -> np.ndarray:
@@ -37,7 +39,8 @@ def test_every_rank_gets_as_many_blocks_and_no_more_work_than_the_bound(work, ra
     counts = np.bincount(rank, minlength=ranks)
     assert len(counts) == ranks
     assert counts.max() - counts.min() <= 1
-    # Dealt in rounds, ranks differ by no more than the blocks of one round; exchanges never raise the heaviest.
+    # Dealt in rounds, ranks differ by no more than the blocks of one round; exchanges never raise
+    # the heaviest.
     rounds = np.sort(np.pad(work, (0, -len(work) % ranks)))[::-1].reshape(-1, ranks)
     load = loads(work, rank, ranks)
     assert load.max() - work.sum() / ranks <= (rounds[:, 0] - rounds[:, -1]).max(initial=0)
@@ -60,7 +63,11 @@ def test_no_exchange_of_one_or_two_blocks_of_the_heaviest_rank_is_left(work, ran
 
 
 @settings(max_examples=60)
-@given(st.integers(1, 3).flatmap(lambda g: st.tuples(st.just(g), st.lists(st.integers(0, 99), max_size=2 * g))))
+@given(
+    st.integers(1, 3).flatmap(
+        lambda g: st.tuples(st.just(g), st.lists(st.integers(0, 99), max_size=2 * g))
+    )
+)
 def test_up_to_two_blocks_a_rank_are_distributed_as_well_as_any_way(problem):
     ranks, work = problem[0], np.array(problem[1], np.int64)
     assert loads(work, distribute(work, ranks), ranks).max() == least_of_equal_counts(work, ranks)
@@ -72,7 +79,9 @@ def test_few_blocks_come_within_a_hundredth_of_the_best_distribution(ranks):
     ratios = []
     for _ in range(25):
         work = np.round(rng.lognormal(8, 1, 9 if ranks == 3 else 10)).astype(np.int64)
-        ratios.append(loads(work, distribute(work, ranks), ranks).max() / least_of_equal_counts(work, ranks))
+        ratios.append(
+            loads(work, distribute(work, ranks), ranks).max() / least_of_equal_counts(work, ranks)
+        )
     assert min(ratios) == 1
     assert np.mean(ratios) < 1.01
 
@@ -94,7 +103,9 @@ def test_equal_counts_cost_no_balance_against_plain_longest_first(kind, blocks, 
         work = block_work(KINDS[kind](128 * blocks * ranks, np.random.default_rng(seed)), 128)
         rank = distribute(work, ranks)
         assert np.bincount(rank).tolist() == [blocks] * ranks
-        assert excess(work, rank, ranks) <= max(1e-5, excess(work, longest_first(work, ranks), ranks))
+        assert excess(work, rank, ranks) <= max(
+            1e-5, excess(work, longest_first(work, ranks), ranks)
+        )
         assert excess(work, rank, ranks) < {8: 1e-3, 16: 2e-4, 32: 5e-5}[blocks]
 
 
@@ -117,7 +128,9 @@ def test_no_ranks_are_refused():
 
 @settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(0, 200), st.integers(1, 20), st.integers(1, 6))
-def test_order_puts_each_ranks_tokens_together_and_its_inverse_puts_them_back(seed, tokens, block, ranks):
+def test_order_puts_each_ranks_tokens_together_and_its_inverse_puts_them_back(
+    seed, tokens, block, ranks
+):
     rank = np.random.default_rng(seed).integers(0, ranks, -(-tokens // block))
     order, inverse = token_order(rank, tokens, block)
     assert order.dtype == inverse.dtype == np.int32

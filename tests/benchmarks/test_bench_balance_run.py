@@ -40,7 +40,9 @@ def test_samples_are_as_long_as_the_lengths_say(source, index):
             prepared = encoder_input(MODEL.encoders[encoder], source.item(sample, number))
             wanted = max(int(found[encoder][sample]) // 64, 1)
             assert wanted <= prepared.valid.sum() <= wanted + 1
-        assert [encoder for encoder, _ in facts.items] == [e for e in PHASES[1:] if found[e][sample]]
+        assert [encoder for encoder, _ in facts.items] == [
+            e for e in PHASES[1:] if found[e][sample]
+        ]
         assert index.text_tokens[sample] == facts.text_tokens >= 1
         assert index.llm_tokens[sample] >= max(int(found["llm_tokens"][sample]) // 64, 1)
 
@@ -48,10 +50,12 @@ def test_samples_are_as_long_as_the_lengths_say(source, index):
 def test_all_modes_have_the_same_samples_in_one_ladder_and_post_is_the_most_even(index, tmp_path):
     trial = make_trial(index, tmp_path / "lengths.npz", 8, 16, 0)
     plans = {mode: trial.plans(mode, 12) for mode in MODES}
-    assert all(len(layout.shapes) <= 8 + 1 for layout in trial.layouts.values())  # one more holds any sample alone
+    # one more holds any sample alone
+    assert all(len(layout.shapes) <= 8 + 1 for layout in trial.layouts.values())
     assert trial.layouts["none"] == trial.layouts["llm"] == trial.layouts["post"]
     waits = {mode: trial.waits(of) for mode, of in plans.items()}
-    assert all(w.wait == 0 for w in waits.values())  # dense attention computes whole rows, whatever is in them
+    # dense attention computes whole rows, whatever is in them
+    assert all(w.wait == 0 for w in waits.values())
     padding = {mode: w.padding for mode, w in waits.items()}
     assert padding["post"] < 0.15 < 0.25 < padding["llm"] < padding["none"]
     assert predicted_gain(trial, 12) > 1.2
@@ -73,7 +77,9 @@ def test_the_picture_is_whole_and_small_and_shows_what_was_planned(capsys, tmp_p
     said = "".join(ElementTree.parse(path).getroot().itertext())
     assert path.stat().st_size < 200_000
     for phase in PHASES:
-        none, llm, post = (ratios[f"picture_dist_ratio_{mode}_{phase}"] for mode in ("none", "llm", "post"))
+        none, llm, post = (
+            ratios[f"picture_dist_ratio_{mode}_{phase}"] for mode in ("none", "llm", "post")
+        )
         assert post < none
         assert phase == "llm" or post < llm
         assert all(f"dist ratio {ratio:.3f}" in said for ratio in (none, llm, post))
@@ -89,7 +95,10 @@ def test_the_picture_is_whole_and_small_and_shows_what_was_planned(capsys, tmp_p
         (["--steps=0"], "--steps 0: give at least 1, or 0 together with --picture"),
         (["--seed=-1"], "--seed -1: give at least 0"),
         (["--picture=a.pdf"], "--picture a.pdf: name a file that ends in .png or .svg"),
-        (["--picture=no/such/folder/a.svg"], "--picture no/such/folder/a.svg: name a file in a folder that exists"),
+        (
+            ["--picture=no/such/folder/a.svg"],
+            "--picture no/such/folder/a.svg: name a file in a folder that exists",
+        ),
         (["--lengths=no_such.npz"], "--lengths no_such.npz: not a readable .npz file"),
     ],
 )
@@ -111,9 +120,18 @@ def test_a_process_that_fails_ends_the_command_with_its_message(capfd, monkeypat
 
 
 @pytest.mark.exhaustive
-def test_processes_train_the_same_steps_in_all_modes_and_compile_nothing_meanwhile(capsys, tmp_path):
+def test_processes_train_the_same_steps_in_all_modes_and_compile_nothing_meanwhile(
+    capsys, tmp_path
+):
     out = tmp_path / "out.npz"
-    words = ("--samples=3000", "--steps=3", "--per-rank=4", "--processes=2", "--json", f"--out={out}")
+    words = (
+        "--samples=3000",
+        "--steps=3",
+        "--per-rank=4",
+        "--processes=2",
+        "--json",
+        f"--out={out}",
+    )
     ended = run(capsys, bench.main, "balance-run", *words)
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
@@ -124,7 +142,9 @@ def test_processes_train_the_same_steps_in_all_modes_and_compile_nothing_meanwhi
     assert seconds.shape == flops.shape == (len(MODES), 3)
     for row, mode in enumerate(MODES):
         assert found[f"step_seconds_{mode}"] == pytest.approx(np.median(seconds[row]))
-        assert found[f"useful_tokens_per_second_{mode}"] == pytest.approx(np.median(tokens / seconds[row]))
+        assert found[f"useful_tokens_per_second_{mode}"] == pytest.approx(
+            np.median(tokens / seconds[row])
+        )
         assert 0 <= found[f"wait_{mode}"] < 1
         assert 0 <= found[f"padding_{mode}"] < 1
     assert found["gain_post_over_none"] == pytest.approx(np.median(seconds[0] / seconds[3]))

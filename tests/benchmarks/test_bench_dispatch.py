@@ -36,9 +36,16 @@ def test_phases_balanced_apart_travel_in_one_all_to_all_per_encoder(capsys, tmp_
     out = tmp_path / "out.npz"
     found = measure(capsys, out, f"--lengths={lengths}", "--per-rank=8", "--locality=off")
     assert found["all_to_alls"] == 2
-    assert found["output_bytes"] / 2 < found["useful_bytes"] < found["wire_bytes"] < found["two_step_bytes"]
+    assert (
+        found["output_bytes"] / 2
+        < found["useful_bytes"]
+        < found["wire_bytes"]
+        < found["two_step_bytes"]
+    )
     with np.load(out) as file:
-        sample, sample_rank, item_rank = (file[key] for key in ("sample", "sample_rank", "item_rank"))
+        sample, sample_rank, item_rank = (
+            file[key] for key in ("sample", "sample_rank", "item_rank")
+        )
     data = omni_corpus(4000, 0)
     length = np.stack([data["vision"][sample], data["audio"][sample]], 1)
     owner, encoder = np.nonzero(length)
@@ -51,7 +58,10 @@ def test_phases_balanced_apart_travel_in_one_all_to_all_per_encoder(capsys, tmp_
 def test_bad_options_are_told_in_one_line(capsys, lengths):
     for words, said in (
         (["--devices=0"], "--devices 0: give at least 1"),
-        (["--devices=8", "--ranks-per-node=3"], "--ranks-per-node 3: choose a divisor of --devices 8"),
+        (
+            ["--devices=8", "--ranks-per-node=3"],
+            "--ranks-per-node 3: choose a divisor of --devices 8",
+        ),
         (["--devices=16", "--per-rank=8"], "on a CPU set JAX_NUM_CPU_DEVICES=16"),
     ):
         ended = run(capsys, bench.main, "dispatch", f"--lengths={lengths}", "--scale=16", *words)

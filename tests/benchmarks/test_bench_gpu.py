@@ -26,7 +26,9 @@ def one_cpu(monkeypatch):
 def test_without_a_gpu_it_is_one_line(capsys, tmp_path):
     ended = run(capsys, bench.main, "gpu", f"--results={tmp_path / 'gpu.json'}")
     assert ended.code == 2
-    assert ended.err.startswith("error: bench gpu: JAX finds no GPU here, only cpu; install it with: pip install ")
+    assert ended.err.startswith(
+        "error: bench gpu: JAX finds no GPU here, only cpu; install it with: pip install "
+    )
     assert ended.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
@@ -35,7 +37,15 @@ def test_without_a_gpu_it_is_one_line(capsys, tmp_path):
 def test_a_section_that_is_done_is_not_run_again_and_one_that_failed_is(capsys, tmp_path):
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps({"decoder": {"done": 1.0}, "products": {"error": "out of memory"}}))
-    ended = run(capsys, bench.main, "gpu", "--tiny", "--sections=products,decoder", f"--results={path}", "--json")
+    ended = run(
+        capsys,
+        bench.main,
+        "gpu",
+        "--tiny",
+        "--sections=products,decoder",
+        f"--results={path}",
+        "--json",
+    )
     assert ended.code == 0, ended.err
     found = json.loads(path.read_text())
     assert found["decoder"] == {"done": 1.0}
@@ -45,7 +55,10 @@ def test_a_section_that_is_done_is_not_run_again_and_one_that_failed_is(capsys, 
     assert "| decoder | done | 1 |" in path.with_suffix(".md").read_text().splitlines()
     path.write_text(json.dumps(found | {"device": found["device"] | {"sizes": "full"}}))
     ended = run(capsys, bench.main, "gpu", "--tiny", f"--results={path}")
-    assert (ended.code, ended.err) == (2, f"error: --results {path} holds full sizes on cpu; name another file\n")
+    assert (ended.code, ended.err) == (
+        2,
+        f"error: --results {path} holds full sizes on cpu; name another file\n",
+    )
 
 
 @pytest.mark.exhaustive
@@ -57,7 +70,9 @@ def test_every_section_runs_in_small(capsys, tmp_path):
     assert list(found) == ["device", *SECTIONS]
     assert {name: figures["error"] for name, figures in found.items() if "error" in figures} == {}
     assert found["exactness"]["repeatable to the bit"]
-    assert all(error < 1e-5 for figure, error in found["exactness"].items() if "float32, error" in figure)
+    assert all(
+        error < 1e-5 for figure, error in found["exactness"].items() if "float32, error" in figure
+    )
     assert found["step_7b"]["layers of the LLM"] == "2 of 2"
     assert found["step_7b"]["MFU"] > 0
     assert len([figure for figure in found["step_7b"] if figure.lstrip()[0].isdigit()]) == 20
@@ -125,7 +140,9 @@ def test_rows_of_every_kind_are_full_but_those_of_one_sample():
 
 
 def test_the_table_has_a_row_for_every_figure():
-    assert markdown({"products": {"TFLOP/s": 812.345}, "torch": {"skipped": "a | b"}}).splitlines()[2:] == [
+    assert markdown({"products": {"TFLOP/s": 812.345}, "torch": {"skipped": "a | b"}}).splitlines()[
+        2:
+    ] == [
         "| products | TFLOP/s | 812.3 |",
         "| torch | skipped | a / b |",
     ]

@@ -29,7 +29,9 @@ def measure(capsys, tmp_path, *words: str) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("method", ["random", "length", "device", "isf", "pack"])
 def test_every_figure_follows_from_the_rows_and_the_lengths(capsys, tmp_path, lengths, method):
-    figures, result = measure(capsys, tmp_path, f"--lengths={lengths}", f"--method={method}", "--ranks=4")
+    figures, result = measure(
+        capsys, tmp_path, f"--lengths={lengths}", f"--method={method}", "--ranks=4"
+    )
     data, row = visual_corpus(6000, 0), result["row"]
     assert figures["samples_in"] == figures["samples_grouped"] == 6000
     assert figures["samples_oversize"] == 0
@@ -52,7 +54,8 @@ def test_every_figure_follows_from_the_rows_and_the_lengths(capsys, tmp_path, le
 @pytest.mark.exhaustive
 def test_rows_are_shuffled_by_the_seed_alone(capsys, tmp_path, lengths):
     first, again, other = (
-        measure(capsys, tmp_path, f"--lengths={lengths}", f"--seed={seed}")[1]["row"] for seed in (0, 0, 1)
+        measure(capsys, tmp_path, f"--lengths={lengths}", f"--seed={seed}")[1]["row"]
+        for seed in (0, 0, 1)
     )
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
@@ -60,7 +63,9 @@ def test_rows_are_shuffled_by_the_seed_alone(capsys, tmp_path, lengths):
 
 def test_oversize_samples_are_listed_and_not_dropped(capsys, tmp_path, lengths):
     for method in ("isf", "pack"):
-        figures, result = measure(capsys, tmp_path, f"--lengths={lengths}", f"--method={method}", "--max-items=4")
+        figures, result = measure(
+            capsys, tmp_path, f"--lengths={lengths}", f"--method={method}", "--max-items=4"
+        )
         five = visual_corpus(6000, 0)["vision_items"] == 5
         assert np.array_equal(result["row"] < 0, five)
         assert figures["samples_oversize"] == five.sum()
@@ -69,7 +74,12 @@ def test_oversize_samples_are_listed_and_not_dropped(capsys, tmp_path, lengths):
 @pytest.mark.exhaustive
 def test_auto_budgets_hold_the_samples_asked_for(capsys, tmp_path, lengths):
     for method in ("isf", "pack"):
-        words = (f"--method={method}", "--max-items=auto", "--max-tokens=auto", "--samples-per-row=6")
+        words = (
+            f"--method={method}",
+            "--max-items=auto",
+            "--max-tokens=auto",
+            "--samples-per-row=6",
+        )
         figures, _ = measure(capsys, tmp_path, f"--lengths={lengths}", *words)
         assert 5.9 <= figures["samples_per_row"] <= 7.1
         assert figures["samples_oversize"] == 0
@@ -87,7 +97,11 @@ def test_several_files_are_several_sources(capsys, tmp_path, lengths):
 def test_bad_input_is_one_line_that_names_it(capsys, tmp_path, lengths):
     broken = tmp_path / "broken.npz"
     broken.write_text("no")
-    unlike, negative, no_text = tmp_path / "unlike.npz", tmp_path / "negative.npz", tmp_path / "no_text.npz"
+    unlike, negative, no_text = (
+        tmp_path / "unlike.npz",
+        tmp_path / "negative.npz",
+        tmp_path / "no_text.npz",
+    )
     np.savez(unlike, vision_items=np.arange(3), llm_tokens=np.arange(4))
     np.savez(negative, vision_items=np.arange(3), llm_tokens=-np.arange(3))
     np.savez(no_text, vision_items=np.arange(3), llm_tokens=np.arange(3))
@@ -100,7 +114,10 @@ def test_bad_input_is_one_line_that_names_it(capsys, tmp_path, lengths):
         (["--ranks=0"], "--ranks 0: give at least 1"),
         (["--max-items=0"], "--max-items 0: give a number of at least 1, or auto"),
         ([f"--lengths={lengths}", "--max-tokens=9"], "--max-tokens"),
-        (["--samples=50", f"--out={tmp_path / 'no' / 'out.npz'}"], "name a file in a folder that exists"),
+        (
+            ["--samples=50", f"--out={tmp_path / 'no' / 'out.npz'}"],
+            "name a file in a folder that exists",
+        ),
     ):
         ended = run(capsys, bench.main, "grouping", *words)
         assert ended.code == 2, words
@@ -110,7 +127,10 @@ def test_bad_input_is_one_line_that_names_it(capsys, tmp_path, lengths):
 def test_the_table_stands_beside_the_papers_figures(capsys, lengths):
     ended = run(capsys, bench.main, "grouping", f"--lengths={lengths}", "--method=isf")
     assert ended.out.splitlines()[0].split() == ["figure", "measured", "published"]
-    assert any(line.split() == ["dist_ratio_tokens", line.split()[1], "0.14"] for line in ended.out.splitlines())
+    assert any(
+        line.split() == ["dist_ratio_tokens", line.split()[1], "0.14"]
+        for line in ended.out.splitlines()
+    )
 
 
 def test_row_correlation_tells_sorted_random_and_complementary_rows_apart():
@@ -119,9 +139,9 @@ def test_row_correlation_tells_sorted_random_and_complementary_rows_apart():
     row = np.arange(3000) // 2
     assert row_correlation(np.repeat(lengths[:1500], 2), row) == pytest.approx(1)
     assert abs(row_correlation(lengths, row)) < 0.06
-    assert row_correlation(np.stack([lengths[:1500], 100 - lengths[:1500]], 1).ravel(), row) == pytest.approx(
-        -1, abs=0.01
-    )
+    assert row_correlation(
+        np.stack([lengths[:1500], 100 - lengths[:1500]], 1).ravel(), row
+    ) == pytest.approx(-1, abs=0.01)
     assert row_correlation(lengths, np.arange(3000)) == 0
     assert row_correlation(np.array([]), np.array([], int)) == 0
 

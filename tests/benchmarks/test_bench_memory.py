@@ -16,11 +16,15 @@ def bench(*words: str) -> subprocess.CompletedProcess:
     """In a process of its own: whether to look for a driver is decided when JAX starts."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "mmjax.bench", "memory", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
+@pytest.mark.skipif(
+    not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
+)
 def test_predictions_are_within_a_tenth_of_the_compiler_for_every_model_and_mix():
     ended = bench("--json")
     assert ended.returncode == 0, ended.stderr

@@ -27,10 +27,23 @@ def measure(capsys, *words) -> dict:
 def test_figures_follow_from_the_written_assignments(capsys, tmp_path, method, phase):
     path, out = tmp_path / "omni.npz", tmp_path / "out.npz"
     np.savez(path, **omni_corpus(3000, 0))
-    words = ("--lengths", path, *SMALL, "--phase", phase, "--method", method, "--time-limit=1", "--out", out)
+    words = (
+        "--lengths",
+        path,
+        *SMALL,
+        "--phase",
+        phase,
+        "--method",
+        method,
+        "--time-limit=1",
+        "--out",
+        out,
+    )
     found = measure(capsys, *words)
     with np.load(out) as written:
-        sample, source, rank, baseline = (written[key] for key in ("sample", "source", "rank", "baseline_rank"))
+        sample, source, rank, baseline = (
+            written[key] for key in ("sample", "source", "rank", "baseline_rank")
+        )
     assert np.array_equal(sample, np.random.default_rng(3).choice(3000, 1200, replace=False))
     assert np.array_equal(source, np.arange(1200) // 40)
     length = omni_corpus(3000, 0)[phase][sample]
@@ -38,10 +51,17 @@ def test_figures_follow_from_the_written_assignments(capsys, tmp_path, method, p
     assert np.array_equal(rank >= 0, present)
     assert np.array_equal(baseline >= 0, present)
 
-    length, source, rank, baseline = length[present], source[present], rank[present], baseline[present]
+    length, source, rank, baseline = (
+        length[present],
+        source[present],
+        rank[present],
+        baseline[present],
+    )
     after, before = (inter_node(length, source, to, 30, 4) for to in (rank, baseline))
     assert found["sent_max_reduction"] == pytest.approx(1 - after.sent.max() / before.sent.max())
-    assert found["received_max_reduction"] == pytest.approx(1 - after.received.max() / before.received.max())
+    assert found["received_max_reduction"] == pytest.approx(
+        1 - after.received.max() / before.received.max()
+    )
     assert found["total_reduction"] == pytest.approx(1 - after.total / before.total)
     cost = np.bincount(rank, length, 30)
     assert found["after"] == pytest.approx(cost.max() / cost.mean())

@@ -10,7 +10,10 @@ from mmjax import bench
 from mmjax.benchmarks import papers
 
 # Rows of Cornstarch's tables 3 and 10 whose throughputs cannot follow from their stage times.
-CONTRADICTORY = {"LLM-M VLM-S", *(f"LLM-S {kind}-{size}" for kind in ("VLM", "ALM") for size in "SML")}
+CONTRADICTORY = {
+    "LLM-M VLM-S",
+    *(f"LLM-S {kind}-{size}" for kind in ("VLM", "ALM") for size in "SML"),
+}
 
 
 def test_textbook_schedules_take_their_closed_forms():
@@ -23,7 +26,8 @@ def test_measured_layer_times_give_omnibals_partition_and_flops_another():
     assert papers.omnibal_exact()
     rows = papers.omnibal_partition_rows()
     sent = {row.case.split()[0]: row.predicted for row in rows if "MB sent" in row.case}
-    # One cut in the encoder instead of the LLM: 9,225 x 3,200 for 4,096 x 6,144 values of two bytes.
+    # One cut in the encoder instead of the LLM: 9,225 x 3,200 for 4,096 x 6,144 values of two
+    # bytes.
     assert sent["layers"] == pytest.approx(2 * (9225 * 3200 - 4096 * 6144) / 2**20)
 
 
@@ -39,7 +43,10 @@ def test_a_row_says_whether_the_better_side_is_predicted():
 def test_frozen_modules_have_the_backward_passes_that_were_measured_within_what_recomputing_takes():
     rows = {row.case.split(":")[0]: row for row in papers.backward_rows()}
     assert rows["encoder, frozen"].error < 0.001
-    assert max(row.error for case, row in rows.items() if "trained" in case and "frozen" not in case) < 0.1
+    assert (
+        max(row.error for case, row in rows.items() if "trained" in case and "frozen" not in case)
+        < 0.1
+    )
     # Of a frozen LLM behind a projector: gradients of the inputs, and what is recomputed.
     frozen = rows["LLM, frozen behind a trained projector"]
     assert 2 < frozen.reported < frozen.predicted < 3
@@ -48,7 +55,9 @@ def test_frozen_modules_have_the_backward_passes_that_were_measured_within_what_
 def test_a_row_counts_where_nothing_contradicts_it_by_the_constant_that_says_what_does():
     assert papers.Row("", "", 1.2, 1.1).counts()
     assert not papers.Row("", "", None).counts()
-    assert not papers.Row("", "", 1.2, 1.1, contradiction="its stage times allow 1.3 to 1.4").counts(np.inf)
+    assert not papers.Row(
+        "", "", 1.2, 1.1, contradiction="its stage times allow 1.3 to 1.4"
+    ).counts(np.inf)
     differing = papers.Row("", "", 1.2, 1.1, same_layers=1.78)
     assert not differing.counts()
     assert differing.conflict() == "the same layers take 1.78 times as long"
@@ -86,4 +95,7 @@ def test_the_papers_tables_are_predicted_and_our_partition_is_never_slower(capsy
     assert min(min(row["ours"].values()) for row in frozen.values()) >= 1 - 1e-9
     nine = [row for row in found["rows"] if row["source"] == "OmniBal appendix table 1"]
     assert len(nine) == 9
-    assert all({"paper", "parameters", "layers", "profile", "omnibal", "cornstarch"} == set(r["ours"]) for r in nine)
+    assert all(
+        {"paper", "parameters", "layers", "profile", "omnibal", "cornstarch"} == set(r["ours"])
+        for r in nine
+    )

@@ -29,7 +29,11 @@ def test_samples_of_both_sides_have_the_same_tokens_labels_and_images(tmp_path):
     write_records(tmp_path / "data", "tiny", 6, seed=0)
     save_checkpoint(tmp_path / "model", SIZES["tiny"], seed=0)
     prepare_samples(tmp_path / "model", tmp_path / "data")
-    place = {"folder": str(tmp_path / "side"), "checkpoint": str(tmp_path / "model"), "data": str(tmp_path / "data")}
+    place = {
+        "folder": str(tmp_path / "side"),
+        "checkpoint": str(tmp_path / "model"),
+        "data": str(tmp_path / "data"),
+    }
     name, changes = words(Task(**place, tune="full", precision="float32", batch=2, seed=0))
     (source,) = open_sources(load(find_config(name), changes), "train", tmp_path).values()
     image = json.loads((tmp_path / "model" / "config.json").read_text())["image_token_id"]
@@ -98,7 +102,9 @@ os._exit(1)
 """
 
 
-def test_a_side_takes_the_steps_requested_is_stopped_between_them_and_ends_with_a_command_that_is_killed(tmp_path):
+def test_a_side_takes_the_steps_requested_is_stopped_between_them_and_ends_with_a_command_that_is_killed(
+    tmp_path,
+):
     (tmp_path / "counting.py").write_text(COUNTING)
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
     command = [sys.executable, "-c", ABANDONED, str(tmp_path / "side")]
@@ -110,17 +116,29 @@ def test_a_side_takes_the_steps_requested_is_stopped_between_them_and_ends_with_
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("words", [["--against", "padded", "grouped", "--start"], ["--tune=lora", "--dtypes=bfloat16"]])
+@pytest.mark.parametrize(
+    "words", [["--against", "padded", "grouped", "--start"], ["--tune=lora", "--dtypes=bfloat16"]]
+)
 def test_a_tiny_race_runs_in_turns_begins_with_the_same_loss_and_is_drawn(capsys, tmp_path, words):
-    tiny = "--tiny", "--segments=2", "--steps=1", "--records=24", f"--picture={tmp_path / 'race.svg'}"
+    tiny = (
+        "--tiny",
+        "--segments=2",
+        "--steps=1",
+        "--records=24",
+        f"--picture={tmp_path / 'race.svg'}",
+    )
     ended = run(capsys, bench.main, "peer", "--json", *tiny, *words)
     assert ended.code == 0, ended.err
     assert "tokens a CPU second" in (tmp_path / "race.svg").read_text()
     rows = json.loads(ended.out)
-    assert [row["Trainer"] for row in rows] == (["padded", "grouped"] if "--start" in words else ["padded"])
+    assert [row["Trainer"] for row in rows] == (
+        ["padded", "grouped"] if "--start" in words else ["padded"]
+    )
     for row in rows:
         assert 0 < row["min"] <= row["median"] <= row["max"]
-        assert row["loss error"] <= (peer.TOLERANCE if row["dtype"] == "float32" else peer.TOLERANCE_BFLOAT16)
+        assert row["loss error"] <= (
+            peer.TOLERANCE if row["dtype"] == "float32" else peer.TOLERANCE_BFLOAT16
+        )
         figures = ["tokens/CPU s", "samples/s", "padding", "GB"]
         figures += ["cold start s", "warm start s"] if "--start" in words else []
         for figure in figures:

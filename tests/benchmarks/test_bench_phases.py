@@ -22,9 +22,13 @@ def test_placing_jointly_makes_every_phase_even_and_moves_nothing_with_many_samp
     assert list(found)[-1] == "bound"
     for phase in ("llm", "vision", "audio"):
         assert jointly[f"worst_{phase}"] <= 0.01 < order[f"mean_{phase}"]
-        assert bound[f"mean_{phase}"] <= min(jointly[f"mean_{phase}"], apart[f"mean_{phase}"]) + 1e-9
+        assert (
+            bound[f"mean_{phase}"] <= min(jointly[f"mean_{phase}"], apart[f"mean_{phase}"]) + 1e-9
+        )
     assert llm["mean_llm"] <= 0.01 < llm["mean_vision"]
-    assert order["wire_share"] == llm["wire_share"] == jointly["wire_share"] == 0 < apart["wire_share"]
+    assert (
+        order["wire_share"] == llm["wire_share"] == jointly["wire_share"] == 0 < apart["wire_share"]
+    )
 
 
 def test_nodes_exchange_among_themselves(capsys):
@@ -32,7 +36,9 @@ def test_nodes_exchange_among_themselves(capsys):
     assert 0 < found["post"]["wire_share"] < found["apart"]["wire_share"]
 
 
-@pytest.mark.parametrize(("word", "said"), [("--ranks=0", "--ranks 0"), ("--ranks-per-node=-1", "--ranks-per-node -1")])
+@pytest.mark.parametrize(
+    ("word", "said"), [("--ranks=0", "--ranks 0"), ("--ranks-per-node=-1", "--ranks-per-node -1")]
+)
 def test_bad_options_are_told_in_one_line(capsys, word, said):
     ended = run(capsys, bench.main, "phases", word)
     assert ended.code == 2

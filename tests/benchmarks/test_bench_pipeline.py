@@ -28,7 +28,9 @@ from mmjax.planning.simulate import StageTimes, simulate
 
 def task(*delays: float) -> Task:
     variants = tuple(Variant(name, delay) for name in ("1f1b", "eager") for delay in delays)
-    return Task(RELATIVE, tuple(2 * n for n in RELATIVE), microbatches=16, variants=variants, repeats=2)
+    return Task(
+        RELATIVE, tuple(2 * n for n in RELATIVE), microbatches=16, variants=variants, repeats=2
+    )
 
 
 def test_a_process_for_every_stage_is_simulated_as_the_schedule_and_fewer_run_their_stages_in_turn():
@@ -37,9 +39,12 @@ def test_a_process_for_every_stage_is_simulated_as_the_schedule_and_fewer_run_th
     made = task(0.0, 0.5)
     times = [np.tile(np.array(t)[:, None], (1, 16)) for t in (made.forward, made.backward)]
     for variant in made.variants:
-        alone = simulate(make_schedule(variant.schedule, graph, 16), StageTimes(*times, transfer=variant.delay))
+        alone = simulate(
+            make_schedule(variant.schedule, graph, 16), StageTimes(*times, transfer=variant.delay)
+        )
         assert simulated_seconds(graph, 4, made, variant) == alone.makespan
-        # The LLM's process has 2 stages of 3 for each microbatch, and waits for nothing but the first.
+        # The LLM's process has 2 stages of 3 for each microbatch, and waits for nothing but the
+        # first.
         halves = simulated_seconds(graph, 2, made, variant)
         assert 16 * 2 * 3 < halves < 16 * 2 * 3 + 8
         assert simulated_seconds(graph, 1, made, variant) == 16 * 3 * sum(RELATIVE)
@@ -82,7 +87,15 @@ def test_a_delayed_piece_is_sent_by_another_thread():
 
 @pytest.mark.exhaustive
 def test_the_command_measures_driving_steps_and_reordering(capsys):
-    words = ("--steps=1", "--processes", "2", "--repeats=1", "--microbatches=4", "--milliseconds=5", "--transfer=5")
+    words = (
+        "--steps=1",
+        "--processes",
+        "2",
+        "--repeats=1",
+        "--microbatches=4",
+        "--milliseconds=5",
+        "--transfer=5",
+    )
     ended = run(capsys, bench.main, "pipeline", *words, "--json")
     assert ended.code == 0, ended.err
     figures = json.loads(ended.out)
@@ -91,7 +104,11 @@ def test_the_command_measures_driving_steps_and_reordering(capsys):
     assert list(ratios) == ["1f1b", "1f1b with transfers", "eager", "eager with transfers"]
     # Passes take as long as they are told at least, whatever the load.
     assert min(ratios.values()) > 0.99
-    assert figures["hidden_2_processes"].keys() == figures["simulated_hidden_2_processes"].keys() == {"1f1b", "eager"}
+    assert (
+        figures["hidden_2_processes"].keys()
+        == figures["simulated_hidden_2_processes"].keys()
+        == {"1f1b", "eager"}
+    )
     for microbatches in (8, 32):
         gains = figures[f"reorder_gain_{microbatches}_microbatches"]
         assert 1 < gains["0.3"] < gains["1.0"]
@@ -100,7 +117,10 @@ def test_the_command_measures_driving_steps_and_reordering(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--processes", "3"], "--processes 3: four stages of one device run in 1, 2 or 4 processes"),
+        (
+            ["--processes", "3"],
+            "--processes 3: four stages of one device run in 1, 2 or 4 processes",
+        ),
         (["--repeats=0"], "--repeats 0: give more than 0"),
     ],
 )

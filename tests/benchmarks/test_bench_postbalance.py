@@ -31,7 +31,15 @@ def measure(capsys, *words) -> dict:
 def test_figures_follow_from_the_written_assignment(capsys, corpus, tmp_path, cost, method):
     out = tmp_path / "out.npz"
     found = measure(
-        capsys, "--lengths", corpus, "--phase=audio", *SMALL, f"--cost={cost}", f"--method={method}", "--out", out
+        capsys,
+        "--lengths",
+        corpus,
+        "--phase=audio",
+        *SMALL,
+        f"--cost={cost}",
+        f"--method={method}",
+        "--out",
+        out,
     )
     with np.load(out) as written:
         sample, source, rank = written["sample"], written["source"], written["rank"]

@@ -7,7 +7,14 @@ from commands import run
 
 from mmjax import bench
 
-SMALL = ("--preset=omni-10b", "--samples=4000", "--steps=2", "--ranks=8", "--shards=8", "--per-rank=8")
+SMALL = (
+    "--preset=omni-10b",
+    "--samples=4000",
+    "--steps=2",
+    "--ranks=8",
+    "--shards=8",
+    "--per-rank=8",
+)
 
 
 def rows(capsys, *words: str) -> dict[str, dict]:
@@ -42,7 +49,11 @@ def test_what_fits_nowhere_is_said_with_what_it_would_need(capsys):
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("--memory=0", "--memory 0.0"), ("--shards=0", "--shards 0"), ("--host-memory=-1", "--host-memory -1.0")],
+    [
+        ("--memory=0", "--memory 0.0"),
+        ("--shards=0", "--shards 0"),
+        ("--host-memory=-1", "--host-memory -1.0"),
+    ],
 )
 def test_bad_options_are_told_in_one_line(capsys, word, said):
     ended = run(capsys, bench.main, "remat", word)

@@ -12,7 +12,17 @@ from mmjax import bench
 
 @pytest.mark.exhaustive
 def test_spmd_compares_steps_of_every_number_of_microbatches_with_their_prediction(capsys):
-    ended = run(capsys, bench.main, "spmd", "--width=64", "--microbatches", "1", "2", "--seconds=0", "--json")
+    ended = run(
+        capsys,
+        bench.main,
+        "spmd",
+        "--width=64",
+        "--microbatches",
+        "1",
+        "2",
+        "--seconds=0",
+        "--json",
+    )
     assert ended.code == 0, ended.err
     one, two = json.loads(ended.out)
     assert [(row["devices"], row["microbatches"]) for row in (one, two)] == [(8, 1), (8, 2)]

@@ -30,7 +30,12 @@ def parsed(*words: str):
 def test_options_have_the_types_of_their_defaults():
     args = parsed("--ranks=2", "--seconds=3", "--sizes", "5", "6", "--lengths", "a.npz", "--tiny")
     assert (args.ranks, args.seconds, args.sizes, args.lengths) == (2, 3.0, [5, 6], [Path("a.npz")])
-    assert (args.tiny, parsed().tiny, parsed().seeds, parsed("a.b=1").changes) == (True, False, None, ["a.b=1"])
+    assert (args.tiny, parsed().tiny, parsed().seeds, parsed("a.b=1").changes) == (
+        True,
+        False,
+        None,
+        ["a.b=1"],
+    )
     check_options(args, OPTIONS)
     check_options(parsed(), OPTIONS)
 

@@ -7,8 +7,26 @@ from contextlib import suppress
 import pytest
 from commands import SHIPPED
 
-from mmjax.config import Adafactor, AdamW, IsfGrouping, Muon, NoGrouping, PackGrouping, Rates, Samples, Tokens
-from mmjax.config.loading import apply_overrides, describe, differences, from_json, keys_of, load, to_json
+from mmjax.config import (
+    Adafactor,
+    AdamW,
+    IsfGrouping,
+    Muon,
+    NoGrouping,
+    PackGrouping,
+    Rates,
+    Samples,
+    Tokens,
+)
+from mmjax.config.loading import (
+    apply_overrides,
+    describe,
+    differences,
+    from_json,
+    keys_of,
+    load,
+    to_json,
+)
 from mmjax.errors import UserError
 
 STEPS = load("tiny_omni").training.steps
@@ -46,7 +64,11 @@ def message(*overrides: str) -> str:
         ("optimizer=adamw", "optimizer", AdamW()),
         ("optimizer=adafactor", "optimizer", Adafactor()),
         ("optimizer.moments=int8", "optimizer.moments", "int8"),
-        ("optimizer.modules.vision.learning_rate=0.1", "optimizer.modules", {"vision": Rates(learning_rate=0.1)}),
+        (
+            "optimizer.modules.vision.learning_rate=0.1",
+            "optimizer.modules",
+            {"vision": Rates(learning_rate=0.1)},
+        ),
         (
             "optimizer.modules.audio.connector.weight_decay=0",
             "optimizer.modules",
@@ -68,7 +90,13 @@ def test_an_override_is_read_by_its_fields_type(override: str, key: str, value: 
 
 def test_overrides_apply_in_order_and_a_new_kind_takes_its_own_fields() -> None:
     config = load(
-        "tiny_omni", ["batch.grouping=isf", "batch.grouping.iterations=5", "batch.size=tokens", "batch.size.count=9"]
+        "tiny_omni",
+        [
+            "batch.grouping=isf",
+            "batch.grouping.iterations=5",
+            "batch.size=tokens",
+            "batch.size.count=9",
+        ],
     )
     assert config.batch.grouping == IsfGrouping(iterations=5)
     assert config.batch.size == Tokens(9)
@@ -76,18 +104,31 @@ def test_overrides_apply_in_order_and_a_new_kind_takes_its_own_fields() -> None:
 
 
 def test_naming_the_kind_that_is_there_keeps_its_settings() -> None:
-    assert load("tiny_omni", ["optimizer.momentum=0.5", "optimizer=muon"]).optimizer == Muon(momentum=0.5)
+    assert load("tiny_omni", ["optimizer.momentum=0.5", "optimizer=muon"]).optimizer == Muon(
+        momentum=0.5
+    )
 
 
 def test_none_clears_an_optional_value_and_braces_clear_a_dict() -> None:
     rate = "optimizer.modules.llm.learning_rate"
     assert load("tiny_omni", [f"{rate}=0.1", f"{rate}=none"]).optimizer.modules == {"llm": Rates()}
-    assert apply_overrides(load("tiny_omni", [f"{rate}=0.1"]), ["optimizer.modules={}"]).optimizer.modules == {}
+    assert (
+        apply_overrides(
+            load("tiny_omni", [f"{rate}=0.1"]), ["optimizer.modules={}"]
+        ).optimizer.modules
+        == {}
+    )
 
 
 def test_an_argument_of_a_function_keeps_the_kind_of_value_it_looks_like() -> None:
-    lines = [f"data.sources.own.arguments.{a}" for a in ("n=3", "x=0.5", "on=true", "name=abc", 'digits="3"')]
-    function = ["data.sources.own=function", "data.sources.own.function=mmjax.data.toy.dataset:EmbeddedDataset"]
+    lines = [
+        f"data.sources.own.arguments.{a}"
+        for a in ("n=3", "x=0.5", "on=true", "name=abc", 'digits="3"')
+    ]
+    function = [
+        "data.sources.own=function",
+        "data.sources.own.function=mmjax.data.toy.dataset:EmbeddedDataset",
+    ]
     source = load("tiny_omni", [*function, *lines]).data.sources["own"]
     assert source.arguments == {"n": 3, "x": 0.5, "on": True, "name": "abc", "digits": "3"}
     assert [type(v) for v in source.arguments.values()] == [int, float, bool, str, str]
@@ -101,7 +142,10 @@ def test_an_argument_of_a_function_keeps_the_kind_of_value_it_looks_like() -> No
         ("steps=3", "unknown key 'steps': did you mean 'training.steps'?"),
         ("sead=3", "unknown key 'sead': did you mean 'seed'?"),
         ("seed.x=3", "unknown key 'seed.x': seed is int, it has no fields"),
-        ("batch.grouping.kind=isf", "unknown key 'batch.grouping.kind': say batch.grouping=<kind> (pack, isf, none)"),
+        (
+            "batch.grouping.kind=isf",
+            "unknown key 'batch.grouping.kind': say batch.grouping=<kind> (pack, isf, none)",
+        ),
         (
             "batch.grouping.iterations=5",
             "unknown key 'batch.grouping.iterations': batch.grouping is 'pack'; say batch.grouping=isf first",
@@ -111,7 +155,10 @@ def test_an_argument_of_a_function_keeps_the_kind_of_value_it_looks_like() -> No
             "unknown key 'model.encoders.visoin.width': there is no 'model.encoders.visoin'; "
             "say model.encoders.visoin=<kind> first (vision, audio)",
         ),
-        ("batch.grouping=ifs", "batch.grouping: got 'ifs'; expected a kind: pack, isf, none: did you mean 'isf'?"),
+        (
+            "batch.grouping=ifs",
+            "batch.grouping: got 'ifs'; expected a kind: pack, isf, none: did you mean 'isf'?",
+        ),
         ("training.steps=many", "training.steps: got 'many'; expected int"),
         ("training.steps=1e3", "training.steps: got '1e3'; expected int"),
         ("training.clip=nan", "training.clip: got 'nan'; expected a finite float"),
@@ -125,21 +172,35 @@ def test_an_argument_of_a_function_keeps_the_kind_of_value_it_looks_like() -> No
             "optimizer.modules.llm.learning_rate: got 'fast'; expected a finite float or none",
         ),
         ("schedule=2", "schedule: got '2', but it has fields; did you mean schedule.warmup=2?"),
-        ("schedule=cosine", "schedule: got 'cosine', but it has fields; set one of schedule.warmup, schedule.final"),
-        ("batch.size=4", "batch.size: got '4'; expected a kind: samples, tokens: did you mean batch.size.count=4?"),
+        (
+            "schedule=cosine",
+            "schedule: got 'cosine', but it has fields; set one of schedule.warmup, schedule.final",
+        ),
+        (
+            "batch.size=4",
+            "batch.size: got '4'; expected a kind: samples, tokens: did you mean batch.size.count=4?",
+        ),
         (
             "optimizer=0.1",
             "optimizer: got '0.1'; expected a kind: adamw, muon, adafactor: did you mean optimizer.learning_rate=0.1?",
         ),
-        ("model.lora.llm=8", "model.lora.llm: got '8', but it has fields; did you mean model.lora.llm.rank=8?"),
+        (
+            "model.lora.llm=8",
+            "model.lora.llm: got '8', but it has fields; did you mean model.lora.llm.rank=8?",
+        ),
         ("batch.rows=2", "batch.rows: got '2', but it has entries by name; write batch.rows.llm=2"),
         ("compiler=2", "compiler: got '2', but it has entries by name; write compiler.NAME=2"),
-        ("units.llm.pipelines=2", "unknown key 'units.llm.pipelines': did you mean 'units.llm.pipeline'?"),
+        (
+            "units.llm.pipelines=2",
+            "unknown key 'units.llm.pipelines': did you mean 'units.llm.pipeline'?",
+        ),
         ("batch.size=tokens", "missing key 'batch.size.count', int: it has no default; give it"),
         ("--steps", "'--steps' is not an override; write key=value, such as training.steps=100"),
     ],
 )
-def test_a_wrong_override_says_what_was_given_and_what_is_expected(override: str, error: str) -> None:
+def test_a_wrong_override_says_what_was_given_and_what_is_expected(
+    override: str, error: str
+) -> None:
     assert message(override) == error
 
 
@@ -149,7 +210,8 @@ def test_a_tuple_with_a_wrong_entry_names_the_entry() -> None:
     )
 
 
-# -------------------------------------------------------------------------------------- JSON, printing, comparing
+# -------------------------------------------------------------------------------------- JSON,
+# printing, comparing
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -199,7 +261,11 @@ def test_every_printed_line_is_a_valid_override(overrides: list[str]) -> None:
             '"patsh"',
             "unknown key 'model.encoders.vision.patsh': did you mean 'model.encoders.vision.patch'?",
         ),
-        ('"kind": "pack"', '"kind": "pac"', "batch.grouping: unknown kind 'pac': did you mean 'pack'?"),
+        (
+            '"kind": "pack"',
+            '"kind": "pac"',
+            "batch.grouping: unknown kind 'pac': did you mean 'pack'?",
+        ),
         ('"kind": "pack",', "", "batch.grouping: unknown kind None"),
         (f'"steps": {STEPS}', '"steps": true', "training.steps: got a bool, True; expected int"),
         ('"heads": 4,', "", "missing key 'model.llm.heads', int"),
@@ -223,7 +289,9 @@ def test_json_of_something_else_is_refused() -> None:
 
 def test_differences_are_lines_of_old_and_new() -> None:
     a = load("tiny_omni")
-    b = load("tiny_omni", ["training.steps=100", "batch.grouping=isf", "model.llm.remat=none,none,full"])
+    b = load(
+        "tiny_omni", ["training.steps=100", "batch.grouping=isf", "model.llm.remat=none,none,full"]
+    )
     assert differences(a, a) == []
     assert differences(a, b) == [
         "batch.grouping: pack -> isf",
@@ -249,17 +317,23 @@ def test_numbers_that_nothing_holds_are_one_line_for_every_key(number: str) -> N
     with pytest.raises(UserError, match=r"^training\.steps: "):
         apply_overrides(tiny, [f"training.steps={number}"])
     text = to_json(tiny).replace(f'"steps": {STEPS}', f'"steps": {number}')
-    with pytest.raises(UserError, match=r"training\.steps: a whole number beyond|the stored config is not JSON"):
+    with pytest.raises(
+        UserError, match=r"training\.steps: a whole number beyond|the stored config is not JSON"
+    ):
         from_json(text)
 
 
-def test_another_kind_of_source_takes_over_path_and_folders_and_nothing_that_means_something_else() -> None:
+def test_another_kind_of_source_takes_over_path_and_folders_and_nothing_that_means_something_else() -> (
+    None
+):
     words = ["data.sources.mine=llava", "data.sources.mine.path=a.jsonl"]
     words += ["data.sources.mine.outside=allow", "data.sources.mine.weight=2"]
     folder = "data.sources.mine.images=photos"
     columns = "data.sources.mine.messages=messages"
     for kind, images, more in (("messages", "photos", [folder]), ("parquet", "", [])):
         behind = [columns] if kind == "parquet" else []
-        source = load("tiny_omni", [*words, *more, f"data.sources.mine={kind}", *behind]).data.sources["mine"]
+        source = load(
+            "tiny_omni", [*words, *more, f"data.sources.mine={kind}", *behind]
+        ).data.sources["mine"]
         assert (source.kind, source.path, source.images) == (kind, "a.jsonl", images)
         assert (source.outside, source.weight) == ("allow", 2)

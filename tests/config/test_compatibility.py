@@ -16,26 +16,44 @@ from mmjax.errors import UserError
 PAGE = Path(__file__).parents[2] / "docs" / "unsupported.md"
 DELTA_NET = " ".join(
     f"model.llm.delta_net.{key}={value}"
-    for key, value in {"layers": 0, "key_heads": 2, "value_heads": 2, "key_width": 16, "value_width": 16}.items()
+    for key, value in {
+        "layers": 0,
+        "key_heads": 2,
+        "value_heads": 2,
+        "key_width": 16,
+        "value_width": 16,
+    }.items()
 )
 EXPERTS = " ".join(
-    f"model.llm.experts.{key}={value}" for key, value in {"layers": 1, "count": 4, "per_token": 2, "width": 32}.items()
+    f"model.llm.experts.{key}={value}"
+    for key, value in {"layers": 1, "count": 4, "per_token": 2, "width": 32}.items()
 )
-# A config and settings that have both features of a conflict, and what is in its error; two have tests of their own.
+# A config and settings that have both features of a conflict, and what is in its error; two have
+# tests of their own.
 BOTH = [
-    ("tiny_dpo", "model.encoders.vision.dropout=0.1", "loss=dpo does not work with model.encoders.vision.dropout"),
+    (
+        "tiny_dpo",
+        "model.encoders.vision.dropout=0.1",
+        "loss=dpo does not work with model.encoders.vision.dropout",
+    ),
     ("tiny_dpo", DELTA_NET, "loss=dpo does not work with model.llm.delta_net"),
     ("tiny_dpo", "model.llm.items=prefix", "loss=dpo does not work with model.llm.items=prefix"),
     ("tiny_vlm", f"{DELTA_NET} model.llm.items=isolated", "use model.llm.items=causal"),
     ("tiny_vlm", f"{DELTA_NET} mesh.context=2", "use mesh.context=1"),
-    ("tiny_vlm", "model.llm.layers=3 model.llm.fp8=linears mesh.tensor=2", "would cut its products; use mesh.tensor=1"),
+    (
+        "tiny_vlm",
+        "model.llm.layers=3 model.llm.fp8=linears mesh.tensor=2",
+        "would cut its products; use mesh.tensor=1",
+    ),
     ("tiny_vlm", f"{EXPERTS} model.llm.quantize=int8 model.llm.frozen=true", "use quantize=none"),
     ("mllm_9b", "model.lora.all.layers=picture.*", "is a UNet, whose blocks take no adapters"),
 ]
 
 
 @pytest.mark.parametrize(("config", "words", "error"), BOTH, ids=[words for _, words, _ in BOTH])
-def test_a_config_with_both_features_is_refused_by_key_and_remedy(config: str, words: str, error: str) -> None:
+def test_a_config_with_both_features_is_refused_by_key_and_remedy(
+    config: str, words: str, error: str
+) -> None:
     with pytest.raises(UserError, match=re.escape(error)):
         load(find_config(config), words.split())
 
@@ -48,7 +66,9 @@ def test_losses_of_answers_are_refused_where_images_are_made() -> None:
 
 def test_a_unet_alone_on_its_devices_is_not_cut() -> None:
     model = load(find_config("mllm_9b")).model
-    check_conflicts(Features(model, layouts={"mesh": (MeshConfig(tensor=2), ("llm", "vision", "picture"))}))
+    check_conflicts(
+        Features(model, layouts={"mesh": (MeshConfig(tensor=2), ("llm", "vision", "picture"))})
+    )
     with pytest.raises(UserError, match="the blocks of a UNet, model"):
         check_conflicts(Features(model, layouts={"units.picture": (Unit(tensor=2), ("picture",))}))
 

@@ -19,7 +19,9 @@ from mmjax.config.loading import from_json, to_json
 from mmjax.config.validation import validate
 from mmjax.errors import UserError
 
-UNET = UnetConfig(condition_width=8, widths=(8, 16), heads=(1, 2), attending=(True, False), groups=4, size=(8, 8))
+UNET = UnetConfig(
+    condition_width=8, widths=(8, 16), heads=(1, 2), attending=(True, False), groups=4, size=(8, 8)
+)
 
 
 def with_generator(generator, name="picture"):
@@ -43,16 +45,40 @@ def test_a_config_with_a_generator_is_valid_and_is_stored_whole(generator):
         (replace(PICTURE, queries=0), r"queries=0: must be at least 1"),
         (replace(PICTURE, width=33), r"width=33 does not divide by heads=2"),
         (replace(PICTURE, width=34), r"width=34: sines and cosines .* use a multiple of 4"),
-        (replace(PICTURE, micro_conditions=True), r"width=32: sines and cosines .* use a multiple of 12"),
-        (replace(PICTURE, connector=ConnectorConfig(merge=2)), r"connector\.merge=2: it reads the hidden state"),
-        (replace(PICTURE, flow=FlowMatching(condition_dropout=1.0)), r"flow\.condition_dropout=1\.0"),
-        (replace(PICTURE, flow=FlowMatching(weight=0.0)), r"flow\.weight=0\.0: must be more than 0"),
-        (replace(PICTURE, flow=FlowMatching(weight=-1.0)), r"flow\.weight=-1\.0: must be more than 0"),
-        (replace(PICTURE, latents=PixelLatents(std=(0.0,))), r"latents\.std=\(0\.0,\): must be more than 0"),
-        (replace(PICTURE, latents=PixelLatents(3, (0.5, 0.5))), r"latents\.mean has 2 values for channels=3"),
+        (
+            replace(PICTURE, micro_conditions=True),
+            r"width=32: sines and cosines .* use a multiple of 12",
+        ),
+        (
+            replace(PICTURE, connector=ConnectorConfig(merge=2)),
+            r"connector\.merge=2: it reads the hidden state",
+        ),
+        (
+            replace(PICTURE, flow=FlowMatching(condition_dropout=1.0)),
+            r"flow\.condition_dropout=1\.0",
+        ),
+        (
+            replace(PICTURE, flow=FlowMatching(weight=0.0)),
+            r"flow\.weight=0\.0: must be more than 0",
+        ),
+        (
+            replace(PICTURE, flow=FlowMatching(weight=-1.0)),
+            r"flow\.weight=-1\.0: must be more than 0",
+        ),
+        (
+            replace(PICTURE, latents=PixelLatents(std=(0.0,))),
+            r"latents\.std=\(0\.0,\): must be more than 0",
+        ),
+        (
+            replace(PICTURE, latents=PixelLatents(3, (0.5, 0.5))),
+            r"latents\.mean has 2 values for channels=3",
+        ),
         (replace(UNET, heads=(1,)), r"heads names 1 levels, widths 2"),
         (replace(UNET, groups=3), r"groups=3 does not divide the width 8"),
-        (replace(UNET, size=(8, 9)), r"size=\(8, 9\): 2 levels halve it 1 times; use multiples of 2"),
+        (
+            replace(UNET, size=(8, 9)),
+            r"size=\(8, 9\): 2 levels halve it 1 times; use multiples of 2",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_refused_by_key(generator, said):
@@ -62,7 +88,11 @@ def test_what_cannot_be_built_is_refused_by_key(generator, said):
 
 def test_unets_and_generators_connectors_take_no_adapters():
     for generator, pattern, said in (
-        (UNET, "picture.*", r"'picture\.\*': model\.generators\.picture is a UNet, whose blocks take no adapters"),
+        (
+            UNET,
+            "picture.*",
+            r"'picture\.\*': model\.generators\.picture is a UNet, whose blocks take no adapters",
+        ),
         (PICTURE, "picture.connector.*", r"'picture\.connector\.\*' matches no linear layer"),
     ):
         config = with_generator(generator)
@@ -87,9 +117,18 @@ EYES = {"vision": Unit(), "llm": Unit()}
     ("units", "message"),
     [
         (EYES, "units: picture has no devices"),
-        (EYES | {"picture": Unit(expert=2)}, r"units\.picture\.expert=2: the LLM alone has experts"),
-        (EYES | {"picture": Unit(pipeline=3)}, r"units\.picture\.pipeline=3 makes 3 stages of 2 layers"),
-        (EYES | {"picture": Unit(tensor=4)}, r"units\.picture\.tensor=4 does not divide model\.generators\.picture"),
+        (
+            EYES | {"picture": Unit(expert=2)},
+            r"units\.picture\.expert=2: the LLM alone has experts",
+        ),
+        (
+            EYES | {"picture": Unit(pipeline=3)},
+            r"units\.picture\.pipeline=3 makes 3 stages of 2 layers",
+        ),
+        (
+            EYES | {"picture": Unit(tensor=4)},
+            r"units\.picture\.tensor=4 does not divide model\.generators\.picture",
+        ),
         (
             {"items": Unit(modules=("vision", "picture")), "llm": Unit()},
             r"units\.items\.modules: the LLM stands between encoders and model\.generators\.picture",

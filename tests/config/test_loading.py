@@ -27,7 +27,8 @@ from mmjax.cost.table import parameters
 from mmjax.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-WHOLE = [name for name in SHIPPED if name != "mmscale"]  # not those that are made of parts of another
+# not those that are made of parts of another
+WHOLE = [name for name in SHIPPED if name != "mmscale"]
 
 VARIANT = """
 from dataclasses import replace
@@ -42,9 +43,13 @@ def config() -> Config:
 """
 
 
-def write_variant(folder: Path, name: str, base: str = "tiny_omni", edits: str = "", more: str = "") -> Path:
+def write_variant(
+    folder: Path, name: str, base: str = "tiny_omni", edits: str = "", more: str = ""
+) -> Path:
     path = folder / f"{name}.py"
-    path.write_text(VARIANT.format(base=base, name=name, edits=f", {edits}" if edits else "") + more)
+    path.write_text(
+        VARIANT.format(base=base, name=name, edits=f", {edits}" if edits else "") + more
+    )
     return path
 
 
@@ -55,14 +60,17 @@ def message(path: str | Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------ files and names
+# ------------------------------------------------------------------------------------------------
+# files and names
 
 
 def test_the_default_is_tiny_omni() -> None:
     assert load(default_config()).name == "tiny_omni"
 
 
-@pytest.mark.parametrize("given", ["tiny_vlm", "tiny_vlm.py", "configs/tiny_vlm.py", "configs/tiny_vlm"])
+@pytest.mark.parametrize(
+    "given", ["tiny_vlm", "tiny_vlm.py", "configs/tiny_vlm.py", "configs/tiny_vlm"]
+)
 def test_a_shipped_config_is_found_by_name_from_any_folder(
     given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,14 +78,18 @@ def test_a_shipped_config_is_found_by_name_from_any_folder(
     assert load(given).name == "tiny_vlm"
 
 
-def test_a_file_that_exists_goes_before_a_shipped_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_exists_goes_before_a_shipped_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
     write_variant(tmp_path / "configs", "tiny_vlm", edits="seed=7")
     assert load("configs/tiny_vlm.py").seed == 7
 
 
-def test_a_missing_file_names_what_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_names_what_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert message("tiny_vml") == "no config tiny_vml: did you mean 'tiny_vlm'?"
     assert message("gone/own.py") == "no config gone/own.py: gone has none"
     write_variant(tmp_path, "experiment")
@@ -129,18 +141,23 @@ def test_the_shipped_configs_are_what_their_names_say() -> None:
         ("internvl llm=70b", (70, 6)),
     ],
 )
-def test_the_large_configs_have_the_published_parameters(name: str, billions: tuple[float, ...]) -> None:
+def test_the_large_configs_have_the_published_parameters(
+    name: str, billions: tuple[float, ...]
+) -> None:
     config, *words = name.split()
     model = load(config, words).model
     counts = parameters(model)
-    assert [counts[module] / 1e9 for module in ("llm", *model.item_modules)] == pytest.approx(billions, rel=0.12)
+    assert [counts[module] / 1e9 for module in ("llm", *model.item_modules)] == pytest.approx(
+        billions, rel=0.12
+    )
 
 
 @pytest.mark.parametrize("name", ["omni_10b", "internvl_26b"])
 def test_configs_on_units_are_of_the_same_model(name: str) -> None:
     config = load(f"{name}_units")
     assert config.model == load(name).model
-    assert sum(map(unit_devices, config.units.values())) == 16  # two nodes, as their first lines say
+    # two nodes, as their first lines say
+    assert sum(map(unit_devices, config.units.values())) == 16
 
 
 def test_every_config_works_from_an_installed_package(tmp_path: Path) -> None:
@@ -164,10 +181,13 @@ def test_reading_a_config_does_not_import_jax() -> None:
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
-# ------------------------------------------------------------------------------------------------------- variants
+# --------------------------------------------------------------------------------------------------
+# variants
 
 
-def test_a_variant_of_a_variant_is_a_short_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_of_a_variant_is_a_short_edit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_variant(tmp_path, "first", edits="seed=3")
     second = write_variant(tmp_path, "second", "first", "device='cpu'")
     monkeypatch.chdir("/")
@@ -177,7 +197,11 @@ def test_a_variant_of_a_variant_is_a_short_edit(tmp_path: Path, monkeypatch: pyt
 
 def test_a_sibling_beside_the_file_goes_before_a_shipped_one(tmp_path: Path) -> None:
     shutil.copy(default_config(), tmp_path / "tiny_omni.py")
-    own = (tmp_path / "tiny_omni.py").read_text().replace('name="tiny_omni"', 'name="tiny_omni", seed=5')
+    own = (
+        (tmp_path / "tiny_omni.py")
+        .read_text()
+        .replace('name="tiny_omni"', 'name="tiny_omni", seed=5')
+    )
     (tmp_path / "tiny_omni.py").write_text(own)
     assert load(write_variant(tmp_path, "mine")).seed == 5
 
@@ -210,7 +234,8 @@ def test_a_config_may_define_dataclasses_of_its_own(tmp_path: Path) -> None:
     assert load(path).name == "mine"
 
 
-# ------------------------------------------------------------------------------------------------ faults of a file
+# ------------------------------------------------------------------------------------------------
+# faults of a file
 
 
 def test_an_exception_in_a_file_gives_its_file_and_line(tmp_path: Path) -> None:
@@ -225,7 +250,10 @@ def test_an_exception_in_a_file_gives_its_file_and_line(tmp_path: Path) -> None:
 
 def test_an_exception_in_a_sibling_gives_the_siblings_line(tmp_path: Path) -> None:
     (tmp_path / "first.py").write_text("def config():\n    raise ValueError('two\\nlines')\n")
-    assert message(write_variant(tmp_path, "second", "first")) == f"{tmp_path}/first.py:2: ValueError: two lines"
+    assert (
+        message(write_variant(tmp_path, "second", "first"))
+        == f"{tmp_path}/first.py:2: ValueError: two lines"
+    )
 
 
 def test_a_syntax_error_gives_its_line(tmp_path: Path) -> None:
@@ -244,7 +272,10 @@ def test_a_file_with_a_null_byte_is_named(tmp_path: Path) -> None:
 def test_a_file_without_config_says_what_it_needs(tmp_path: Path) -> None:
     path = tmp_path / "empty.py"
     path.write_text("config = 3\n")
-    assert message(path) == f"{path}:1: has no function config; a config file defines def config() -> Config"
+    assert (
+        message(path)
+        == f"{path}:1: has no function config; a config file defines def config() -> Config"
+    )
 
 
 def test_another_return_type_gives_the_line_of_config(tmp_path: Path) -> None:
@@ -259,9 +290,15 @@ def test_another_return_type_gives_the_line_of_config(tmp_path: Path) -> None:
         ("seed='1'", "seed: got a str, '1'; expected int"),
         ("seed=True", "seed: got a bool, True; expected int"),
         ("seed=1.0", "seed: got a float, 1.0; expected int"),
-        ("device='gpus'", "device: got a str, 'gpus'; expected one of auto, cpu, gpu, tpu: did you mean 'gpu'?"),
+        (
+            "device='gpus'",
+            "device: got a str, 'gpus'; expected one of auto, cpu, gpu, tpu: did you mean 'gpu'?",
+        ),
         ("schedule=None", "schedule: got none; expected Schedule"),
-        ("optimizer={'kind': 'adamw'}", "optimizer: got a dict; expected a kind: adamw, muon, adafactor"),
+        (
+            "optimizer={'kind': 'adamw'}",
+            "optimizer: got a dict; expected a kind: adamw, muon, adafactor",
+        ),
         ("mesh=replace(base.config().mesh, fsdp=[2])", "mesh.fsdp: got a list; expected int"),
         (
             "batch=replace(base.config().batch, rows={'llm': 8, 3: 2})",
@@ -273,13 +310,17 @@ def test_another_return_type_gives_the_line_of_config(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_value_of_another_type_gives_its_key_and_the_line_that_has_it(tmp_path: Path, edits: str, error: str) -> None:
+def test_a_value_of_another_type_gives_its_key_and_the_line_that_has_it(
+    tmp_path: Path, edits: str, error: str
+) -> None:
     path = write_variant(tmp_path, "mine", edits=edits)
     assert message(path) == f"{path}:10: {error}"
 
 
 def test_a_whole_number_is_a_float_where_a_float_is_meant(tmp_path: Path) -> None:
-    path = write_variant(tmp_path, "mine", edits="optimizer=replace(base.config().optimizer, learning_rate=1)")
+    path = write_variant(
+        tmp_path, "mine", edits="optimizer=replace(base.config().optimizer, learning_rate=1)"
+    )
     rate = load(path).optimizer.learning_rate
     assert rate == 1.0
     assert type(rate) is float
@@ -298,7 +339,8 @@ def test_edit_validates_and_leaves_the_old_config() -> None:
         apply_overrides(config, ["training.steps=0"])
 
 
-# ------------------------------------------------------------------------------------------------------ functions
+# --------------------------------------------------------------------------------------------------
+# functions
 
 SOURCE = """
 
@@ -393,7 +435,9 @@ def test_a_function_of_the_config_needs_the_runs_folder(tmp_path: Path) -> None:
             resolve("config:numbers", folder)
 
 
-def test_a_function_that_the_file_does_not_have_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+def test_a_function_that_the_file_does_not_have_is_refused_when_it_is_loaded(
+    tmp_path: Path,
+) -> None:
     path = write_variant(tmp_path, "mine", edits=OWN)
     assert message(path) == f"{path}: data.sources.own.function: no function 'numbers' in {path}"
 
@@ -421,9 +465,13 @@ def test_a_config_may_ask_for_words(tmp_path: Path) -> None:
     path.write_text(ASKS)
     made = load(path, ["label=mine", "training.steps=70", "size=7"])
     assert (made.name, made.training.steps, made.seed) == ("mine", 70, 7)
-    with pytest.raises(UserError, match=r"asks\.py: config\(\) asks for label; say it after the config's name: label="):
+    with pytest.raises(
+        UserError,
+        match=r"asks\.py: config\(\) asks for label; say it after the config's name: label=",
+    ):
         load(path, ["size=7"])
-    path.write_text(ASKS.replace("size", "data"))  # as some parameter of a recipe is called, and `mesh.data`
+    # as some parameter of a recipe is called, and `mesh.data`
+    path.write_text(ASKS.replace("size", "data"))
     assert load(path, ["label=mine", "mesh.data=2"]).mesh.data == 2
     path.write_text(ASKS)
     with pytest.raises(UserError, match=r"^unknown key 'labell': did you mean 'label'"):
@@ -461,7 +509,9 @@ def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_ro
         "tiny_omni", "training.epochs=2", "training.steps=7"
     )
     for line in ("training.steps=0", "training.epochs=0", "training.epochs=-1"):
-        assert "training.steps=0: must be at least 1, or give training.epochs above 0" in message("tiny_omni", line)
+        assert "training.steps=0: must be at least 1, or give training.epochs above 0" in message(
+            "tiny_omni", line
+        )
     for endless in ("inf", "nan", "1e400"):
         assert "training.epochs" in message("tiny_omni", f"training.epochs={endless}")
 
@@ -475,10 +525,15 @@ def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_ro
         ),
         (("units.llm.data=2", "units={}"), ("units.llm.data=2 is undone by units={}",)),
         (("place=x", "run=y"), ("place=x and run=y set run twice",)),
-        (("steps=7", "training.steps=8"), ("steps=7 and training.steps=8 set training.steps twice",)),
+        (
+            ("steps=7", "training.steps=8"),
+            ("steps=7 and training.steps=8 set training.steps twice",),
+        ),
     ],
 )
-def test_an_override_or_argument_without_effect_is_refused_with_what_undoes_it(words, named, tmp_path) -> None:
+def test_an_override_or_argument_without_effect_is_refused_with_what_undoes_it(
+    words, named, tmp_path
+) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "from dataclasses import replace\n"

@@ -10,7 +10,13 @@ from typing import get_args
 
 from mmjax.config import BatchConfig, Config, PackGrouping, QuestionsSource
 from mmjax.config.codec import field_hints, union_members
-from mmjax.config.loading import default_config, describe, describe_with_meanings, load, shipped_configs
+from mmjax.config.loading import (
+    default_config,
+    describe,
+    describe_with_meanings,
+    load,
+    shipped_configs,
+)
 from mmjax.config.meanings import field_comments, first_line
 
 
@@ -46,9 +52,16 @@ def test_every_key_of_every_section_has_a_meaning() -> None:
 
 def test_a_meaning_is_the_comment_behind_a_field_or_right_above_it() -> None:
     comments = field_comments(PackGrouping)
-    assert comments["chunk_steps"] == "steps that are planned together and drained; resuming replays one chunk"
-    assert field_comments(BatchConfig)["balance"] == "where samples run; which ones a step has is the same"
-    assert field_comments(QuestionsSource)["outside"] == "references that lead out of its folders"  # of its base
+    assert (
+        comments["chunk_steps"]
+        == "steps that are planned together and drained; resuming replays one chunk"
+    )
+    assert (
+        field_comments(BatchConfig)["balance"]
+        == "where samples run; which ones a step has is the same"
+    )
+    # of its base
+    assert field_comments(QuestionsSource)["outside"] == "references that lead out of its folders"
     assert "size" not in field_comments(BatchConfig)
 
 

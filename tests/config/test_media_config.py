@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from mmjax.config import AnyRes, AsIs, DynamicTiles, FixedSize, ImagePreparation, MediaLimits, SmartResize, WhisperMel
+from mmjax.config import (
+    AnyRes,
+    AsIs,
+    DynamicTiles,
+    FixedSize,
+    ImagePreparation,
+    MediaLimits,
+    SmartResize,
+    WhisperMel,
+)
 from mmjax.config.assignment import assign
 from mmjax.config.codec import decode, encode, leaves
 from mmjax.config.model_validation import check_limits
 from mmjax.errors import UserError
 
-ALL = (AsIs(), FixedSize(), FixedSize(square=(1, 2, 3), resize=(), crop=()), SmartResize(), DynamicTiles(), AnyRes())
+ALL = (
+    AsIs(),
+    FixedSize(),
+    FixedSize(square=(1, 2, 3), resize=(), crop=()),
+    SmartResize(),
+    DynamicTiles(),
+    AnyRes(),
+)
 
 
 @pytest.mark.parametrize("how", ALL)
@@ -27,14 +43,26 @@ def test_every_preparation_is_stored_as_a_tree_and_as_lines(how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (FixedSize(resize=(1, 2, 3)), "images.resize=1,2,3: give the shortest edge, or height and width"),
+        (
+            FixedSize(resize=(1, 2, 3)),
+            "images.resize=1,2,3: give the shortest edge, or height and width",
+        ),
         (FixedSize(resize=(0,)), "images.resize=0: must be more than 0"),
         (FixedSize(crop=(224,)), "images.crop=224: give height and width, or nothing"),
-        (FixedSize(square=(1, 2, 256)), "images.square=1,2,256: give red, green and blue, each 0 to 255"),
+        (
+            FixedSize(square=(1, 2, 256)),
+            "images.square=1,2,256: give red, green and blue, each 0 to 255",
+        ),
         (SmartResize(merge=0), "images.merge=0: must be at least 1"),
-        (SmartResize(min_pixels=9, max_pixels=8), "images.max_pixels=8: must be at least min_pixels=9"),
+        (
+            SmartResize(min_pixels=9, max_pixels=8),
+            "images.max_pixels=8: must be at least min_pixels=9",
+        ),
         (DynamicTiles(tile=()), "images.tile=(): give height and width"),
-        (DynamicTiles(min_tiles=3, max_tiles=2), "images.max_tiles=2: must be at least min_tiles=3"),
+        (
+            DynamicTiles(min_tiles=3, max_tiles=2),
+            "images.max_tiles=2: must be at least min_tiles=3",
+        ),
         (AnyRes(pinpoints=()), "images.pinpoints is empty; name some, such as 672x336"),
         (AnyRes(pinpoints=("336x500",)), "'336x500' is no HEIGHTxWIDTH in multiples of tile=336"),
         (AnyRes(pinpoints=("336",)), "'336' is no HEIGHTxWIDTH"),

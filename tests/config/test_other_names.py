@@ -35,7 +35,12 @@ TOWER = {
     "image_size": 16,
     "patch_size": 4,
 }
-LLAVA = {"model_type": "llava", "text_config": LLM, "vision_config": TOWER, "image_token_index": 303}
+LLAVA = {
+    "model_type": "llava",
+    "text_config": LLM,
+    "vision_config": TOWER,
+    "image_token_index": 303,
+}
 # A value for what stands in place of one.
 VALUES = {
     "N": "2",
@@ -72,17 +77,30 @@ def test_every_key_that_a_name_is_answered_with_is_there(tmp_path):
         key, _, value = spelling.partition("=")
         given = {"checkpoint": tmp_path, "data": "questions.json"}
         if key not in given:
-            text = "true" if key.endswith(".frozen") else "cpu" if key in TEXT else VALUES.get(value, value)
+            text = (
+                "true"
+                if key.endswith(".frozen")
+                else "cpu"
+                if key in TEXT
+                else VALUES.get(value, value)
+            )
             given[key.replace("NAME", "chat")] = "1" if text == "{}" else text
         said = said_of([f"{key}={text}" for key, text in given.items()])
-        # A value may not go with the rest of the config; the key must be there, and take such a value.
+        # A value may not go with the rest of the config; the key must be there, and take such a
+        # value.
         assert "unknown key" not in said or "say loss=dpo first" in said, spelling
         assert f"{key}: got" not in said, spelling
 
 
 def test_a_name_of_another_stack_is_answered_alike_bare_and_in_any_section():
     for name, (spelling, about) in OTHER_NAMES.items():
-        for key in (name, f"training.{name}", f"nothing.at_all.{name}", name.upper(), name.replace("_", "-")):
+        for key in (
+            name,
+            f"training.{name}",
+            f"nothing.at_all.{name}",
+            name.upper(),
+            name.replace("_", "-"),
+        ):
             assert (key_of(spelling) or about) in name_here(key, "7")
     assert message("tiny_omni", "gradient_accumulation_steps=4").startswith(
         "unknown key 'gradient_accumulation_steps': here it is batch.microbatches=4 ("
@@ -103,7 +121,10 @@ def test_a_name_of_another_stack_is_answered_alike_bare_and_in_any_section():
         (("--training.max_steps=10",), "here it is training.steps=10"),
         (("--bf16",), "here it is training.precision=bfloat16"),
         (("--bf16", "training.steps=3"), "here it is training.precision=bfloat16"),
-        (("--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct"), "here it is checkpoint=Qwen/Qwen2.5-VL-3B-Instruct"),
+        (
+            ("--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct"),
+            "here it is checkpoint=Qwen/Qwen2.5-VL-3B-Instruct",
+        ),
         (("--per_device_train_batch_size", "4"), "here it is batch.size.count=N"),
         (("--report_to", "wandb"), "here it is training.wandb=PROJECT"),
         (("--freeze_vision_tower", "false"), "here it is model.encoders.vision.frozen=false"),
@@ -138,5 +159,7 @@ def test_what_only_units_or_only_the_mesh_have_is_said_of_the_other(word, answer
 def test_generate_without_a_question_asks_for_one_in_one_line(words, capsys):
     ended = run(capsys, generate.main, *words)
     assert ended.code == 2
-    assert ended.err.startswith('error: there is no question; put one behind the model: python -m mmjax.generate run "')
+    assert ended.err.startswith(
+        'error: there is no question; put one behind the model: python -m mmjax.generate run "'
+    )
     assert ended.err.count("\n") == 1

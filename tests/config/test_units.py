@@ -24,13 +24,19 @@ GOOD = ("units.vision.data=2", "units.audio.fsdp=1", "units.llm.pipeline=3")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("units.vision.data=2", "units.llm.data=1"), "audio has no devices; add units.audio.data=1"),
+        (
+            ("units.vision.data=2", "units.llm.data=1"),
+            "audio has no devices; add units.audio.data=1",
+        ),
         (("units.vison.data=2",), "units.vison, which is no module: did you mean 'vision'"),
         ((ALL, "units.llm.data=1"), "units.llm, which units.all has already"),
         ((*GOOD[:2], "units.llm.pipeline=4"), "makes 4 stages of 3 layers; use at most 3"),
         ((*GOOD[:2], "units.llm.tensor=3"), "units.llm.tensor=3 does not divide model.llm.heads=4"),
         ((*GOOD[:2], "units.llm.data=0"), "units.llm.data=0: must be at least 1"),
-        ((*GOOD, "units.llm.cuts=1"), "units.llm.cuts=1: give 2 in ascending order, among llm.1 to llm.2"),
+        (
+            (*GOOD, "units.llm.cuts=1"),
+            "units.llm.cuts=1: give 2 in ascending order, among llm.1 to llm.2",
+        ),
         ((*GOOD, "units.llm.cuts=2,1"), "in ascending order"),
         (
             (
@@ -41,20 +47,48 @@ GOOD = ("units.vision.data=2", "units.audio.fsdp=1", "units.llm.pipeline=3")
             "units.vision.pipeline=1",
         ),
         ((*GOOD, "mesh.fsdp=2"), "mesh.fsdp: modules with units have their devices from these"),
-        ((*GOOD, "mesh.context=2"), "leave mesh as it is, or units empty, or set units.llm.context=2"),
         (
-            (*GOOD[:2], "units.llm.tensor=2", "units.llm.sequence_parallel=on", "batch.alignment=3"),
+            (*GOOD, "mesh.context=2"),
+            "leave mesh as it is, or units empty, or set units.llm.context=2",
+        ),
+        (
+            (
+                *GOOD[:2],
+                "units.llm.tensor=2",
+                "units.llm.sequence_parallel=on",
+                "batch.alignment=3",
+            ),
             "units.llm.sequence_parallel=on: units.llm.tensor=2 does not divide rows of batch.alignment=3; use "
             "batch.alignment=6",
         ),
-        ((*GOOD[:2], "units.llm.expert=2"), "units.llm.expert=2: model.llm.experts is none; use units.llm.fsdp, or"),
-        (("units.vision.expert=2", *GOOD[1:]), "the LLM alone has experts; use units.vision.fsdp=2"),
-        (("units.vision.exchange=ragged", *GOOD[1:]), "units.vision.exchange=ragged: it is of the LLM's stages; set"),
-        ((*GOOD, "units.llm.encoders=data"), "units.llm.encoders=data: this unit has no encoder; set it in the units"),
-        (("units.vision.tensor=3", *GOOD[1:]), "heads=4; use a divisor of it, or units.vision.encoders=data"),
+        (
+            (*GOOD[:2], "units.llm.expert=2"),
+            "units.llm.expert=2: model.llm.experts is none; use units.llm.fsdp, or",
+        ),
+        (
+            ("units.vision.expert=2", *GOOD[1:]),
+            "the LLM alone has experts; use units.vision.fsdp=2",
+        ),
+        (
+            ("units.vision.exchange=ragged", *GOOD[1:]),
+            "units.vision.exchange=ragged: it is of the LLM's stages; set",
+        ),
+        (
+            (*GOOD, "units.llm.encoders=data"),
+            "units.llm.encoders=data: this unit has no encoder; set it in the units",
+        ),
+        (
+            ("units.vision.tensor=3", *GOOD[1:]),
+            "heads=4; use a divisor of it, or units.vision.encoders=data",
+        ),
         ((*GOOD, "mesh.expert=2"), "or set units.llm.expert=2"),
         (
-            (*GOOD[:2], "units.llm.context=2", "units.llm.tensor=2", "mesh.context_attention=heads"),
+            (
+                *GOOD[:2],
+                "units.llm.context=2",
+                "units.llm.tensor=2",
+                "mesh.context_attention=heads",
+            ),
             "units.llm.context=2 x tensor=2 does not divide model.llm.kv_heads=2, as context_attention=heads needs; "
             "use units.llm.context_attention=gather",
         ),
@@ -72,22 +106,63 @@ GOOD = ("units.vision.data=2", "units.audio.fsdp=1", "units.llm.pipeline=3")
         ),
         ((*GOOD[:2], "units.llm.context=0"), "units.llm.context=0: must be at least 1"),
         ((*GOOD, "pipeline.schedule=interleaved"), "set units.llm.virtual=2"),
-        ((*BESIDE, "units.vision.data=4"), "units.vision.data=4: a copy has the layout of units.llm; leave data"),
-        ((*BESIDE[:2], "units.llm.data=2"), "units.llm is one stage, where nothing waits; name vision in its modules"),
+        (
+            (*BESIDE, "units.vision.data=4"),
+            "units.vision.data=4: a copy has the layout of units.llm; leave data",
+        ),
+        (
+            (*BESIDE[:2], "units.llm.data=2"),
+            "units.llm is one stage, where nothing waits; name vision in its modules",
+        ),
         (
             (*BESIDE[:2], "units.llm.pipeline=2", "units.llm.virtual=2", "model.llm.layers=4"),
             "units.vision.beside=llm: units.llm has virtual=2, and encoders are nested in 1f1b's order; leave it at 1",
         ),
-        (("units.vision.beside=lm", *BESIDE[1:]), "units.vision.beside=lm, which is no unit: did you mean 'llm'"),
-        (("units.vision.beside=audio", *GOOD[1:]), "units.audio is without the LLM; name the unit that has it"),
-        (("units.vision.beside=llm", "units.text.modules=llm", "units.text.beside=vision", GOOD[1]), "is no unit"),
-        ((*BESIDE, "pipeline.schedule=eager"), "is for pipeline.schedule=nested, not eager; leave the schedule auto"),
-        ((*GOOD, "pipeline.schedule=nested"), "no unit is beside another; set beside=llm in the units of encoders"),
-        ((*BESIDE, "pipeline.stage_times=(1,2)"), "has 2 numbers: 9 stages need 18, forward and backward of"),
-        ((*BESIDE, "units.vision.virtual=3"), "units.vision.pipeline=1 x virtual=3 makes 3 stages of 2 layers"),
-        (("units.vision.virtual=2", *GOOD[1:]), "divides the layers of an LLM that is alone in its unit"),
         (
-            (*GOOD[:2], "units.llm.pipeline=2", "units.llm.virtual=2", "model.llm.layers=4", "batch.microbatches=3"),
+            ("units.vision.beside=lm", *BESIDE[1:]),
+            "units.vision.beside=lm, which is no unit: did you mean 'llm'",
+        ),
+        (
+            ("units.vision.beside=audio", *GOOD[1:]),
+            "units.audio is without the LLM; name the unit that has it",
+        ),
+        (
+            (
+                "units.vision.beside=llm",
+                "units.text.modules=llm",
+                "units.text.beside=vision",
+                GOOD[1],
+            ),
+            "is no unit",
+        ),
+        (
+            (*BESIDE, "pipeline.schedule=eager"),
+            "is for pipeline.schedule=nested, not eager; leave the schedule auto",
+        ),
+        (
+            (*GOOD, "pipeline.schedule=nested"),
+            "no unit is beside another; set beside=llm in the units of encoders",
+        ),
+        (
+            (*BESIDE, "pipeline.stage_times=(1,2)"),
+            "has 2 numbers: 9 stages need 18, forward and backward of",
+        ),
+        (
+            (*BESIDE, "units.vision.virtual=3"),
+            "units.vision.pipeline=1 x virtual=3 makes 3 stages of 2 layers",
+        ),
+        (
+            ("units.vision.virtual=2", *GOOD[1:]),
+            "divides the layers of an LLM that is alone in its unit",
+        ),
+        (
+            (
+                *GOOD[:2],
+                "units.llm.pipeline=2",
+                "units.llm.virtual=2",
+                "model.llm.layers=4",
+                "batch.microbatches=3",
+            ),
             "batch.microbatches=3 is no multiple of units.llm.pipeline=2, as interleaved stages need; set "
             "batch.microbatches=4",
         ),
@@ -113,19 +188,28 @@ def test_units_take_devices_in_order_and_their_stages_layers():
         ("llm[2:3]", [5]),
     ]
     assert schedule_name(config) == "1f1b"
-    with pytest.raises(UserError, match=r"the units need 6 devices \(vision 2 \+ audio 1 \+ llm 3\) and there are 8"):
+    with pytest.raises(
+        UserError,
+        match=r"the units need 6 devices \(vision 2 \+ audio 1 \+ llm 3\) and there are 8",
+    ):
         unit_meshes(config, jax.devices())
 
 
 def test_every_stage_has_the_layout_of_its_unit():
     words = (
         *("units.vision.tensor=2", "units.vision.encoders=data", "units.audio.context=2"),
-        *("units.llm.tensor=2", "units.llm.sequence_parallel=overlap", "mesh.context_attention=gather"),
+        *(
+            "units.llm.tensor=2",
+            "units.llm.sequence_parallel=overlap",
+            "mesh.context_attention=gather",
+        ),
     )
     config = load(find_config("tiny_omni"), words)
     model = Model.build(config.model, "float32", stage_cuts(config))
     vision, audio, llm = place_stages(config, model, jax.devices()[:6])
-    assert vision.rules == ShardingRules(item_rows=(*RANKS, CONTEXT, TENSOR), context_attention="gather")
+    assert vision.rules == ShardingRules(
+        item_rows=(*RANKS, CONTEXT, TENSOR), context_attention="gather"
+    )
     assert audio.rules == ShardingRules(context_attention="gather")
     sequence = (CONTEXT, TENSOR)
     assert llm.rules == ShardingRules(sequence=sequence, ring=(TENSOR,), context_attention="gather")
@@ -134,7 +218,9 @@ def test_every_stage_has_the_layout_of_its_unit():
     # Two ranks of each encoder's rows, on one rank of the LLM.
     assert units_topology(config.units).encoders_per_rank == 2
     ragged = load(find_config("tiny_omni"), (*words, "units.llm.exchange=ragged"))
-    with pytest.raises(UserError, match=r"units\.llm\.exchange=ragged: a CPU .*; use units\.llm\.exchange=padded"):
+    with pytest.raises(
+        UserError, match=r"units\.llm\.exchange=ragged: a CPU .*; use units\.llm\.exchange=padded"
+    ):
         unit_meshes(ragged, jax.devices()[:6])
 
 
@@ -166,7 +252,8 @@ def test_microbatches_are_reordered_by_the_stages_that_are_run(words):
     run = stage_graph(placed)
     assert (times.graph.depths, times.graph.workers) == (run.depths, run.workers)
     llm = [number for number, stage in enumerate(placed) if stage.stage.text]
-    # A row twice as long takes the LLM more than twice as long, and no encoder longer; the last stage has the logits.
+    # A row twice as long takes the LLM more than twice as long, and no encoder longer; the last
+    # stage has the logits.
     for number, on_devices in enumerate(placed):
         short, long = times.forward[number]
         # Of a stage that encodes too, only the LLM's part grows.
@@ -176,7 +263,9 @@ def test_microbatches_are_reordered_by_the_stages_that_are_run(words):
 
 
 def test_encoders_rows_are_planned_for_ranks_that_all_units_divide():
-    config = load(find_config("tiny_omni"), ("units.vision.data=3", "units.audio.data=1", "units.llm.data=2"))
+    config = load(
+        find_config("tiny_omni"), ("units.vision.data=3", "units.audio.data=1", "units.llm.data=2")
+    )
     topology = units_topology(config.units)
     assert (topology.ranks, topology.encoders_per_rank) == (2, 3)
 

@@ -54,7 +54,10 @@ def test_a_layer_of_a_new_kind_is_planned_without_a_word_in_planning(unknown: Mo
     work = row_work(unknown, shape)["llm"]
     products = 2 * 128 * 32 * 96  # of the first matrix; no gradient needs what the second makes
     assert products < recompute_flops(unknown, "llm", work, "full") < 1.1 * products
-    stages = [stage_flops(unknown, "llm", layers, ("none",) * len(layers), shape) for layers in (range(2), range(2, 5))]
+    stages = [
+        stage_flops(unknown, "llm", layers, ("none",) * len(layers), shape)
+        for layers in (range(2), range(2, 5))
+    ]
     assert sum(stage.total for stage in stages) == pytest.approx(flops.total)
     saved = saved_bytes_per_layer(unknown, "llm", (2, 64), "bfloat16")
     assert saved["full"] == SavedBytes(128 * 2 * 32)
@@ -78,15 +81,20 @@ def test_a_convolution_counts_the_taps_that_lie_on_the_image() -> None:
     assert operations(2, 2) == 2 * 5 * 7 * 11 * (1 + 3 + 2) ** 2
 
 
-def test_a_program_names_the_towers_and_connectors_that_its_products_belong_to_and_each_needs_its_own() -> None:
+def test_a_program_names_the_towers_and_connectors_that_its_products_belong_to_and_each_needs_its_own() -> (
+    None
+):
     config = make_model()
     towers = {"llm": config.llm, **config.encoders}
-    model = Model.build(config, jnp.float32, {name: tuple(range(1, tower.layers)) for name, tower in towers.items()})
+    model = Model.build(
+        config, jnp.float32, {name: tuple(range(1, tower.layers)) for name, tower in towers.items()}
+    )
     batch = make_batch(config, {"llm": (1, 12), "vision": (1, 8), "audio": (1, 12)})
     program = jax.make_jaxpr(lambda params, batch: model_outputs(model, params, batch).hidden)(
         model.abstract, batch
     ).jaxpr
-    found = {"llm": 2 * 12 * config.llm.width * config.llm.vocab}  # of the logits, which no program of these makes
+    # of the logits, which no program of these makes
+    found = {"llm": 2 * 12 * config.llm.width * config.llm.vocab}
     for operation in list_operations(program):
         if operation.is_product:
             tower, *inside = operation.scope.removeprefix("/").split("/")
@@ -100,7 +108,9 @@ def test_loops_count_as_often_as_they_run() -> None:
     def loop(x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, _: (x @ x, None), x, None, 7)[0]
 
-    (found,) = [x for x in list_operations(jax.make_jaxpr(loop)(jnp.zeros((3, 3))).jaxpr) if x.is_product]
+    (found,) = [
+        x for x in list_operations(jax.make_jaxpr(loop)(jnp.zeros((3, 3))).jaxpr) if x.is_product
+    ]
     assert found.count == 7 * 2 * 27
 
 

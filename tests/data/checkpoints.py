@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Backend
 from transformers import TokenizersBackend
 
@@ -17,13 +26,27 @@ CORPUS = [
     "USER: hello ASSISTANT: hi there [INST] question [/INST] answer user assistant system",
 ] * 4
 QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-QWEN_VL = (*CHATML, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|box_start|>")
+QWEN_VL = (
+    *CHATML,
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|box_start|>",
+)
 QWEN_AUDIO = (*CHATML, "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
 INTERNVL = (*CHATML, "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
-LLAMA3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+LLAMA3 = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
 GEMMA = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
 GEMMA_IMAGES = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 
@@ -41,15 +64,23 @@ def byte_level(tokens: tuple[str, ...], bos: str = "", trim: bool = True) -> Bac
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.NFC()
     words = pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet))
+    backend.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet)
+    )
     backend.add_special_tokens(special(*tokens))
     after: list[processors.PostProcessor] = [processors.ByteLevel(trim_offsets=trim)]
     if bos:
         known = [(bos, backend.token_to_id(bos))]
-        after.append(processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=known))
+        after.append(
+            processors.TemplateProcessing(
+                single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=known
+            )
+        )
     backend.post_processor = processors.Sequence(after)
     return backend
 
@@ -59,7 +90,12 @@ def llama2(tokens: tuple[str, ...] = ()) -> Backend:
     first = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     backend = Backend(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
-    pieces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    pieces = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     backend.decoder = decoders.Sequence(pieces)
     lines = [word for line in CORPUS for word in line.replace(" ", "\0 ").split("\0")]
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=first, max_token_length=12)
@@ -71,10 +107,14 @@ def llama2(tokens: tuple[str, ...] = ()) -> Backend:
 def unigram() -> Backend:
     """SentencePiece's Unigram, with ▁ before every word."""
     backend = Backend(models.Unigram())
-    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
     backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", "always")
     backend.decoder = decoders.Metaspace("▁", "always")
-    trainer = trainers.UnigramTrainer(vocab_size=200, unk_token="<unk>", special_tokens=["<unk>", "<s>", "</s>"])
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, unk_token="<unk>", special_tokens=["<unk>", "<s>", "</s>"]
+    )
     backend.train_from_iterator(CORPUS, trainer)
     return with_bos(backend, "<s>")
 
@@ -84,7 +124,9 @@ def gemma(tokens: tuple[str, ...] = ()) -> Backend:
     backend = Backend(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     first = [*GEMMA, *tokens, *(f"<0x{i:02X}>" for i in range(256))]
     backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=600, special_tokens=first))
     backend.add_special_tokens(special(*GEMMA, *tokens))
@@ -102,11 +144,14 @@ def with_bos(backend: Backend, bos: str) -> Backend:
 
 def save(folder: Path, backend: Backend, template: str = "", **named: str | dict[str, str]) -> Path:
     """Write a tokenizer's folder as transformers does, and its chat template."""
-    TokenizersBackend(tokenizer_object=backend, chat_template=template or None, **named).save_pretrained(folder)
+    TokenizersBackend(
+        tokenizer_object=backend, chat_template=template or None, **named
+    ).save_pretrained(folder)
     return folder
 
 
-# ------------------------------------------------------------------------------------------------------- templates
+# --------------------------------------------------------------------------------------------------
+# templates
 
 QWEN2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -207,7 +252,8 @@ LLAVA = (
     "{% generation %}{{ content['text'] + ' '}}{% endgeneration %}{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
-# The family's own has a space for the line break before an answer, unlike its prompt; such templates are refused.
+# The family's own has a space for the line break before an answer, unlike its prompt; such
+# templates are refused.
 LLAVA_ONEVISION = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}"

@@ -30,7 +30,9 @@ def picture(height: int = 6, width: int = 9, colour: int = 100, kind: str = "PNG
 def clip(frames: int = 800, rate: int = 8000, kind: str = "WAV") -> bytes:
     """An encoded clip that rises from -0.5 to 0.5."""
     file = io.BytesIO()
-    soundfile.write(file, np.linspace(-0.5, 0.5, frames, dtype=np.float32), rate, "PCM_16", format=kind)
+    soundfile.write(
+        file, np.linspace(-0.5, 0.5, frames, dtype=np.float32), rate, "PCM_16", format=kind
+    )
     return file.getvalue()
 
 
@@ -71,8 +73,9 @@ def audio_length(file: Any) -> tuple[int, int]:
 class Server(ThreadingHTTPServer):
     """Counts requests and the bytes it gave; `broken` paths fail so often.
 
-    With `together`, `ALONE` requests are answered late, one by one if need be, and the next only once so many of them
-    are there: a client that goes on asking for one thing at a time waits in vain.
+    With `together`, `ALONE` requests are answered late, one by one if need be, and the next only
+    once so many of them are there: a client that goes on asking for one thing at a time waits in
+    vain.
     """
 
     ALONE = 16
@@ -97,7 +100,9 @@ class Server(ThreadingHTTPServer):
             self.arrival.notify_all()
             alone = self.arrived <= self.ALONE
             if not alone:
-                assert self.arrival.wait_for(lambda: self.arrived >= self.ALONE + self.together, 480)
+                assert self.arrival.wait_for(
+                    lambda: self.arrived >= self.ALONE + self.together, 480
+                )
         if alone:
             time.sleep(0.02)
 
@@ -131,7 +136,9 @@ class _Handler(SimpleHTTPRequestHandler):
 
     def _end(self, status: int, body: bytes, **headers: str) -> None:
         self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(body)), "Accept-Ranges": "bytes"}).items():
+        for name, value in (
+            headers | {"Content-Length": str(len(body)), "Accept-Ranges": "bytes"}
+        ).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":

@@ -35,8 +35,16 @@ from mmjax.data.sample import Item, Sample, SampleLengths, Text
 VOCAB = 50
 ONE_RANK = Topology()
 DRY_RUN_STEPS = 16  # enough to find shapes by, and quick
-VISION = VisionConfig(1, 16, 2, 16, patch=2, channels=1, connector=ConnectorConfig(merge=2))  # 4 x 4 pixels a token
-AUDIO = AudioConfig(1, 16, 2, 16, LogMel(mels=3, sample_rate=1000, window=8, hop=4), connector=ConnectorConfig(merge=3))
+# 4 x 4 pixels a token
+VISION = VisionConfig(1, 16, 2, 16, patch=2, channels=1, connector=ConnectorConfig(merge=2))
+AUDIO = AudioConfig(
+    1,
+    16,
+    2,
+    16,
+    LogMel(mels=3, sample_rate=1000, window=8, hop=4),
+    connector=ConnectorConfig(merge=3),
+)
 
 
 class Made:
@@ -59,8 +67,13 @@ class Made:
         segments, items = self.samples[index]
         text = sum(len(s.tokens) for s in segments if isinstance(s, Text))
         placed = sorted((s for s in segments if isinstance(s, Item)), key=lambda s: s.number)
-        sizes = [a.shape[:2] if s.encoder == "vision" else a.shape for s, a in zip(placed, items, strict=True)]
-        return SampleLengths(text, tuple((s.encoder, size) for s, size in zip(placed, sizes, strict=True)))
+        sizes = [
+            a.shape[:2] if s.encoder == "vision" else a.shape
+            for s, a in zip(placed, items, strict=True)
+        ]
+        return SampleLengths(
+            text, tuple((s.encoder, size) for s, size in zip(placed, sizes, strict=True))
+        )
 
     def sample(self, index: int) -> Sample:
         self.read.append(index)
@@ -71,7 +84,9 @@ class Made:
         return self.samples[index][1][number]
 
 
-def text(rng: np.random.Generator, n: int, branch: int = 0, start: int | None = None, first: bool = False) -> Text:
+def text(
+    rng: np.random.Generator, n: int, branch: int = 0, start: int | None = None, first: bool = False
+) -> Text:
     """Random tokens and weights; the `first` text of a branch has no weight on its first token."""
     weights = rng.integers(0, 3, n).astype(np.float32)
     weights[: int(first)] = 0
@@ -100,9 +115,13 @@ def random_samples(count: int, seed: int) -> Made:
             else:
                 segments.append(Item(("vision", "audio")[kind - 1], len(items), start))
                 size = rng.integers(1, 15, 2)
-                items.append(image(rng, *size) if kind == 1 else clip(rng, int(rng.integers(1, 150))))
+                items.append(
+                    image(rng, *size) if kind == 1 else clip(rng, int(rng.integers(1, 150)))
+                )
         for branch in range(1, rng.integers(1, 4)):
-            segments.append(text(rng, int(rng.integers(1, 5)), branch, [None, 64][rng.integers(2)], first=True))
+            segments.append(
+                text(rng, int(rng.integers(1, 5)), branch, [None, 64][rng.integers(2)], first=True)
+            )
             if rng.random() < 0.3:
                 segments.append(text(rng, 2, branch))
         samples.append((tuple(segments), items))
@@ -157,7 +176,9 @@ def index_of(source: Made, made: Config) -> LengthIndex:
     return build_index({"made": source}, made.model.encoders)
 
 
-def plan_of(parts: Parts, row: np.ndarray, lengths: tuple[int, ...], samples: np.ndarray) -> MicrobatchPlan:
+def plan_of(
+    parts: Parts, row: np.ndarray, lengths: tuple[int, ...], samples: np.ndarray
+) -> MicrobatchPlan:
     """One rank's plan by hand: parts one after the other in these rows, of which there are as many as they name."""
     rows = tuple(int(row[parts.module == k].max(initial=0)) + 1 for k in range(len(lengths)))
     offset = np.zeros(len(row), np.int64)

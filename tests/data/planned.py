@@ -10,7 +10,15 @@ from unittest import mock
 import numpy as np
 from made import DRY_RUN_STEPS, ONE_RANK, config, index_of, random_samples
 
-from mmjax.config import IsfGrouping, LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
+from mmjax.config import (
+    IsfGrouping,
+    LlmBalance,
+    NoBalance,
+    NoGrouping,
+    PackGrouping,
+    PostBalance,
+    Samples,
+)
 from mmjax.data.plan import step_plan
 from mmjax.data.plan.budget import Budget
 from mmjax.data.plan.fit_budget import make_budget
@@ -75,7 +83,9 @@ def laid_out(
 
 
 @cache
-def one_of_all(grouping, balance, topology: Topology, microbatches: int) -> tuple[StepPlanner, step_plan.RankLayout]:
+def one_of_all(
+    grouping, balance, topology: Topology, microbatches: int
+) -> tuple[StepPlanner, step_plan.RankLayout]:
     """Sixteen samples a step in three rows of each module, in every combination of these."""
     changes = {"grouping": grouping, "balance": balance, "microbatches": microbatches}
     return laid_out(topology=topology, size=Samples(16), **changes)
@@ -88,7 +98,9 @@ def with_shapes(planned: StepPlanner, *shapes: Shape) -> StepPlanner:
 def order_of_chunks(grouped: StepGrouper, chunks: int) -> np.ndarray:
     """The samples that the first chunks should hold."""
     pools = pools_of(grouped.index, grouped.weights, grouped.oversize)
-    stream = stream_of(grouped.batch, grouped.budget.samples_per_step, pools, grouped.weights, grouped.seed)
+    stream = stream_of(
+        grouped.batch, grouped.budget.samples_per_step, pools, grouped.weights, grouped.seed
+    )
     return np.concatenate([stream.chunk(c) for c in range(chunks)])
 
 

@@ -31,7 +31,9 @@ class RayCluster:
         }
         command = [sys.executable, __file__, *map(str, cpus)]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=variables, process_group=0)
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, env=variables, process_group=0
+        )
         self.address = self.process.stdout.readline().strip()
 
     def tell(self, *words: object) -> None:

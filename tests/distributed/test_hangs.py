@@ -17,7 +17,12 @@ from commands import TINY
 from restarts import steps_of
 from started import Ended, finish, launch, process_of, wait_until
 
-WORDS = ("training.steps=100000", "training.evaluate_every=0", "training.checkpoint_every=0", "batch.shapes=1")
+WORDS = (
+    "training.steps=100000",
+    "training.evaluate_every=0",
+    "training.checkpoint_every=0",
+    "batch.shapes=1",
+)
 SOON = ("training.watch.seconds=8", "training.watch.times=3")
 LIMIT = 8 + 60
 
@@ -106,7 +111,8 @@ def stop_one_of_four(run: Path, number: int, *words: str) -> Stopped:
         said = written(launched.stderr)
     finally:
         os.kill(stopped, signal.SIGCONT)
-    return Stopped(seconds, said, finish(launched, 50))  # before the launcher would end it: it finds out by itself
+    # before the launcher would end it: it finds out by itself
+    return Stopped(seconds, said, finish(launched, 50))
 
 
 def written(pipe: IO[str]) -> str:
@@ -177,11 +183,16 @@ def test_process_zero_that_is_killed_is_named_by_the_others(runs):
     os.kill(process_of(run, 0), signal.SIGKILL)
     ended = finish(launched, 50)
     assert ended.code == 137
-    assert "process 0 of this run's 2, which coordinates them, ended or cannot be reached; process 1 ends" in ended.err
+    assert (
+        "process 0 of this run's 2, which coordinates them, ended or cannot be reached; process 1 ends"
+        in ended.err
+    )
 
 
 @pytest.mark.exhaustive
-def test_a_process_whose_data_never_comes_is_named_and_its_workers_say_where_they_wait(runs, blocked):
+def test_a_process_whose_data_never_comes_is_named_and_its_workers_say_where_they_wait(
+    runs, blocked
+):
     run = runs / "blocked"
     launched = launch(2, blocked, f"run={run}", *WORDS, *SOON, devices=1)
     wait_until(lambda: len(steps_of(run)) >= 6)
@@ -211,7 +222,12 @@ def children(process: int) -> list[str]:
 @pytest.mark.exhaustive
 def test_a_step_that_is_slow_within_the_limits_is_left_alone(runs, blocked):
     run = runs / "slow"
-    words = ("training.steps=20", "data.sources.few.arguments.wait=6", "data.prefetch=1", "training.watch.seconds=60")
+    words = (
+        "training.steps=20",
+        "data.sources.few.arguments.wait=6",
+        "data.prefetch=1",
+        "training.watch.seconds=60",
+    )
     ended = finish(launch(1, blocked, f"run={run}", *WORDS[1:], *words, devices=1))
     assert ended.code == 0, ended
     waited = [record["seconds/step"] for record in steps_of(run).values()]

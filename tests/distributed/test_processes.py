@@ -14,7 +14,17 @@ import time
 import pytest
 from commands import TINY, TINY_DRAWING, TINY_MEDIA, run
 from restarts import last, steps_of
-from started import LOCAL, Ended, begin, environment, finish, free_port, launch, process_of, wait_until
+from started import (
+    LOCAL,
+    Ended,
+    begin,
+    environment,
+    finish,
+    free_port,
+    launch,
+    process_of,
+    wait_until,
+)
 
 from mmjax import train
 from mmjax.distributed import coordination
@@ -54,8 +64,15 @@ def test_two_processes_give_the_losses_of_one_which_goes_on_from_their_checkpoin
     [(TINY_MEDIA, ("vision", "audio")), (TINY_DRAWING, ("vision", "picture"))],
     ids=["seeing and hearing", "seeing and drawing"],
 )
-def test_ten_steps_and_a_resume_give_the_losses_of_one_process_whatever_their_number(config, modules, runs, tmp_path):
-    words = ("training.steps=10", "schedule.warmup=2", "training.checkpoint_every=5", "training.evaluate_every=0")
+def test_ten_steps_and_a_resume_give_the_losses_of_one_process_whatever_their_number(
+    config, modules, runs, tmp_path
+):
+    words = (
+        "training.steps=10",
+        "schedule.warmup=2",
+        "training.checkpoint_every=5",
+        "training.evaluate_every=0",
+    )
     one, two = (runs / f"{number}_{modules[-1]}" for number in ("one", "two"))
     assert together(1, config, f"run={one}", *words, devices=8).code == 0
     ended = together(2, config, f"run={two}", *words, devices=4)
@@ -64,10 +81,18 @@ def test_ten_steps_and_a_resume_give_the_losses_of_one_process_whatever_their_nu
     assert "; 0 programs compiled after the start" in ended.out
     wanted, found = steps_of(one), steps_of(two)
     assert list(wanted) == list(found) == list(range(1, 11))
-    same = ("samples", "fill/llm", *(f"fill/{module}" for module in modules), "dist_ratio/llm", "straggler_wait")
+    same = (
+        "samples",
+        "fill/llm",
+        *(f"fill/{module}" for module in modules),
+        "dist_ratio/llm",
+        "straggler_wait",
+    )
     kinds = ("loss", "image_loss/picture") if "picture" in modules else ("loss",)
     for step, record in wanted.items():
-        assert [found[step][kind] for kind in kinds] == pytest.approx([record[kind] for kind in kinds], rel=1e-4)
+        assert [found[step][kind] for kind in kinds] == pytest.approx(
+            [record[kind] for kind in kinds], rel=1e-4
+        )
         assert {key: found[step][key] for key in same} == {key: record[key] for key in same}
 
     # Half of it again, from the first half's checkpoint, by another number of processes.
@@ -80,12 +105,21 @@ def test_ten_steps_and_a_resume_give_the_losses_of_one_process_whatever_their_nu
     assert list(again) == list(range(1, 11))
     for step, record in wanted.items():
         assert again[step]["samples"] == record["samples"]
-        assert [again[step][kind] for kind in kinds] == pytest.approx([record[kind] for kind in kinds], rel=1e-4)
+        assert [again[step][kind] for kind in kinds] == pytest.approx(
+            [record[kind] for kind in kinds], rel=1e-4
+        )
 
 
 @pytest.mark.exhaustive
-def test_rows_over_the_devices_of_two_processes_give_the_losses_of_one_device_and_go_on_over_fewer(runs, tmp_path):
-    words = ("training.steps=12", "schedule.warmup=2", "training.checkpoint_every=4", "training.keep=9")
+def test_rows_over_the_devices_of_two_processes_give_the_losses_of_one_device_and_go_on_over_fewer(
+    runs, tmp_path
+):
+    words = (
+        "training.steps=12",
+        "schedule.warmup=2",
+        "training.checkpoint_every=4",
+        "training.keep=9",
+    )
     words += ("training.evaluate_every=0", "mesh.data=1")
     one, shared = runs / "whole_rows", runs / "shared_rows"
     assert together(1, TINY_MEDIA, f"run={one}", *words, devices=1).code == 0
@@ -99,7 +133,13 @@ def test_rows_over_the_devices_of_two_processes_give_the_losses_of_one_device_an
                 shutil.rmtree(shared / "checkpoints" / str(step), ignore_errors=True)
             (shared / "test.json").unlink()
             ended = together(
-                1, TINY_MEDIA, f"run={shared}", "--resume", *words, f"mesh.context={context}", devices=context
+                1,
+                TINY_MEDIA,
+                f"run={shared}",
+                "--resume",
+                *words,
+                f"mesh.context={context}",
+                devices=context,
             )
             assert ended.code == 0, ended
             assert f"at step {since}" in ended.out
@@ -111,10 +151,15 @@ def test_rows_over_the_devices_of_two_processes_give_the_losses_of_one_device_an
 
 
 @pytest.mark.exhaustive
-def test_a_process_killed_in_a_balanced_step_is_named_and_the_run_goes_on_exactly_with_others(folder):
+def test_a_process_killed_in_a_balanced_step_is_named_and_the_run_goes_on_exactly_with_others(
+    folder,
+):
     """Every phase balanced by itself, so that all steps wait for each other in all-to-alls."""
     words = ("training.evaluate_every=0", "training.checkpoint_every=10", "training.steps=100000")
-    words += ("batch.balance.locality=off", *(f"batch.rows.{m}=4" for m in ("llm", "vision", "audio")))
+    words += (
+        "batch.balance.locality=off",
+        *(f"batch.rows.{m}=4" for m in ("llm", "vision", "audio")),
+    )
     launched = launch(4, TINY_MEDIA, f"run={folder}", *words, devices=1)
     wait_until(lambda: last(folder) > 10 and 3 <= last(folder) % 10 < 9)
     os.kill(process_of(folder, 1), signal.SIGKILL)
@@ -124,7 +169,10 @@ def test_a_process_killed_in_a_balanced_step_is_named_and_the_run_goes_on_exactl
     assert ended.code == 137
     assert "process 1 of 4 ended first, with code 137" in ended.err
     for other in (0, 2, 3):
-        assert f"process 1 of this run's 4 ended or cannot be reached; process {other} ends too" in ended.err
+        assert (
+            f"process 1 of this run's 4 ended or cannot be reached; process {other} ends too"
+            in ended.err
+        )
     before = steps_of(folder)
     assert all(record["all_to_all_bytes/vision"] > 0 for record in before.values())
 
@@ -163,8 +211,12 @@ def config():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("where", "victim", "then"), [("in a collective", 1, 1), ("waiting for data", 0, 4)])
-def test_when_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_exactly(where, victim, then, folder, tmp_path):
+@pytest.mark.parametrize(
+    ("where", "victim", "then"), [("in a collective", 1, 1), ("waiting for data", 0, 4)]
+)
+def test_when_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_exactly(
+    where, victim, then, folder, tmp_path
+):
     """Where a sample takes a tenth of a second they wait for data; where one is stopped, the other waits for it."""
     config = tmp_path / "slow.py"
     config.write_text(SLOW)
@@ -228,20 +280,38 @@ def test_processes_with_other_data_update_nothing_and_say_so(folder):
     port = free_port()
     started = [
         begin(
-            [sys.executable, "-m", "mmjax.train", TINY, f"run={folder}", "training.evaluate_every=0", f"seed={p}"],
-            environment(1, MMJAX_PROCESSES="2", MMJAX_PROCESS=str(p), MMJAX_COORDINATOR=f"127.0.0.1:{port}"),
+            [
+                sys.executable,
+                "-m",
+                "mmjax.train",
+                TINY,
+                f"run={folder}",
+                "training.evaluate_every=0",
+                f"seed={p}",
+            ],
+            environment(
+                1, MMJAX_PROCESSES="2", MMJAX_PROCESS=str(p), MMJAX_COORDINATOR=f"127.0.0.1:{port}"
+            ),
         )
         for p in range(2)
     ]
     ended = [finish(p) for p in started]
     assert [e.code for e in ended] == [2, 2]
-    assert "the processes planned different batches for step 1, so nothing was updated" in ended[0].err
+    assert (
+        "the processes planned different batches for step 1, so nothing was updated" in ended[0].err
+    )
     assert steps_of(folder) == {}
 
 
 @pytest.mark.exhaustive
 def test_a_mistake_is_said_once_and_nothing_is_lost(folder):
-    words = (TINY, f"run={folder}", "training.steps=2", "schedule.warmup=1", "training.evaluate_every=0")
+    words = (
+        TINY,
+        f"run={folder}",
+        "training.steps=2",
+        "schedule.warmup=1",
+        "training.evaluate_every=0",
+    )
     assert together(2, *words, devices=1).code == 0
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     ended = together(2, *words, devices=1)
@@ -262,15 +332,23 @@ def test_the_launcher_says_how_it_is_used():
     [
         ({"MMJAX_PROCESSES": "two"}, "MMJAX_PROCESSES='two' is not a number"),
         ({"MMJAX_PROCESSES": "2", "MMJAX_PROCESS": "1"}, "MMJAX_COORDINATOR is not"),
-        ({"MMJAX_PROCESSES": "2", "MMJAX_COORDINATOR": "node7", "MMJAX_PROCESS": "1"}, "'node7' is not HOST:PORT"),
-        ({"MMJAX_PROCESSES": "2", "MMJAX_COORDINATOR": "node7:1"}, "MMJAX_PROCESS='' is not one of the 2 processes"),
+        (
+            {"MMJAX_PROCESSES": "2", "MMJAX_COORDINATOR": "node7", "MMJAX_PROCESS": "1"},
+            "'node7' is not HOST:PORT",
+        ),
+        (
+            {"MMJAX_PROCESSES": "2", "MMJAX_COORDINATOR": "node7:1"},
+            "MMJAX_PROCESS='' is not one of the 2 processes",
+        ),
         (
             {"MMJAX_PROCESSES": "2", "MMJAX_COORDINATOR": "node7:1", "MMJAX_PROCESS": "2"},
             "MMJAX_PROCESS='2' is not one of the 2 processes of MMJAX_PROCESSES; number them from 0 to 1",
         ),
     ],
 )
-def test_variables_that_name_no_process_are_refused_before_anything_is_waited_for(monkeypatch, variables, expected):
+def test_variables_that_name_no_process_are_refused_before_anything_is_waited_for(
+    monkeypatch, variables, expected
+):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=re.escape(expected)), coordination.process_group():
@@ -281,7 +359,11 @@ def test_a_port_that_another_program_has_is_named_with_what_to_do_at_every_start
     for family, address in [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")] * 10:
         with socket.create_server((address, 0), family=family) as other:
             coordinator = f"127.0.0.1:{other.getsockname()[1]}"
-            for name, value in {"PROCESSES": "2", "PROCESS": "0", "COORDINATOR": coordinator}.items():
+            for name, value in {
+                "PROCESSES": "2",
+                "PROCESS": "0",
+                "COORDINATOR": coordinator,
+            }.items():
                 monkeypatch.setenv(f"MMJAX_{name}", value)
             expected = f"process 0 cannot listen at {coordinator}: Address already in use; choose another port in MMJ"
             with pytest.raises(UserError, match=re.escape(expected)), coordination.process_group():
@@ -301,7 +383,11 @@ with coordination.process_group():
 
 def joining(process: int, port: int, *words: str) -> Ended:
     """How a process ends that waits for the others at the port of process 0, so many seconds."""
-    variables = {"MMJAX_PROCESSES": "2", "MMJAX_PROCESS": str(process), "MMJAX_COORDINATOR": f"127.0.0.1:{port}"}
+    variables = {
+        "MMJAX_PROCESSES": "2",
+        "MMJAX_PROCESS": str(process),
+        "MMJAX_COORDINATOR": f"127.0.0.1:{port}",
+    }
     return finish(begin([sys.executable, "-c", JOINING, *words], environment(1, **variables)), 60)
 
 
@@ -309,7 +395,10 @@ def joining(process: int, port: int, *words: str) -> Ended:
     ("process", "expected"),
     [
         (0, "not all have come in 1 s; see that all of them run with the same MMJAX_COORDINATOR"),
-        (1, "no connection in 1 s (Connection refused); see that process 0 runs, that this is its host"),
+        (
+            1,
+            "no connection in 1 s (Connection refused); see that process 0 runs, that this is its host",
+        ),
     ],
 )
 def test_a_process_whose_others_do_not_come_says_what_to_look_at_and_ends(process, expected):
@@ -317,7 +406,9 @@ def test_a_process_whose_others_do_not_come_says_what_to_look_at_and_ends(proces
     ended = joining(process, port, "1")
     assert ended.code == 2
     line = f"error: process {process} of 2 cannot reach the others at 127.0.0.1:{port}: {expected}, and that its"
-    assert [x.startswith(line) for x in ended.err.splitlines() if "error: " in x] == [True], ended.err
+    assert [x.startswith(line) for x in ended.err.splitlines() if "error: " in x] == [True], (
+        ended.err
+    )
 
 
 @pytest.mark.exhaustive

@@ -31,7 +31,9 @@ def watched(body: str, folder: Path, **limits: float) -> subprocess.CompletedPro
     """What becomes of a process that runs `body` while a watchdog looks after it."""
     enter = f"\nwith Watchdog(WatchConfig(**{limits}), Path({str(folder)!r})) as watchdog:\n"
     code = BEGIN + enter + textwrap.indent(textwrap.dedent(body), "    ") + "\nprint('done')\n"
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=480)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=480
+    )
 
 
 def test_a_step_that_stands_still_ends_with_all_stacks_the_step_and_what_it_was_doing(tmp_path):
@@ -50,7 +52,10 @@ def test_a_step_that_stands_still_ends_with_all_stacks_the_step_and_what_it_was_
     line = ended.stderr.splitlines()[-1]
     assert line.startswith("error: step 7 has taken ")
     assert "more than 2 s; this process was waiting for data of step 7." in line
-    assert f"{tmp_path / 'stacks'}; go on with --resume, or allow more time with training.watch.seconds" in line
+    assert (
+        f"{tmp_path / 'stacks'}; go on with --resume, or allow more time with training.watch.seconds"
+        in line
+    )
     for written in (ended.stderr, (tmp_path / "stacks" / "process-0.txt").read_text()):
         assert "process 0 of 1, waiting for data of step 7" in written
         assert "in stand_still" in written
@@ -83,7 +88,9 @@ def test_slow_steps_have_as_many_times_their_median_and_what_is_no_step_its_own_
 
 
 def test_saving_that_stands_still_ends_by_its_own_limit(tmp_path):
-    ended = watched("watchdog.set_phase('saving', 9)\nstand_still()", tmp_path, seconds=600, others=2)
+    ended = watched(
+        "watchdog.set_phase('saving', 9)\nstand_still()", tmp_path, seconds=600, others=2
+    )
     assert ended.returncode == 3
     assert "error: saving has taken " in ended.stderr
     assert "more than 2 s; this process was saving after step 10" in ended.stderr
@@ -97,7 +104,9 @@ def test_without_limits_nothing_is_ended(tmp_path):
 
 def test_a_folder_that_cannot_be_written_keeps_no_process_from_ending(tmp_path):
     (tmp_path / "file").touch()
-    ended = watched("watchdog.set_phase('running', 0)\nstand_still()", tmp_path / "file" / "stacks", seconds=1)
+    ended = watched(
+        "watchdog.set_phase('running', 0)\nstand_still()", tmp_path / "file" / "stacks", seconds=1
+    )
     assert ended.returncode == 3
     assert "in stand_still" in ended.stderr
 
@@ -105,13 +114,16 @@ def test_a_folder_that_cannot_be_written_keeps_no_process_from_ending(tmp_path):
 @pytest.mark.exhaustive
 def test_native_code_that_keeps_python_from_running_is_ended_too(tmp_path):
     ended = watched(
-        "watchdog.set_phase('running', 0)\ntime.sleep(2)\nctypes.PyDLL(None).sleep(600)", tmp_path, seconds=4
+        "watchdog.set_phase('running', 0)\ntime.sleep(2)\nctypes.PyDLL(None).sleep(600)",
+        tmp_path,
+        seconds=4,
     )
     assert ended.returncode == 1
     assert "most recent call first" in ended.stderr
 
 
-# ---------------------------------------------------------------------------------------------------- several processes
+# --------------------------------------------------------------------------------------------------
+# several processes
 
 
 def seen(step: int, name: str, silent: bool = False) -> PeerStatus:
@@ -135,16 +147,25 @@ def test_who_is_behind_or_gives_no_sign_of_life_has_not_arrived(places, late):
 
 
 def test_the_line_names_who_is_missing_where_it_was_last_seen():
-    places = dict(enumerate([seen(7, "waiting for data"), seen(8, "running"), seen(8, "running", silent=True)]))
+    places = dict(
+        enumerate(
+            [seen(7, "waiting for data"), seen(8, "running"), seen(8, "running", silent=True)]
+        )
+    )
     assert (
         describe_missing(places, [0])
         == "process 0 on host has not arrived, last seen waiting for data of step 8, for 5 s"
     )
-    assert describe_missing(places, [2]) == "process 2 on host gives no sign of life, last seen running step 9, for 5 s"
+    assert (
+        describe_missing(places, [2])
+        == "process 2 on host gives no sign of life, last seen running step 9, for 5 s"
+    )
     many = dict(enumerate([seen(7, "running")] * 9 + [seen(8, "running")]))
     assert describe_missing(many, list(range(9))).endswith("; and 5 more")
     same = dict(enumerate([seen(7, "running")] * 2))
-    assert "all processes are running step 8: a device, or the network" in describe_missing(same, [])
+    assert "all processes are running step 8: a device, or the network" in describe_missing(
+        same, []
+    )
     assert describe_missing(None, []) == "process 0, which coordinates the others, does not answer"
 
 
@@ -152,7 +173,9 @@ def test_the_line_names_who_is_missing_where_it_was_last_seen():
 def test_a_late_step_of_a_pipeline_says_once_what_it_waits_for(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("mmjax.distributed.watchdog._MENTION_SECONDS", 0.0)
     watchdog = Watchdog(WatchConfig(), tmp_path)
-    watchdog.follow(lambda: (3, "in the backward pass of audio, waiting for the gradients of llm"), {})
+    watchdog.follow(
+        lambda: (3, "in the backward pass of audio, waiting for the gradients of llm"), {}
+    )
     for name, step in (("running", 4), ("saving", 4), ("running", 4), ("running", 5)):
         watchdog.set_phase(name, step)
         watchdog._mention_wait()
@@ -173,8 +196,11 @@ def test_telling_the_watchdog_where_one_is_costs_nothing(tmp_path):
 def test_however_many_processes_there_are_process_0_gets_a_bounded_number_of_requests(count):
     assert count / peer_monitor.heartbeat_seconds(count) <= 512
     assert count / peer_monitor.poll_seconds(count) <= 256
-    assert peer_monitor.heartbeat_seconds(count) + 3 < peer_monitor._MUTE_SECONDS  # late, and yet no sign of its end
-    monitors = [peer_monitor.PeerMonitor(None, "127.0.0.1:1", index, count) for index in range(count)]
+    # late, and yet no sign of its end
+    assert peer_monitor.heartbeat_seconds(count) + 3 < peer_monitor._MUTE_SECONDS
+    monitors = [
+        peer_monitor.PeerMonitor(None, "127.0.0.1:1", index, count) for index in range(count)
+    ]
     asking = [monitor.index for monitor in monitors if monitor.may_read_phases(0)]
     assert 0 in asking
     assert min(2, count) <= len(asking) <= 32

@@ -1,10 +1,11 @@
 """The defaults of the classes whose configs are read, as data: `python tests/hf/class_defaults.py` writes them again.
 
-`mmjax/hf/class_defaults.json` is made from the installed transformers and diffusers, whose versions it names. Of a
-config's class it has the defaults of its fields, other names of these, fields that must not be null, the RoPE of a
-config that says none, and its parts: their class, and their fields where a config has no such part. Processors of
-images and videos are parsed, for they cannot be imported without torchvision. Classes whose code is in repositories of
-their own (OpenGVLab, InternLM, BAAI) are written here.
+`mmjax/hf/class_defaults.json` is made from the installed transformers and diffusers, whose versions
+it names. Of a config's class it has the defaults of its fields, other names of these, fields that
+must not be null, the RoPE of a config that says none, and its parts: their class, and their fields
+where a config has no such part. Processors of images and videos are parsed, for they cannot be
+imported without torchvision. Classes whose code is in repositories of their own (OpenGVLab,
+InternLM, BAAI) are written here.
 """
 
 from __future__ import annotations
@@ -28,12 +29,42 @@ TABLE = Path(__file__).parents[2] / "mmjax/hf/class_defaults.json"
 LIBRARY = Path(transformers.__file__).parent
 PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")  # that are read
 UNREAD_PARTS = {("clip", "text_config"), ("siglip", "text_config")}
-OF_ALL = {field.name for field in fields(transformers.PreTrainedConfig)}  # of labels, dtypes and outputs
+# of labels, dtypes and outputs
+OF_ALL = {field.name for field in fields(transformers.PreTrainedConfig)}
 WHOLE = (
-    *("qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text", "mixtral", "llama", "mistral", "phi3"),
+    *(
+        "qwen2",
+        "qwen3",
+        "qwen3_5_text",
+        "qwen3_moe",
+        "qwen3_5_moe_text",
+        "mixtral",
+        "llama",
+        "mistral",
+        "phi3",
+    ),
     *("glm4", "gemma", "gemma2", "gemma3_text", "opt", "gpt2"),
-    *("llava", "llava_next", "llava_onevision", "glm4v", "glm46v", "idefics3", "smolvlm", "mistral3", "gemma3"),
-    *("paligemma", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *(
+        "llava",
+        "llava_next",
+        "llava_onevision",
+        "glm4v",
+        "glm46v",
+        "idefics3",
+        "smolvlm",
+        "mistral3",
+        "gemma3",
+    ),
+    *(
+        "paligemma",
+        "internvl",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+    ),
     *("qwen2_5_omni", "qwen3_omni_moe", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("clip", "clip_vision_model", "siglip", "siglip_vision_model", "pixtral", "internvl_vision"),
     *("dinov2", "dinov2_with_registers", "qwen2_audio", "qwen2_audio_encoder", "whisper"),
@@ -56,7 +87,12 @@ IMAGES = {  # by the folder of their model
     "got_ocr2": ("GotOcr2ImageProcessor",),
     "internvl": ("InternVLVideoProcessor",),
 }
-GENERATORS = ("AutoencoderKL", "UNet2DConditionModel", "PixArtTransformer2DModel", "Transformer2DModel")
+GENERATORS = (
+    "AutoencoderKL",
+    "UNet2DConditionModel",
+    "PixArtTransformer2DModel",
+    "Transformer2DModel",
+)
 # Of code that is beside its checkpoints.
 REMOTE: dict[str, dict[str, Any]] = {
     "internlm2": {
@@ -133,13 +169,18 @@ def table(nulls: bool = True) -> dict[str, Any]:
         configs: dict[str, Any] = {}
         for kind in WHOLE:
             _add(configs, kind, nulls)
-        processors = {name: _processor(folder, name) for folder, names in IMAGES.items() for name in names}
+        processors = {
+            name: _processor(folder, name) for folder, names in IMAGES.items() for name in names
+        }
         path = LIBRARY / "models/pixtral/processing_pixtral.py"
         processors["PixtralProcessor"] = _arguments(path, "PixtralProcessor")
         processors["WhisperFeatureExtractor"] = _signature(transformers.WhisperFeatureExtractor)
         generators = {name: _signature(getattr(diffusers, name)) for name in GENERATORS}
     logging.disable(logging.NOTSET)
-    configs |= {kind: {"defaults": defaults, "nullable": list(defaults)} for kind, defaults in REMOTE.items()}
+    configs |= {
+        kind: {"defaults": defaults, "nullable": list(defaults)}
+        for kind, defaults in REMOTE.items()
+    }
     for kind, parts in REMOTE_PARTS.items():
         configs.setdefault(kind, {"defaults": {}, "nullable": []})["parts"] = parts
     made = {
@@ -160,7 +201,9 @@ def _add(configs: dict[str, Any], kind: str, nulls: bool) -> None:
     configs[kind] = entry = {"defaults": _defaults(made)}
     if aliases := dict(made.attribute_map):
         entry["aliases"] = aliases
-    entry["nullable"] = [name for name in entry["defaults"] if _takes_null(made, name)] if nulls else []
+    entry["nullable"] = (
+        [name for name in entry["defaults"] if _takes_null(made, name)] if nulls else []
+    )
     if rope := getattr(made(), "rope_parameters", None):
         entry["rope"] = rope
     parts = {}
@@ -180,7 +223,9 @@ def _add(configs: dict[str, Any], kind: str, nulls: bool) -> None:
 def _text_rules(made: type, text: str) -> dict[str, bool]:
     """Say what a class makes of its text: `flat`, of fields beside its parts; `forwards_ties`, of the text's tables."""
     flat = made(hidden_size=64).get_text_config().hidden_size == 64
-    tied = made(text_config={"model_type": text, "tie_word_embeddings": True}, tie_word_embeddings=False)
+    tied = made(
+        text_config={"model_type": text, "tie_word_embeddings": True}, tie_word_embeddings=False
+    )
     rules = {"flat": flat, "forwards_ties": bool(tied.tie_word_embeddings)}
     return {name: True for name, holds in rules.items() if holds}
 
@@ -188,7 +233,9 @@ def _text_rules(made: type, text: str) -> dict[str, bool]:
 def _defaults(made: type) -> dict[str, Any]:
     own = [field for field in fields(made) if field.name not in OF_ALL]
     # `tie_word_embeddings` is a field of models that have tables; of others it is none.
-    return {field.name: _default(field) for field in own if field.name not in made.sub_configs_defaults}
+    return {
+        field.name: _default(field) for field in own if field.name not in made.sub_configs_defaults
+    }
 
 
 def _default(field: Field) -> Any:
@@ -207,18 +254,26 @@ def _processor(folder: str, name: str) -> dict[str, Any]:
     """Read the attributes of a processor's class from its source, beside those that all processors have."""
     kind = "image" if name.endswith("ImageProcessor") else "video"
     path = LIBRARY / f"models/{folder}/{kind}_processing_{folder}.py"
-    common = {name: getattr(BaseImageProcessor, name) for name in ("default_to_square", "rescale_factor")}
+    common = {
+        name: getattr(BaseImageProcessor, name) for name in ("default_to_square", "rescale_factor")
+    }
     return common | _class_attributes(path, name)
 
 
 def _body(path: Path, name: str) -> list[ast.stmt]:
     tree = ast.parse(path.read_text())
-    return next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    return next(
+        node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name
+    )
 
 
 def _arguments(path: Path, name: str) -> dict[str, Any]:
     """Read the defaults of a class's arguments from its source."""
-    (made,) = (node for node in _body(path, name) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    (made,) = (
+        node
+        for node in _body(path, name)
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    )
     names = [argument.arg for argument in made.args.args[-len(made.args.defaults) :]]
     return dict(zip(names, map(ast.literal_eval, made.args.defaults), strict=True))
 
@@ -232,7 +287,9 @@ def _class_attributes(path: Path, name: str) -> dict[str, Any]:
         if target.id in ("valid_kwargs", "model_input_names") or target.id.startswith("_"):
             continue
         value = eval(compile(ast.Expression(node.value), str(path), "eval"), dict(known))
-        attributes[target.id] = int(value) if isinstance(value, image_utils.PILImageResampling) else value
+        attributes[target.id] = (
+            int(value) if isinstance(value, image_utils.PILImageResampling) else value
+        )
     return attributes
 
 
@@ -248,7 +305,9 @@ def written(made: dict[str, Any]) -> str:
         if isinstance(section, str):
             sections.append(f"{json.dumps(name)}: {json.dumps(section)}")
             continue
-        lines = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(entry)}" for kind, entry in section.items())
+        lines = ",\n".join(
+            f"  {json.dumps(kind)}: {json.dumps(entry)}" for kind, entry in section.items()
+        )
         sections.append(f"{json.dumps(name)}: {{\n{lines}\n}}")
     return "{" + ",\n".join(sections) + "}\n"
 

@@ -1,7 +1,8 @@
 """A walk over the fields of every config that is read: each missing, null and changed, here and in transformers.
 
-What is read of a config must be what is read of the config that its class in transformers makes of it, with every field
-written, or be refused. A field whose change is not noticed must be one that nothing there computes with (`INERT`).
+What is read of a config must be what is read of the config that its class in transformers makes of
+it, with every field written, or be refused. A field whose change is not noticed must be one that
+nothing there computes with (`INERT`).
 """
 
 from __future__ import annotations
@@ -23,15 +24,33 @@ from mmjax.hf.families import CHECKPOINTS, encoder_from_hf, from_hf
 
 Config = dict[str, Any]
 # Thinkers before the checkpoints around them, whose classes take long to make.
-KINDS = sorted((kind for kind in CHECKPOINTS if kind in CONFIG_MAPPING), key=lambda kind: "_omni" in kind, reverse=True)
+KINDS = sorted(
+    (kind for kind in CHECKPOINTS if kind in CONFIG_MAPPING),
+    key=lambda kind: "_omni" in kind,
+    reverse=True,
+)
 KINDS.sort(key=lambda kind: kind in ("qwen2_5_omni", "qwen3_omni_moe"))
 # Fields that some class or module reads though they are no field of the class.
 HIDDEN = (
-    *("head_dim", "is_causal", "use_bidirectional_attention", "attention_chunk_size", "layer_types", "sliding_window"),
-    *("attention_bias", "tie_word_embeddings", "rope_theta", "partial_rotary_factor", "rope_local_base_freq"),
+    *(
+        "head_dim",
+        "is_causal",
+        "use_bidirectional_attention",
+        "attention_chunk_size",
+        "layer_types",
+        "sliding_window",
+    ),
+    *(
+        "attention_bias",
+        "tie_word_embeddings",
+        "rope_theta",
+        "partial_rotary_factor",
+        "rope_local_base_freq",
+    ),
     *("per_layer_config", "mlp_bias", "use_sliding_window"),
 )
-OF_WHOLE = ("tie_word_embeddings", "use_bidirectional_attention")  # of a text, that the class around it reads too
+# of a text, that the class around it reads too
+OF_WHOLE = ("tie_word_embeddings", "use_bidirectional_attention")
 WORDS = ("relu", "gelu", "silu", "quick_gelu", "full", "default", "rms_norm", "anyres_max_4")
 REFUSED = "refused: "
 CHANGES = ("missing", "null", "changed")
@@ -102,7 +121,9 @@ def other_values(field: str, value: Any) -> Sequence[Any]:
     return []
 
 
-def parts_of(config: Config, kind: str, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+def parts_of(
+    config: Config, kind: str, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], str]]:
     """Walk the parts of a whole config, itself first, with the class of each."""
     yield path, kind
     for name, part in classes()[kind].get("parts", {}).items():
@@ -117,7 +138,9 @@ def at(config: Config, path: Sequence[str]) -> Config:
     return config
 
 
-def walk(folder: Path, kind: str, seen: set[str], changes: Sequence[str] = CHANGES) -> Iterator[Finding | None]:
+def walk(
+    folder: Path, kind: str, seen: set[str], changes: Sequence[str] = CHANGES
+) -> Iterator[Finding | None]:
     """Walk a kind of checkpoint; yields None for a check that holds, else a Finding.
 
     seen: classes of parts that were walked already, which are left out.
@@ -134,13 +157,23 @@ def walk(folder: Path, kind: str, seen: set[str], changes: Sequence[str] = CHANG
         parts, defaults = classes()[part].get("parts", {}), classes()[part]["defaults"]
         able = copy.deepcopy(plain)
         at(able, path).update({name: value for name, value in ENABLED.items() if name in defaults})
-        bases = (plain, whole, able) if at(able, path) != at(copy.deepcopy(plain), path) else (plain, whole)
+        bases = (
+            (plain, whole, able)
+            if at(able, path) != at(copy.deepcopy(plain), path)
+            else (plain, whole)
+        )
         for field in dict.fromkeys((*defaults, *parts, *HIDDEN)):
             present = [at(base, path).get(field, at(whole, path).get(field)) for base in bases]
             others = [value for old in _different(present) for value in other_values(field, old)]
-            tried = {"missing": [MISSING], "null": [None], "changed": [{}] if field in parts else others}
+            tried = {
+                "missing": [MISSING],
+                "null": [None],
+                "changed": [{}] if field in parts else others,
+            }
             for change in changes:
-                yield from _try(folder, bases, path, Finding(kind, part, field, change, ""), tried[change])
+                yield from _try(
+                    folder, bases, path, Finding(kind, part, field, change, ""), tried[change]
+                )
 
 
 def _different(values: Sequence[Any]) -> list[Any]:
@@ -148,7 +181,11 @@ def _different(values: Sequence[Any]) -> list[Any]:
 
 
 def _try(
-    folder: Path, bases: Sequence[Config], path: Sequence[str], finding: Finding, values: Sequence[Any]
+    folder: Path,
+    bases: Sequence[Config],
+    path: Sequence[str],
+    finding: Finding,
+    values: Sequence[Any],
 ) -> Iterator[Finding | None]:
     """Give a field other values, in a config that says little and in one that says all."""
     noticed = compared = False
@@ -165,21 +202,33 @@ def _try(
             if (there := _complete_part(config, path, finding.part, finding.field)) is None:
                 continue  # refused there
             compared = True
-            yield from _compared(folder, config, there, replace(finding, change=f"{finding.change} {value}"))
+            yield from _compared(
+                folder, config, there, replace(finding, change=f"{finding.change} {value}")
+            )
             noticed |= read_here(folder, config) != expected
     is_part = finding.field in classes()[finding.part].get("parts", {})
-    if finding.change == "changed" and compared and not (noticed or is_part or is_inert(finding.part, finding.field)):
+    if (
+        finding.change == "changed"
+        and compared
+        and not (noticed or is_part or is_inert(finding.part, finding.field))
+    ):
         yield replace(finding, fault="ignored")
 
 
-def _compared(folder: Path, config: Config, there: Config, finding: Finding) -> Iterator[Finding | None]:
+def _compared(
+    folder: Path, config: Config, there: Config, finding: Finding
+) -> Iterator[Finding | None]:
     """Compare what is read of a config with what is read of the whole one that is made of it there."""
     here = read_here(folder, config)
     if isinstance(here, str):
         yield None if here.startswith(REFUSED) else replace(finding, fault="crash", text=here)
         return
     explicit = read_here(folder, there)
-    yield None if here == explicit else replace(finding, fault="differs", text=difference(here, explicit))
+    yield (
+        None
+        if here == explicit
+        else replace(finding, fault="differs", text=difference(here, explicit))
+    )
 
 
 def _complete_part(config: Config, path: Sequence[str], part: str, field: str) -> Config | None:
@@ -203,27 +252,92 @@ def difference(here: Any, there: Any, name: str = "") -> str:
         return "".join(difference(here[key], there[key], f"{name}.{key}") for key in here)
     if hasattr(here, "__dataclass_fields__"):
         names = here.__dataclass_fields__
-        return "".join(difference(getattr(here, f), getattr(there, f), f"{name}.{f}") for f in names)
+        return "".join(
+            difference(getattr(here, f), getattr(there, f), f"{name}.{f}") for f in names
+        )
     return f"{name} {here} | {there}; "
 
 
-# Of all classes: fields that no output depends on. Initial values, dropout, caches, what a speaker or a pooler does.
+# Of all classes: fields that no output depends on. Initial values, dropout, caches, what a speaker
+# or a pooler does.
 INERT = {
-    *("initializer_range", "initializer_factor", "init_std", "layer_scale_init_value", "layerscale_value", "use_cache"),
-    *("attention_dropout", "activation_dropout", "dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "layerdrop"),
-    *("hidden_dropout_prob", "attention_probs_dropout_prob", "projection_dropout", "encoder_layerdrop"),
-    *("drop_path_rate", "pretraining_tp", "reorder_and_upcast_attn", "image_seq_length", "enable_audio_output"),
-    *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "summary_activation"),
-    *("vision_use_head", "logit_scale_init_value", "conv_chunksize", "scale_embedding", "use_mask_token"),
+    *(
+        "initializer_range",
+        "initializer_factor",
+        "init_std",
+        "layer_scale_init_value",
+        "layerscale_value",
+        "use_cache",
+    ),
+    *(
+        "attention_dropout",
+        "activation_dropout",
+        "dropout",
+        "attn_pdrop",
+        "embd_pdrop",
+        "resid_pdrop",
+        "layerdrop",
+    ),
+    *(
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "projection_dropout",
+        "encoder_layerdrop",
+    ),
+    *(
+        "drop_path_rate",
+        "pretraining_tp",
+        "reorder_and_upcast_attn",
+        "image_seq_length",
+        "enable_audio_output",
+    ),
+    *(
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "summary_activation",
+    ),
+    *(
+        "vision_use_head",
+        "logit_scale_init_value",
+        "conv_chunksize",
+        "scale_embedding",
+        "use_mask_token",
+    ),
     *("_out_features", "_out_indices", "apply_layernorm", "reshape_hidden_states"),
 }
 OF_DECODER = {  # of Whisper, whose decoder is not read, and of its training
-    *("decoder_layers", "decoder_attention_heads", "decoder_ffn_dim", "decoder_layerdrop", "max_target_positions"),
-    *("vocab_size", "suppress_tokens", "begin_suppress_tokens", "use_weighted_layer_sum", "classifier_proj_size"),
-    *("apply_spec_augment", "mask_time_prob", "mask_time_length", "mask_time_min_masks", "mask_feature_prob"),
-    *("mask_feature_length", "mask_feature_min_masks", "median_filter_width", "tie_word_embeddings"),
+    *(
+        "decoder_layers",
+        "decoder_attention_heads",
+        "decoder_ffn_dim",
+        "decoder_layerdrop",
+        "max_target_positions",
+    ),
+    *(
+        "vocab_size",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "use_weighted_layer_sum",
+        "classifier_proj_size",
+    ),
+    *(
+        "apply_spec_augment",
+        "mask_time_prob",
+        "mask_time_length",
+        "mask_time_min_masks",
+        "mask_feature_prob",
+    ),
+    *(
+        "mask_feature_length",
+        "mask_feature_min_masks",
+        "median_filter_width",
+        "tie_word_embeddings",
+    ),
 }
-# Of one class. PaliGemma's sizes are those of its parts; the classes around these texts have the word on their tables.
+# Of one class. PaliGemma's sizes are those of its parts; the classes around these texts have the
+# word on their tables.
 INERT_IN = {
     "whisper": OF_DECODER,
     "paligemma": {"hidden_size", "vocab_size"},
@@ -234,7 +348,8 @@ INERT_IN = {
     "qwen2_5_omni_audio_encoder": {"max_source_positions"},
     "qwen3_omni_moe_audio_encoder": {"max_source_positions"},
     "qwen3_omni_moe_text": {"sliding_window"},
-    "phi3": {"original_max_position_embeddings", "max_position_embeddings"},  # read of a LongRoPE alone
+    # read of a LongRoPE alone
+    "phi3": {"original_max_position_embeddings", "max_position_embeddings"},
     "pixtral": {"image_size"},  # images are of any size
     "clip": {"projection_dim"},
     "clip_vision_model": {"projection_dim"},
@@ -251,8 +366,14 @@ ENABLED = {
 
 def is_inert(part: str, field: str) -> bool:
     """Return whether no output depends on a field of a class, or on one that the class has not."""
-    is_name = field.endswith(("_token_id", "_token_index"))  # of a token, which texts say by its name
-    return field not in classes()[part]["defaults"] or is_name or field in INERT or field in INERT_IN.get(part, ())
+    # of a token, which texts say by its name
+    is_name = field.endswith(("_token_id", "_token_index"))
+    return (
+        field not in classes()[part]["defaults"]
+        or is_name
+        or field in INERT
+        or field in INERT_IN.get(part, ())
+    )
 
 
 if __name__ == "__main__":
@@ -268,6 +389,16 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
         for kind in sys.argv[1:] or KINDS:
             begin, findings = time.perf_counter(), list(walk(Path(made), kind, seen))
-            print(f"{kind}: {len(findings)} checks in {time.perf_counter() - begin:.1f} s", flush=True)
+            print(
+                f"{kind}: {len(findings)} checks in {time.perf_counter() - begin:.1f} s", flush=True
+            )
             for finding in filter(None, findings):
-                print("  ", finding.part, finding.field, finding.change, finding.fault, finding.text, flush=True)
+                print(
+                    "  ",
+                    finding.part,
+                    finding.field,
+                    finding.change,
+                    finding.fault,
+                    finding.text,
+                    flush=True,
+                )

@@ -1,6 +1,7 @@
 """Configs of transformers drawn from a seed: sizes, norms, biases, windows, positions and ties of every family.
 
-Sizes are tiny, and odd where a family allows it: heads wider than their share, images with a rest that is no patch.
+Sizes are tiny, and odd where a family allows it: heads wider than their share, images with a rest
+that is no patch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ import transformers
 from evaclip import EvaClipVisionConfig
 
 Fields = dict[str, Any]
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "relu", "swish")
+ACTIVATIONS = (
+    "silu",
+    "gelu",
+    "gelu_pytorch_tanh",
+    "gelu_new",
+    "gelu_fast",
+    "quick_gelu",
+    "relu",
+    "swish",
+)
 DECODERS = {
     "llama": transformers.LlamaConfig,
     "qwen2": transformers.Qwen2Config,
@@ -31,7 +41,8 @@ DECODERS = {
     "gpt2": transformers.GPT2Config,
 }
 NOT_IN_LLAVA = ("qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "opt", "gpt2")
-IN_LLAVA = [name for name in DECODERS if name not in NOT_IN_LLAVA]  # as the text of any vision tower
+# as the text of any vision tower
+IN_LLAVA = [name for name in DECODERS if name not in NOT_IN_LLAVA]
 
 
 def pick(rng: np.random.Generator, *options: Any) -> Any:
@@ -55,7 +66,9 @@ def rope(rng: np.random.Generator, pairs: int) -> Fields:
     if kind == "llama3":
         given |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     if kind == "longrope":
-        given |= {f"{name}_factor": (1 + 3 * rng.random(pairs)).tolist() for name in ("short", "long")}
+        given |= {
+            f"{name}_factor": (1 + 3 * rng.random(pairs)).tolist() for name in ("short", "long")
+        }
     return {"rope_parameters": given, "max_position_embeddings": 12 if kind == "dynamic" else 64}
 
 
@@ -63,7 +76,8 @@ def text_sizes(rng: np.random.Generator, vocab: int = 97) -> tuple[Fields, int]:
     """What all decoders say alike, with `head_dim`; and its value."""
     kv_heads, group, head_width = pick(rng, 1, 2, 3), pick(rng, 1, 2, 4), 2 * between(rng, 2, 8)
     heads = kv_heads * group
-    width = heads * (head_width if rng.integers(2) else between(rng, 3, 12))  # a multiple, as some classes want it
+    # a multiple, as some classes want it
+    width = heads * (head_width if rng.integers(2) else between(rng, 3, 12))
     sizes = {
         "vocab_size": vocab,
         "hidden_size": width,
@@ -78,7 +92,9 @@ def text_sizes(rng: np.random.Generator, vocab: int = 97) -> tuple[Fields, int]:
     return sizes, head_width
 
 
-def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) -> transformers.PreTrainedConfig:
+def decoder(
+    rng: np.random.Generator, family: str, vocab: int = 97, **own: Any
+) -> transformers.PreTrainedConfig:
     """The config of a text decoder of a family. own: fields that win over what is drawn."""
     if family == "qwen3_5_text":
         return transformers.Qwen3_5TextConfig(**qwen3_5_text(rng) | own)
@@ -88,7 +104,9 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
         return transformers.Qwen3_5MoeTextConfig(**qwen3_5_moe_text(rng) | own)
     sizes, head_width = text_sizes(rng, vocab)
     given = sizes | rope(rng, head_width // 2)
-    given["hidden_activation" if family in ("gemma2", "gemma3") else "hidden_act"] = pick(rng, *ACTIVATIONS)
+    given["hidden_activation" if family in ("gemma2", "gemma3") else "hidden_act"] = pick(
+        rng, *ACTIVATIONS
+    )
     if family in ("llama", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3"):
         given["attention_bias"] = pick(rng, False, True)
     if family == "llama":
@@ -104,10 +122,16 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
     if family == "phi3":
         given |= phi3_fields(rng, given)
     if family == "glm4":
-        given |= glm4_fields(rng, given) | {"attention_bias": pick(rng, False, True), "pad_token_id": 0}
+        given |= glm4_fields(rng, given) | {
+            "attention_bias": pick(rng, False, True),
+            "pad_token_id": 0,
+        }
     if family == "gemma3":
         near = {"rope_type": "default", "rope_theta": pick(rng, 100.0, 1e4)}
-        given["rope_parameters"] = {"full_attention": given["rope_parameters"], "sliding_attention": near}
+        given["rope_parameters"] = {
+            "full_attention": given["rope_parameters"],
+            "sliding_attention": near,
+        }
         given["hidden_size"] = given["num_attention_heads"] * between(rng, 3, 12)
     if family in ("gemma2", "gemma3"):
         given |= {
@@ -151,10 +175,15 @@ def phi3_fields(rng: np.random.Generator, given: Fields) -> Fields:
     head_width = 2 * between(rng, 2, 8)
     share = pick(rng, 1.0, 0.75, 0.5) if head_width % 8 == 0 else 1.0
     turned: Fields = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
-    own = {"hidden_size": heads * head_width, "head_dim": head_width, "sliding_window": pick(rng, None, 4, 6)}
+    own = {
+        "hidden_size": heads * head_width,
+        "head_dim": head_width,
+        "sliding_window": pick(rng, None, 4, 6),
+    }
     if rng.integers(2):
         factors = {
-            f"{name}_factor": (1 + 3 * rng.random(round(share * head_width / 2))).tolist() for name in ("short", "long")
+            f"{name}_factor": (1 + 3 * rng.random(round(share * head_width / 2))).tolist()
+            for name in ("short", "long")
         }
         turned |= {"rope_type": "longrope", **factors}
         own["original_max_position_embeddings"] = 16
@@ -167,12 +196,19 @@ def expert_fields(rng: np.random.Generator, family: str, layers: int) -> Fields:
     experts: Fields = {"num_experts_per_tok": between(rng, 1, count)}
     if family == "mixtral":
         return experts | {"num_local_experts": count}
-    windows = pick(rng, {}, {"use_sliding_window": True, "sliding_window": 4}) if family == "qwen3_moe" else {}
+    windows = (
+        pick(rng, {}, {"use_sliding_window": True, "sliding_window": 4})
+        if family == "qwen3_moe"
+        else {}
+    )
     sparse = {
         "decoder_sparse_step": pick(rng, 1, 1, 2),
         "mlp_only_layers": pick(rng, [], [], [between(rng, 0, layers)]),
     }
-    width = {"moe_intermediate_size": between(rng, 10, 40), "norm_topk_prob": pick(rng, False, True)}
+    width = {
+        "moe_intermediate_size": between(rng, 10, 40),
+        "norm_topk_prob": pick(rng, False, True),
+    }
     return experts | windows | sparse | width | {"num_experts": count}
 
 
@@ -181,7 +217,10 @@ def glm4_fields(rng: np.random.Generator, given: Fields) -> Fields:
     share, head_width = pick(rng, (0.5, 16), (0.5, 12), (0.25, 24), (1.0, 10))
     turned = rope(rng, int(head_width * share) // 2)
     turned["rope_parameters"]["partial_rotary_factor"] = share
-    return turned | {"head_dim": head_width, "hidden_size": given["num_attention_heads"] * between(rng, 3, 12)}
+    return turned | {
+        "head_dim": head_width,
+        "hidden_size": given["num_attention_heads"] * between(rng, 3, 12),
+    }
 
 
 def late_windows(rng: np.random.Generator, layers: int) -> Fields:
@@ -191,9 +230,17 @@ def late_windows(rng: np.random.Generator, layers: int) -> Fields:
             return {"use_sliding_window": False, "sliding_window": 5}
         case 1:
             first = between(rng, 0, layers)
-            return {"use_sliding_window": True, "sliding_window": pick(rng, 3, 5), "max_window_layers": first}
+            return {
+                "use_sliding_window": True,
+                "sliding_window": pick(rng, 3, 5),
+                "max_window_layers": first,
+            }
         case _:
-            return {"use_sliding_window": True, "sliding_window": 4, "layer_types": layer_types(rng, layers)}
+            return {
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "layer_types": layer_types(rng, layers),
+            }
 
 
 def layer_types(rng: np.random.Generator, layers: int) -> list[str]:
@@ -201,7 +248,9 @@ def layer_types(rng: np.random.Generator, layers: int) -> list[str]:
     return [pick(rng, "full_attention", "sliding_attention") for _ in range(layers)]
 
 
-def any_decoder(rng: np.random.Generator, vocab: int = 97, **own: Any) -> transformers.PreTrainedConfig:
+def any_decoder(
+    rng: np.random.Generator, vocab: int = 97, **own: Any
+) -> transformers.PreTrainedConfig:
     """The config of a text decoder of any family."""
     return decoder(rng, pick(rng, *IN_LLAVA), vocab, **own)
 
@@ -218,7 +267,9 @@ def qwen3_5_text(rng: np.random.Generator, sections: bool = False) -> Fields:
         y = between(rng, 0, pairs // 2)
         x = between(rng, 0, pairs // 2)
         own = {"mrope_section": [pairs - y - x, y, x], "mrope_interleaved": True}
-        given = {"rope_parameters": {"rope_type": "default", "rope_theta": pick(rng, 1e4, 5e6)} | own}
+        given = {
+            "rope_parameters": {"rope_type": "default", "rope_theta": pick(rng, 1e4, 5e6)} | own
+        }
         given["rope_parameters"]["partial_rotary_factor"] = share
     sizes |= {
         "head_dim": head_width,
@@ -232,7 +283,9 @@ def qwen3_5_text(rng: np.random.Generator, sections: bool = False) -> Fields:
         "linear_conv_kernel_dim": pick(rng, 2, 3, 4, 4),
     }
     if rng.integers(2):
-        sizes["layer_types"] = [pick(rng, "linear_attention", "full_attention") for _ in range(layers)]
+        sizes["layer_types"] = [
+            pick(rng, "linear_attention", "full_attention") for _ in range(layers)
+        ]
     return sizes | given
 
 
@@ -256,7 +309,8 @@ def tower_sizes(rng: np.random.Generator, most: int) -> Fields:
     """
     heads, patch = pick(rng, 1, 2, 3), between(rng, 2, 6)
     return {
-        "hidden_size": heads * between(rng, 9, 14),  # norms over fewer channels enlarge what rounding differs by
+        # norms over fewer channels enlarge what rounding differs by
+        "hidden_size": heads * between(rng, 9, 14),
         "intermediate_size": between(rng, 10, 50),
         "num_hidden_layers": between(rng, 1, 4),
         "num_attention_heads": heads,
@@ -267,7 +321,9 @@ def tower_sizes(rng: np.random.Generator, most: int) -> Fields:
     }
 
 
-def two_norm_tower(rng: np.random.Generator, most: int = 5) -> tuple[transformers.PreTrainedConfig, Fields]:
+def two_norm_tower(
+    rng: np.random.Generator, most: int = 5
+) -> tuple[transformers.PreTrainedConfig, Fields]:
     """CLIP or SigLIP, and what a LLaVA around it says of the features that it takes."""
     sizes = tower_sizes(rng, most)
     layers = sizes["num_hidden_layers"]
@@ -277,7 +333,9 @@ def two_norm_tower(rng: np.random.Generator, most: int = 5) -> tuple[transformer
         "projector_hidden_act": pick(rng, *ACTIVATIONS),
     }
     if rng.integers(2):
-        return transformers.CLIPVisionConfig(**sizes), own | {"vision_feature_select_strategy": "default"}
+        return transformers.CLIPVisionConfig(**sizes), own | {
+            "vision_feature_select_strategy": "default"
+        }
     tower = transformers.SiglipVisionConfig(**sizes, vision_use_head=pick(rng, False, True))
     return tower, own | {"vision_feature_select_strategy": "full"}
 
@@ -290,7 +348,9 @@ def evaclip_tower(rng: np.random.Generator) -> EvaClipVisionConfig:
     return EvaClipVisionConfig(**sizes, **{name: pick(rng, False, True) for name in options})
 
 
-def dinov2_tower(rng: np.random.Generator, registers: bool = False) -> transformers.PreTrainedConfig:
+def dinov2_tower(
+    rng: np.random.Generator, registers: bool = False
+) -> transformers.PreTrainedConfig:
     """DINOv2, with registers or without, whose positions are learned of images of another size."""
     sizes = tower_sizes(rng, 6)
     del sizes["intermediate_size"]
@@ -300,7 +360,9 @@ def dinov2_tower(rng: np.random.Generator, registers: bool = False) -> transform
         "use_swiglu_ffn": pick(rng, False, True),
     }
     if registers:
-        return transformers.Dinov2WithRegistersConfig(**sizes, num_register_tokens=between(rng, 1, 5))
+        return transformers.Dinov2WithRegistersConfig(
+            **sizes, num_register_tokens=between(rng, 1, 5)
+        )
     return transformers.Dinov2Config(**sizes, use_mask_token=pick(rng, False, True))
 
 
@@ -320,10 +382,13 @@ def gemma3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformer
     )
 
 
-def paligemma(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+def paligemma(
+    rng: np.random.Generator, vocab: int = 97, **own: int
+) -> transformers.PreTrainedConfig:
     """PaliGemma 1 or 2, around a Gemma or a Gemma 2, whose windows a prefix may exceed."""
     text = decoder(rng, pick(rng, "gemma", "gemma2"), vocab)
-    while text.rope_parameters["rope_type"] in ("dynamic", "longrope"):  # positions there begin at 1
+    # positions there begin at 1
+    while text.rope_parameters["rope_type"] in ("dynamic", "longrope"):
         text = decoder(rng, text.model_type, vocab)
     return transformers.PaliGemmaConfig(
         text_config=text,
@@ -365,7 +430,9 @@ def pixtral(rng: np.random.Generator, vocab: int = 97, **own: int) -> transforme
     )
 
 
-def mistral3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+def mistral3(
+    rng: np.random.Generator, vocab: int = 97, **own: int
+) -> transformers.PreTrainedConfig:
     """Mistral 3: Pixtral's tower, whose patches are merged by a matrix."""
     merge = pick(rng, 1, 2, 2, 3)
     vision = pixtral_tower(rng, merge)
@@ -382,14 +449,20 @@ def mistral3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transform
     )
 
 
-def idefics3(rng: np.random.Generator, family: str, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+def idefics3(
+    rng: np.random.Generator, family: str, vocab: int = 97, **own: int
+) -> transformers.PreTrainedConfig:
     """Idefics3, or SmolVLM: a SigLIP tower for images of several sizes, and a matrix on squares of patches."""
     vision = tower_sizes(rng, 9)
     text = any_decoder(rng, vocab)
     kind = {"idefics3": transformers.Idefics3Config, "smolvlm": transformers.SmolVLMConfig}[family]
     tied = text.tie_word_embeddings
     return kind(
-        vision_config=vision, text_config=text, scale_factor=pick(rng, 1, 2, 3), tie_word_embeddings=tied, **own
+        vision_config=vision,
+        text_config=text,
+        scale_factor=pick(rng, 1, 2, 3),
+        tie_word_embeddings=tied,
+        **own,
     )
 
 
@@ -405,7 +478,9 @@ def intern_tower(rng: np.random.Generator) -> tuple[transformers.PreTrainedConfi
         "use_mean_pooling": pick(rng, False, True),
     }
     own = {
-        "vision_feature_layer": pick(rng, -1, -1, between(rng, -layers, -1), between(rng, 1, layers)),
+        "vision_feature_layer": pick(
+            rng, -1, -1, between(rng, -layers, -1), between(rng, 1, layers)
+        ),
         "downsample_ratio": 1 / merge,
         "projector_hidden_act": pick(rng, *ACTIVATIONS),
         "tie_word_embeddings": pick(rng, False, True),
@@ -422,7 +497,11 @@ def qwen_text(rng: np.random.Generator, interleaved: bool) -> Fields:
     y = between(rng, 0, pairs // 2)
     x = between(rng, 0, pairs // 2)
     kind = pick(rng, "default", "default", "yarn")
-    turned: Fields = {"rope_type": kind, "rope_theta": pick(rng, 1e4, 5e6), "mrope_section": [pairs - y - x, y, x]}
+    turned: Fields = {
+        "rope_type": kind,
+        "rope_theta": pick(rng, 1e4, 5e6),
+        "mrope_section": [pairs - y - x, y, x],
+    }
     if interleaved:
         turned["mrope_interleaved"] = True
         if rng.integers(4) == 0:
@@ -517,7 +596,9 @@ def qwen3_5(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedC
 
 def qwen3_5_moe(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
     """Qwen3.5 with mixtures of experts in the text."""
-    return transformers.Qwen3_5MoeConfig(**_qwen3_5(rng, qwen3_5_moe_text(rng, sections=True)), **tokens)
+    return transformers.Qwen3_5MoeConfig(
+        **_qwen3_5(rng, qwen3_5_moe_text(rng, sections=True)), **tokens
+    )
 
 
 def _qwen3_5(rng: np.random.Generator, text: Fields) -> Fields:
@@ -525,7 +606,11 @@ def _qwen3_5(rng: np.random.Generator, text: Fields) -> Fields:
     del text["tie_word_embeddings"]
     vision = qwen_tower(rng, text["hidden_size"])
     vision["num_position_embeddings"] = between(rng, 2, 7) ** 2
-    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": pick(rng, False, True)}
+    return {
+        "text_config": text,
+        "vision_config": vision,
+        "tie_word_embeddings": pick(rng, False, True),
+    }
 
 
 def glm4v(rng: np.random.Generator, family: str, **tokens: int) -> transformers.PreTrainedConfig:
@@ -534,11 +619,24 @@ def glm4v(rng: np.random.Generator, family: str, **tokens: int) -> transformers.
     own = glm4_fields(rng, sizes)
     pairs = int(own["head_dim"] * own["rope_parameters"]["partial_rotary_factor"]) // 2
     y, x = between(rng, 0, pairs // 2), between(rng, 0, pairs // 2)
-    turned = own["rope_parameters"] | {"rope_type": "default", "mrope_section": [pairs - y - x, y, x]}
-    turned = {name: turned[name] for name in ("rope_type", "rope_theta", "partial_rotary_factor", "mrope_section")}
+    turned = own["rope_parameters"] | {
+        "rope_type": "default",
+        "mrope_section": [pairs - y - x, y, x],
+    }
+    turned = {
+        name: turned[name]
+        for name in ("rope_type", "rope_theta", "partial_rotary_factor", "mrope_section")
+    }
     del sizes["head_dim"], sizes["tie_word_embeddings"]
-    sizes |= {"hidden_size": sizes["num_attention_heads"] * own["head_dim"], "rope_parameters": turned}
-    sizes |= {"hidden_act": pick(rng, *ACTIVATIONS), "max_position_embeddings": 64, "pad_token_id": 0}
+    sizes |= {
+        "hidden_size": sizes["num_attention_heads"] * own["head_dim"],
+        "rope_parameters": turned,
+    }
+    sizes |= {
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    }
     heads, patch = pick(rng, 1, 2, 3), between(rng, 3, 6)
     vision = {
         "depth": between(rng, 1, 4),
@@ -555,7 +653,12 @@ def glm4v(rng: np.random.Generator, family: str, **tokens: int) -> transformers.
         "rms_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
     }
     kind = {"glm4v": transformers.Glm4vConfig, "glm46v": transformers.Glm46VConfig}[family]
-    return kind(text_config=sizes, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens)
+    return kind(
+        text_config=sizes,
+        vision_config=vision,
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
+    )
 
 
 def audio_tower(rng: np.random.Generator) -> Fields:
@@ -573,7 +676,9 @@ def audio_tower(rng: np.random.Generator) -> Fields:
     }
 
 
-def qwen2_5_omni(rng: np.random.Generator, vocab: int = 97, **tokens: int) -> transformers.PreTrainedConfig:
+def qwen2_5_omni(
+    rng: np.random.Generator, vocab: int = 97, **tokens: int
+) -> transformers.PreTrainedConfig:
     """Qwen2.5-Omni's thinker: Qwen2.5-VL's tower and text, and Whisper's encoder in chunks, whose pairs may cross."""
     vl = qwen2_5_vl(rng)
     text, vision = vl.text_config.to_dict(), vl.vision_config.to_dict()
@@ -591,7 +696,9 @@ def qwen2_5_omni(rng: np.random.Generator, vocab: int = 97, **tokens: int) -> tr
     )
 
 
-def qwen3_omni_moe(rng: np.random.Generator, vocab: int = 97, **tokens: int) -> transformers.PreTrainedConfig:
+def qwen3_omni_moe(
+    rng: np.random.Generator, vocab: int = 97, **tokens: int
+) -> transformers.PreTrainedConfig:
     """Qwen3-Omni's thinker: Qwen3-VL's tower, experts in the text, and 2D convolutions over chunks of clips."""
     text = qwen_text(rng, interleaved=True)
     text |= expert_fields(rng, "qwen3_vl_moe", text["num_hidden_layers"]) | {"vocab_size": vocab}
@@ -629,8 +736,12 @@ def unet(rng: np.random.Generator) -> Fields:
         "out_channels": channels,
         "sample_size": [height, width],
         "block_out_channels": widths,
-        "down_block_types": ["CrossAttnDownBlock2D" if attends else "DownBlock2D" for attends in attending],
-        "up_block_types": ["CrossAttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(attending)],
+        "down_block_types": [
+            "CrossAttnDownBlock2D" if attends else "DownBlock2D" for attends in attending
+        ],
+        "up_block_types": [
+            "CrossAttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(attending)
+        ],
         "layers_per_block": pick(rng, 1, 1, 2),
         "norm_num_groups": groups,
         "cross_attention_dim": between(rng, 3, 20),

@@ -1,7 +1,8 @@
 """EVA-CLIP's vision tower in torch, from its formulas, under the names of its checkpoints: transformers has no class.
 
-A ViT with a class token (Sun et al. 2024, "EVA-CLIP-18B"): queries, keys and values have biases each or not, norms are
-RMSNorms or LayerNorms, and stand before attention and MLP, or behind them, before what these make is added.
+A ViT with a class token (Sun et al. 2024, "EVA-CLIP-18B"): queries, keys and values have biases
+each or not, norms are RMSNorms or LayerNorms, and stand before attention and MLP, or behind them,
+before what these make is added.
 """
 
 from __future__ import annotations
@@ -20,14 +21,23 @@ class EvaClipVisionConfig(PreTrainedConfig):
 
     def __init__(self, **fields):
         biases = dict.fromkeys(("q_bias", "k_bias", "v_bias"), True)
-        defaults = {"num_channels": 3, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "post_layernorm": False}
+        defaults = {
+            "num_channels": 3,
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "post_layernorm": False,
+        }
         super().__init__(**biases | defaults | {"use_rms_norm": True} | fields)
 
 
 class Embeddings(nn.Module):
     def __init__(self, config: EvaClipVisionConfig):
         super().__init__()
-        width, patch, positions = config.hidden_size, config.patch_size, (config.image_size // config.patch_size) ** 2
+        width, patch, positions = (
+            config.hidden_size,
+            config.patch_size,
+            (config.image_size // config.patch_size) ** 2,
+        )
         self.class_embedding = nn.Parameter(torch.zeros(width))
         self.patch_embedding = nn.Conv2d(config.num_channels, width, patch, patch)
         self.position_embedding = nn.Embedding(1 + positions, width)
@@ -44,7 +54,9 @@ class Attention(nn.Module):
         self.heads = config.num_attention_heads
         width = config.hidden_size
         for name in "qkv":
-            setattr(self, f"{name}_proj", nn.Linear(width, width, bias=getattr(config, f"{name}_bias")))
+            setattr(
+                self, f"{name}_proj", nn.Linear(width, width, bias=getattr(config, f"{name}_bias"))
+            )
         self.out_proj = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +79,9 @@ class MLP(nn.Module):
 
 
 def norm_of(config: EvaClipVisionConfig) -> nn.Module:
-    return (nn.RMSNorm if config.use_rms_norm else nn.LayerNorm)(config.hidden_size, eps=config.layer_norm_eps)
+    return (nn.RMSNorm if config.use_rms_norm else nn.LayerNorm)(
+        config.hidden_size, eps=config.layer_norm_eps
+    )
 
 
 class Layer(nn.Module):

@@ -33,9 +33,14 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     **{kind: {"vision_config": {"out_hidden_size": 4096}} for kind in ("qwen3_vl", "qwen3_5")},
     "qwen2_5_omni": {"thinker_config": {"text_config": {}, "vision_config": {}}},
     "qwen2_5_omni_thinker": {"text_config": {}, "vision_config": {}},
-    "qwen3_omni_moe": {"thinker_config": {"text_config": {"hidden_size": 3584}, "vision_config": {}}},
+    "qwen3_omni_moe": {
+        "thinker_config": {"text_config": {"hidden_size": 3584}, "vision_config": {}}
+    },
     "qwen3_omni_moe_thinker": {"text_config": {"hidden_size": 3584}, "vision_config": {}},
-    **{kind: {"vision_config": {"out_hidden_size": 2048}} for kind in ("qwen3_vl_moe", "qwen3_5_moe")},
+    **{
+        kind: {"vision_config": {"out_hidden_size": 2048}}
+        for kind in ("qwen3_vl_moe", "qwen3_5_moe")
+    },
 }
 HEAD = ("`model_type`", "modules", "attention", "video", "context", "compared")
 
@@ -49,22 +54,35 @@ def table() -> str:
 def row(kind: str) -> tuple[str, ...]:
     """Make the row of a kind of checkpoint from the model that its smallest config says."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps({"model_type": kind, **CONFIGS.get(kind, {})}))
+        (Path(folder) / "config.json").write_text(
+            json.dumps({"model_type": kind, **CONFIGS.get(kind, {})})
+        )
         model = from_hf(folder) if CHECKPOINTS[kind].read else encoder_from_hf(folder)
     if not isinstance(model, ModelConfig):
         encoder = "vision encoder" if isinstance(model, VisionConfig) else "audio encoder"
         return f"`{kind}`", encoder, "whole items", "-", "items", tests_of(kind)
     llm = model.llm
     attention = ["windows"] * bool(llm.windowed) + ["delta nets"] * bool(llm.delta_net)
-    attention += ["images both ways"] * (llm.items == "bidirectional") + ["prefix both ways"] * (llm.items == "prefix")
+    attention += ["images both ways"] * (llm.items == "bidirectional") + ["prefix both ways"] * (
+        llm.items == "prefix"
+    )
     module = "llm with experts" if llm.experts else "llm"
-    parts = f"`{kind}`", ", ".join((module, *model.encoders)), ", ".join(attention) or "causal", video(model)
+    parts = (
+        f"`{kind}`",
+        ", ".join((module, *model.encoders)),
+        ", ".join(attention) or "causal",
+        video(model),
+    )
     return *parts, "yes" if has_context(model) else "no", tests_of(kind)
 
 
 def tests_of(kind: str) -> str:
     """Name the files of the tests that compare a kind with transformers, by docs/exactness.md."""
-    lines = [line for line in EXACTNESS.read_text().splitlines() if line.startswith("| Hugging Face family")]
+    lines = [
+        line
+        for line in EXACTNESS.read_text().splitlines()
+        if line.startswith("| Hugging Face family")
+    ]
     files = [re.findall(r"`tests/hf/(\w+\.py)", line) for line in lines if f"`{kind}`" in line]
     return ", ".join(sorted({f"`{name}`" for names in files for name in names}))
 

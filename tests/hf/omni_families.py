@@ -48,7 +48,12 @@ def features_alone(encoder: AudioConfig, clips: list[np.ndarray]) -> dict[str, t
     """What Qwen3-Omni's processor gives its model of each clip by itself; of several it pads all but the longest."""
     made = [
         extractor_of(encoder)(
-            wave, sampling_rate=RATE, padding=True, truncation=False, return_attention_mask=True, return_tensors="pt"
+            wave,
+            sampling_rate=RATE,
+            padding=True,
+            truncation=False,
+            return_attention_mask=True,
+            return_tensors="pt",
         )
         for wave in clips
     ]
@@ -61,10 +66,14 @@ def features_alone(encoder: AudioConfig, clips: list[np.ndarray]) -> dict[str, t
 class EachClipAlone(Qwen3OmniMoeAudioEncoder):
     """The tower of Qwen3-Omni, which there pads the last chunks of all clips to the longest, and changes them so."""
 
-    def forward(self, input_features: torch.Tensor, feature_lens: torch.Tensor, **kwargs: Any) -> Any:
+    def forward(
+        self, input_features: torch.Tensor, feature_lens: torch.Tensor, **kwargs: Any
+    ) -> Any:
         pairs = zip(input_features.split(feature_lens.tolist(), dim=1), feature_lens, strict=True)
         outputs = [super(EachClipAlone, self).forward(x, feature_lens=n[None]) for x, n in pairs]
-        return BaseModelOutputWithPooling(last_hidden_state=torch.cat([o.last_hidden_state for o in outputs]))
+        return BaseModelOutputWithPooling(
+            last_hidden_state=torch.cat([o.last_hidden_state for o in outputs])
+        )
 
 
 FAMILIES = {
@@ -97,12 +106,25 @@ FAMILIES = {
 }
 
 
-def thinker(rng: np.random.Generator, family: str, vocab: int = 97, **tokens: int) -> torch.nn.Module:
-    tokens = tokens or {"image": IMAGE, "video": VIDEO, "audio": AUDIO, "see": VISION_START, "hear": AUDIO_START}
-    given = {FAMILIES[family].token_field.format(kind): tokens[kind] for kind in ("image", "video", "audio")}
+def thinker(
+    rng: np.random.Generator, family: str, vocab: int = 97, **tokens: int
+) -> torch.nn.Module:
+    tokens = tokens or {
+        "image": IMAGE,
+        "video": VIDEO,
+        "audio": AUDIO,
+        "see": VISION_START,
+        "hear": AUDIO_START,
+    }
+    given = {
+        FAMILIES[family].token_field.format(kind): tokens[kind]
+        for kind in ("image", "video", "audio")
+    }
     marks = {"vision_start_token_id": tokens["see"], "audio_start_token_id": tokens["hear"]}
     config = FAMILIES[family].draw(rng, vocab, **given, **marks)
-    config.text_config.max_position_embeddings = max(config.text_config.max_position_embeddings, 4 * vocab)
+    config.text_config.max_position_embeddings = max(
+        config.text_config.max_position_embeddings, 4 * vocab
+    )
     for part in (config.text_config, config.vision_config, config.audio_config):
         part._attn_implementation = "eager"
     model = random_model(config, FAMILIES[family].thinker)
@@ -133,4 +155,6 @@ def rate_of(config: transformers.PreTrainedConfig) -> float:
     """Frames per second; of Qwen3-Omni a temporal patch takes whole positions then."""
     if config.model_type == "qwen2_5_omni_thinker":
         return 3.0
-    return 1.0 + (config.position_id_per_seconds * config.vision_config.temporal_patch_size % 2 == 0)
+    return 1.0 + (
+        config.position_id_per_seconds * config.vision_config.temporal_patch_size % 2 == 0
+    )

@@ -41,12 +41,15 @@ ULP_DRAWS = 8
 NO_ROUNDING = 1e-2  # over the largest value: no difference as large passes as rounding
 
 
-def random_model(config: transformers.PreTrainedConfig, kind: type | None = None, seed: int = 0) -> torch.nn.Module:
+def random_model(
+    config: transformers.PreTrainedConfig, kind: type | None = None, seed: int = 0
+) -> torch.nn.Module:
     """A model in float32 whose every parameter is random: norms and biases too, or they would prove nothing."""
     torch.manual_seed(seed)
     config._attn_implementation = "eager"
     for part in (config, config.get_text_config()):
-        part._experts_implementation = "eager"  # its grouped products want widths that are multiples of 4
+        # its grouped products want widths that are multiples of 4
+        part._experts_implementation = "eager"
     model = kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
     model = model.to(torch.float32).eval()
     randomize(model)
@@ -67,7 +70,9 @@ def watch_kinks(model: torch.nn.Module) -> None:
     """Record in `model.nearest_kink` how close to 0 the input of a ReLU has come, where its gradient jumps."""
     model.nearest_kink = float("inf")
 
-    def record(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    def record(
+        module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> None:
         model.nearest_kink = min(model.nearest_kink, float(inputs[0].detach().abs().min()))
 
     for module in model.modules():
@@ -131,7 +136,8 @@ def forget_longer_texts(model: torch.nn.Module) -> None:
     # A tower's rotary embedding is never dynamic, and has no such length.
     for module in (module for module in model.modules() if hasattr(module, "original_max_seq_len")):
         for name, original in dict(module.named_buffers(recurse=False)).items():
-            if name.endswith("original_inv_freq"):  # with the layer's type before it where types differ
+            # with the layer's type before it where types differ
+            if name.endswith("original_inv_freq"):
                 kind = name.removesuffix("original_inv_freq")
                 setattr(module, f"{kind}max_seq_len_cached", module.original_max_seq_len)
                 module.register_buffer(f"{kind}inv_freq", original.clone(), persistent=False)
@@ -142,8 +148,9 @@ def same_logits(
 ) -> None:
     """Hold the logits of sample `number` equal to 1e-4 of the largest, or of 1.
 
-    Where the model itself enlarges rounding, no two programs in float32 are so close: the gated norm of a delta net
-    does, thousands of times, of outputs that are nearly 0. A token may then be as far from float64 as an ulp moves it.
+    Where the model itself enlarges rounding, no two programs in float32 are so close: the gated
+    norm of a delta net does, thousands of times, of outputs that are nearly 0. A token may then be
+    as far from float64 as an ulp moves it.
     logits_there: of this sample, by a model there.
     """
     wanted = theirs.detach().numpy()
@@ -153,7 +160,9 @@ def same_logits(
         runs = (logits.numpy() for logits in near_float64(model, torch.no_grad()(logits_there)))
         wanted = next(runs)
         if (np.abs(ours - wanted) > limit).any():
-            moves = np.max([np.abs(moved - wanted).max(-1, keepdims=True) for moved in runs], axis=0)
+            moves = np.max(
+                [np.abs(moved - wanted).max(-1, keepdims=True) for moved in runs], axis=0
+            )
             limit = np.clip(moves, limit, NO_ROUNDING * scale)
     difference = np.abs(ours - wanted)
     worst = int(np.argmax((difference - limit).max(-1)))
@@ -162,7 +171,9 @@ def same_logits(
     )
 
 
-def check_text(model: torch.nn.Module, folder: Path, samples: Sequence[np.ndarray], length: int) -> None:
+def check_text(
+    model: torch.nn.Module, folder: Path, samples: Sequence[np.ndarray], length: int
+) -> None:
     """Logits of packed samples to 1e-4, and the gradient of the mean loss over all of them."""
     ours, params, _ = loaded(folder)
     text = packed_text(samples, length)
@@ -187,7 +198,9 @@ def check_text(model: torch.nn.Module, folder: Path, samples: Sequence[np.ndarra
     compare_gradients(ours, gradients, model, loss_there)
 
 
-def logits_and_gradients(ours: Model, params: Params, batch: Microbatch) -> tuple[np.ndarray, Params]:
+def logits_and_gradients(
+    ours: Model, params: Params, batch: Microbatch
+) -> tuple[np.ndarray, Params]:
     """Compute logits, and the gradient of the mean loss by every parameter, in one program."""
     count = float(np.asarray(batch.text.weight).sum())
 
@@ -199,12 +212,14 @@ def logits_and_gradients(ours: Model, params: Params, batch: Microbatch) -> tupl
     return np.asarray(logits), gradients
 
 
-def compare_gradients(ours: Model, gradients: Params, model: torch.nn.Module, loss_there: Loss) -> None:
+def compare_gradients(
+    ours: Model, gradients: Params, model: torch.nn.Module, loss_there: Loss
+) -> None:
     """Compare every parameter's gradient, in its own place of the checkpoint's layout, with what the model there holds.
 
-    Not where an input of a ReLU is 0 but for rounding: its gradient is then 0 here and 1 there, and both are right.
-    Where drawn norms and caps enlarge rounding, ours may be four times as far from float64 as those there are, or as
-    far as an ulp moves them.
+    Not where an input of a ReLU is 0 but for rounding: its gradient is then 0 here and 1 there, and
+    both are right. Where drawn norms and caps enlarge rounding, ours may be four times as far from
+    float64 as those there are, or as far as an ulp moves them.
     """
     if getattr(model, "nearest_kink", 1.0) < AT_A_KINK:
         return
@@ -236,7 +251,9 @@ def gradients_there(model: torch.nn.Module, loss_there: Loss) -> HfFolder:
     return saved_gradients(model)
 
 
-def near_float64(model: torch.nn.Module, compute: Callable[[torch.nn.Module], Any]) -> Iterator[Any]:
+def near_float64(
+    model: torch.nn.Module, compute: Callable[[torch.nn.Module], Any]
+) -> Iterator[Any]:
     """Compute something of a model in float64, then several times of one that is off by an ulp of float32."""
     for seed in (None, *range(ULP_DRAWS)):
         with in_float64(model) as exact:
@@ -248,7 +265,8 @@ def near_float64(model: torch.nn.Module, compute: Callable[[torch.nn.Module], An
 def add_ulp_errors(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Put errors of up to an ulp of float32 into the parameters, and into what every innermost module gives.
 
-    A sum of products in float32 is the exact one of numbers that are off by at least as much (backward error).
+    A sum of products in float32 is the exact one of numbers that are off by at least as much
+    (backward error).
     """
 
     def inexact(x: Any) -> Any:
@@ -270,19 +288,27 @@ def add_ulp_errors(model: torch.nn.Module, generator: torch.Generator) -> None:
 class Float64(TorchFunctionMode):
     """Compute in float64 what asks for float32, as norms, softmax and delta nets there do whatever they are given."""
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
         double = lambda x: torch.float64 if x is torch.float32 else x  # noqa: E731
         if function is torch.Tensor.float:
             function = torch.Tensor.double
-        return function(*map(double, args), **{name: double(x) for name, x in (kwargs or {}).items()})
+        return function(
+            *map(double, args), **{name: double(x) for name, x in (kwargs or {}).items()}
+        )
 
 
 @contextmanager
 def in_float64(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Give a copy of a model in float64; every module casts what it is given."""
 
-    def cast(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        double = lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
+    def cast(
+        module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        double = lambda x: (  # noqa: E731
+            x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        )
         return tuple(map(double, args)), {name: double(x) for name, x in kwargs.items()}
 
     exact = copy.deepcopy(model).double()
@@ -307,8 +333,10 @@ def different_gradients(
 ) -> dict[str, str]:
     """Return by how much gradients differ by more than 2e-4 of their largest, and what is allowed.
 
-    rounded: theirs in float32 where `theirs` are exact; a gradient may be four times as far off as these are.
-    perturbed: of models that are off by an ulp; a gradient may be as far off as the farthest of these.
+    rounded: theirs in float32 where `theirs` are exact; a gradient may be four times as far off as
+    these are.
+    perturbed: of models that are off by an ulp; a gradient may be as far off as the farthest of
+    these.
     """
     different = {}
     largest = max(float(np.abs(gradient).max()) for gradient in jax.tree.leaves(ours))
@@ -319,13 +347,19 @@ def different_gradients(
         wanted = stored_parameter(theirs, part, gradient.shape)
         scale = max(np.abs(wanted).max(), 1e-3)
         if names[-2:] == ("key", "bias"):
-            # It moves all scores of a query alike, so without RoPE its gradient is but rounding of sums of others.
+            # It moves all scores of a query alike, so without RoPE its gradient is but rounding of
+            # sums of others.
             scale = max(scale, 1e-3 * largest)
         limit = 2e-4 * scale
         if rounded is not None:
-            limit = max(limit, 4 * np.abs(stored_parameter(rounded, part, gradient.shape) - wanted).max())
+            limit = max(
+                limit, 4 * np.abs(stored_parameter(rounded, part, gradient.shape) - wanted).max()
+            )
         if perturbed:
-            moves = [np.abs(stored_parameter(folder, part, gradient.shape) - wanted).max() for folder in perturbed]
+            moves = [
+                np.abs(stored_parameter(folder, part, gradient.shape) - wanted).max()
+                for folder in perturbed
+            ]
             limit = max(limit, min(max(moves), NO_ROUNDING * scale))
         difference = np.abs(np.asarray(gradient) - wanted).max()
         if not difference <= limit:  # NaN is different too
@@ -337,14 +371,18 @@ def stored_parameter(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]
     """Read the parameter of this shape that a checkpoint has here, each expert's own."""
     parts = part.split(shape)
     tensors = {name: folder.read(name) for name in {split_entry(one.key)[0] for one, _ in parts}}
-    return np.stack([one.from_hf(one.selected(tensors[split_entry(one.key)[0]]), s) for one, s in parts]).reshape(shape)
+    return np.stack(
+        [one.from_hf(one.selected(tensors[split_entry(one.key)[0]]), s) for one, s in parts]
+    ).reshape(shape)
 
 
 def saved_gradients(model: torch.nn.Module) -> HfFolder:
     """The gradients in the places of their parameters, saved as a checkpoint: under the names that these have there."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            parameter.copy_(
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
     folder = tempfile.mkdtemp()
     model.save_pretrained(folder)
     return HfFolder.open(folder)

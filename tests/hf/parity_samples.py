@@ -78,14 +78,20 @@ class Given:
 
     def facts(self, index: int) -> SampleLengths:
         text = sum(len(part) for part in self.samples[index] if is_text(part))
-        return SampleLengths(text, tuple((self.encoder(part), part.shape[:2]) for part in self.items(index)))
+        return SampleLengths(
+            text, tuple((self.encoder(part), part.shape[:2]) for part in self.items(index))
+        )
 
     def sample(self, index: int) -> Sample:
         segments, number = [], 0
         for at, part in enumerate(self.samples[index]):
             if is_text(part):
                 last = at == len(self.samples[index]) - 1
-                weights = np.full(len(part), self.trained == "all" or (self.trained == "last" and last), np.float32)
+                weights = np.full(
+                    len(part),
+                    self.trained == "all" or (self.trained == "last" and last),
+                    np.float32,
+                )
                 weights[0] *= at > 0
                 segments.append(Text(part.astype(np.int32), weights))
             else:
@@ -105,7 +111,8 @@ class GivenWhole(Given):
     """The same of images that are not prepared yet: they are as files would be."""
 
     eyes: ImageProcessor = None
-    tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of the texts around an image's parts
+    # of the texts around an image's parts
+    tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def media(self, index: int) -> list:
         images = self.items(index)
@@ -131,7 +138,9 @@ class GivenWhole(Given):
                 written = np.array(self.tokens[text] if text else [], np.int32)
                 segments += [Text(written, np.zeros(len(written), np.float32))] if text else []
             number += len(medium.parts)
-        return place_media(Sample(tuple(segments)), self.media(index), {self.vision: self.eyes.encoder})
+        return place_media(
+            Sample(tuple(segments)), self.media(index), {self.vision: self.eyes.encoder}
+        )
 
     def item(self, index: int, number: int) -> np.ndarray:
         images = self.items(index)
@@ -144,10 +153,16 @@ def is_text(part: Part) -> bool:
 
 
 def given(
-    model: ModelConfig, samples: Sequence[Sequence[Part]], tokens: Mapping[str, Sequence[int]] | None = None
+    model: ModelConfig,
+    samples: Sequence[Sequence[Part]],
+    tokens: Mapping[str, Sequence[int]] | None = None,
 ) -> Given:
     """The samples as a source for this model. tokens: of the texts that it writes between an image's tokens."""
-    seeing = {name: encoder for name, encoder in model.encoders.items() if isinstance(encoder, VisionConfig)}
+    seeing = {
+        name: encoder
+        for name, encoder in model.encoders.items()
+        if isinstance(encoder, VisionConfig)
+    }
     name, eyes = next(iter(seeing.items()), ("vision", None))
     if eyes is not None and (tokens is not None or isinstance(eyes.images, AnyRes)):
         eyes = ImageProcessor.of(name, eyes, {})
@@ -172,7 +187,8 @@ def packed_source(model: ModelConfig, source: Source) -> Microbatch:
     return pack_microbatch(plan, Arrays.of(model), reader)
 
 
-Theirs = Callable[[torch.nn.Module, Sequence[Part]], torch.Tensor]  # logits [t, v] of one sample, expanded
+# logits [t, v] of one sample, expanded
+Theirs = Callable[[torch.nn.Module, Sequence[Part]], torch.Tensor]
 
 
 def check_samples(
@@ -192,7 +208,12 @@ def check_samples(
 
 
 def check_packed(
-    model: torch.nn.Module, ours: Model, params: Params, made: Microbatch, samples: Sequence[Any], theirs: Theirs
+    model: torch.nn.Module,
+    ours: Model,
+    params: Params,
+    made: Microbatch,
+    samples: Sequence[Any],
+    theirs: Theirs,
 ) -> Microbatch:
     """The same of samples that are packed already, one of which `theirs` computes there."""
     batch = jax.tree.map(jnp.asarray, made)
@@ -208,12 +229,26 @@ def check_packed(
             forget_longer_texts(model)
             wanted = theirs(model, sample)
             if compare:
-                assert len(wanted) == here.stop - here.start, f"{len(wanted)} tokens there, {here} here"
-                same_logits(
-                    logits[row, here], wanted, number, model, lambda model, sample=sample: theirs(model, sample)
+                assert len(wanted) == here.stop - here.start, (
+                    f"{len(wanted)} tokens there, {here} here"
                 )
-            target, weight = (torch.tensor(getattr(text, f)[row, here]) for f in ("target", "weight"))
-            total = total + (torch.nn.functional.cross_entropy(wanted, target.long(), reduction="none") * weight).sum()
+                same_logits(
+                    logits[row, here],
+                    wanted,
+                    number,
+                    model,
+                    lambda model, sample=sample: theirs(model, sample),
+                )
+            target, weight = (
+                torch.tensor(getattr(text, f)[row, here]) for f in ("target", "weight")
+            )
+            total = (
+                total
+                + (
+                    torch.nn.functional.cross_entropy(wanted, target.long(), reduction="none")
+                    * weight
+                ).sum()
+            )
         return total / count
 
     loss_there(model, compare=True).backward()
@@ -236,7 +271,8 @@ def check_tower(
 ) -> None:
     """What a tower's folder makes of five images in a row to 1e-4, and the gradients of a weighted sum of it.
 
-    theirs: features `[t, d]` of one image there: of the class token, registers, then patches row by row.
+    theirs: features `[t, d]` of one image there: of the class token, registers, then patches row by
+    row.
     """
     eyes = replace(encoder_from_hf(folder), connector=ConnectorConfig(merge=merge))
     config = ModelConfig(DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9), {"eyes": eyes})
@@ -269,13 +305,25 @@ def check_tower(
     same_gradients(gradients, layout_of(HfFolder.open(folder), config), saved_gradients(model))
 
 
-def check_ten_steps(model: torch.nn.Module, folder: Path, samples: Sequence[Sequence[Part]], theirs: Theirs) -> None:
+def check_ten_steps(
+    model: torch.nn.Module, folder: Path, samples: Sequence[Sequence[Part]], theirs: Theirs
+) -> None:
     """Losses of ten steps of AdamW to 1e-3: all samples in one packed row here, one by one there."""
     ours, params, config = loaded(folder)
     recipe = AdamW(3e-3, 0.1, 0.9, 0.95, 1e-8)
-    run = Config("ten", DataConfig(), BatchConfig(rows={}), config, TrainingConfig(10), recipe, Schedule(3, 0.1))
+    run = Config(
+        "ten",
+        DataConfig(),
+        BatchConfig(rows={}),
+        config,
+        TrainingConfig(10),
+        recipe,
+        Schedule(3, 0.1),
+    )
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    executor = Executor.on_mesh(ours, make_optimizer(recipe, ours.axes), mesh, ShardingRules(), sources=1)
+    executor = Executor.on_mesh(
+        ours, make_optimizer(recipe, ours.axes), mesh, ShardingRules(), sources=1
+    )
     state = executor.init(jax.random.key(0), params)
     accumulated = executor.zeros()
     made = packed(config, samples)
@@ -283,7 +331,10 @@ def check_ten_steps(model: torch.nn.Module, folder: Path, samples: Sequence[Sequ
     batch = executor.put(made)
     # As here, decay falls on matrices alone.
     groups = [
-        {"params": [p for p in model.parameters() if (p.ndim > 1) == matrices], "weight_decay": 0.1 * matrices}
+        {
+            "params": [p for p in model.parameters() if (p.ndim > 1) == matrices],
+            "weight_decay": 0.1 * matrices,
+        }
         for matrices in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
@@ -293,11 +344,17 @@ def check_ten_steps(model: torch.nn.Module, folder: Path, samples: Sequence[Sequ
         state, accumulated, report = executor.step(state, accumulated, [batch], hyper)
         loss = torch.zeros(())
         for number, sample in enumerate(samples):
-            target, weight = (torch.tensor(x[text.owner == number]) for x in (text.target, text.weight))
-            each = torch.nn.functional.cross_entropy(theirs(model, sample), target.long(), reduction="none")
+            target, weight = (
+                torch.tensor(x[text.owner == number]) for x in (text.target, text.weight)
+            )
+            each = torch.nn.functional.cross_entropy(
+                theirs(model, sample), target.long(), reduction="none"
+            )
             loss = loss + (each * weight).sum() / text.weight.sum()
         losses.append(loss.item())
-        np.testing.assert_allclose(report.losses.loss.sum() / report.losses.weight.sum(), losses[-1], atol=1e-3)
+        np.testing.assert_allclose(
+            report.losses.loss.sum() / report.losses.weight.sum(), losses[-1], atol=1e-3
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), run.training.clip)

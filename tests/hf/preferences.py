@@ -52,7 +52,12 @@ def save_pairs(place: Path, count: int = 12, window: int = 0) -> list[Asked]:
         right = record["conversations"][1]["value"]
         wrong = rng.choice([colour for colour in COLOURS if colour != right])
         question = record["conversations"][0]["value"].removeprefix("<image>\n")
-        one = Asked(str(place / "data" / "images" / record["image"]), question, ANSWERS[right], ANSWERS[wrong])
+        one = Asked(
+            str(place / "data" / "images" / record["image"]),
+            question,
+            ANSWERS[right],
+            ANSWERS[wrong],
+        )
         pair: dict[str, Any] = {"prompt": question, "chosen": one.chosen, "rejected": one.rejected}
         if number % 2:
             pair = {"prompt": [{"role": "user", "content": question}]} | {
@@ -96,7 +101,9 @@ def save_judged(place: Path, asked: Sequence[Asked]) -> list[dict[str, Any]]:
     for number, (line, one) in enumerate(zip(lines, asked, strict=True)):
         good = number % 3 != 1
         answer = one.chosen if good else one.rejected
-        judged.append({"prompt": one.question, "completion": answer, "label": good, "images": line["images"]})
+        judged.append(
+            {"prompt": one.question, "completion": answer, "label": good, "images": line["images"]}
+        )
     write_lines(place / "judged.jsonl", judged)
     return judged
 
@@ -106,7 +113,10 @@ class Theirs:
 
     def __init__(self, folder: Path, model: torch.nn.Module | None = None) -> None:
         """model: these weights instead of the checkpoint's."""
-        self.model = model or LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = (
+            model
+            or LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        )
         self.processor = LlavaProcessor.from_pretrained(folder)
 
     def log_probs(self, image: str, question: str, answer: str | Sequence[int]) -> torch.Tensor:

@@ -40,18 +40,28 @@ SIZES = {
 }
 CLIP, SIGLIP = ({"model_type": f"{kind}_vision_model", **SIZES} for kind in ("clip", "siglip"))
 PIXTRAL = {"model_type": "pixtral", **SIZES}
-SPEECH = {"decoder_layers": 1, "decoder_ffn_dim": 32, "decoder_attention_heads": 1, "vocab_size": 64}
+SPEECH = {
+    "decoder_layers": 1,
+    "decoder_ffn_dim": 32,
+    "decoder_attention_heads": 1,
+    "vocab_size": 64,
+}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-NOT_THERE = ("internlm2", "internvl_chat", "evaclip", "evaclip_vision_model")  # classes that transformers has not
+# classes that transformers has not
+NOT_THERE = ("internlm2", "internvl_chat", "evaclip", "evaclip_vision_model")
 
 
 def rng() -> np.random.Generator:
     return np.random.default_rng(1)
 
 
-def around(kind: str, tower: dict, text: dict = TEXT, **own: object) -> transformers.PreTrainedConfig:
+def around(
+    kind: str, tower: dict, text: dict = TEXT, **own: object
+) -> transformers.PreTrainedConfig:
     """Make the config of a class around a tower and a text."""
-    made = transformers.AutoConfig.for_model(kind, vision_config=dict(tower), text_config=dict(text), **own)
+    made = transformers.AutoConfig.for_model(
+        kind, vision_config=dict(tower), text_config=dict(text), **own
+    )
     made.image_token_id = 5
     return made
 
@@ -112,7 +122,9 @@ def adaptable(folder: HfFolder, model: ModelConfig) -> list[str]:
         for path, parts in names.by_module.items()
         if "weight" in parts and not path.endswith("router")
     ]
-    patterns = [leaf.key for leaf in leaves if leaf.order == TRANSPOSED and not (leaf.rows or leaf.experts)]
+    patterns = [
+        leaf.key for leaf in leaves if leaf.order == TRANSPOSED and not (leaf.rows or leaf.experts)
+    ]
     return [key for key in folder.tensors for pattern in patterns if fnmatchcase(key, pattern)]
 
 
@@ -129,7 +141,9 @@ def test_every_linear_layer_has_the_path_of_its_module(family: str, tmp_path: Pa
     if CHECKPOINTS[family].read:
         ours = from_hf(tmp_path)
     else:
-        ours = ModelConfig(DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9), {"eyes": encoder_from_hf(tmp_path)})
+        ours = ModelConfig(
+            DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9), {"eyes": encoder_from_hf(tmp_path)}
+        )
     folder = HfFolder.open(tmp_path)
     keys = adaptable(folder, ours)
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -144,7 +158,10 @@ def test_every_linear_layer_has_the_path_of_its_module(family: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("key", "path"),
     [
-        ("vision_tower.vision_model.encoder.layers.0.mlp.fc1", "model.vision_tower.encoder.layers.0.mlp.fc1"),
+        (
+            "vision_tower.vision_model.encoder.layers.0.mlp.fc1",
+            "model.vision_tower.encoder.layers.0.mlp.fc1",
+        ),
         ("language_model.model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),
         ("visual.blocks.0.attn.proj", "model.visual.blocks.0.attn.proj"),
         ("model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),

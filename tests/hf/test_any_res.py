@@ -27,8 +27,12 @@ from transformers import (
     LlavaOnevisionForConditionalGeneration,
     SiglipVisionConfig,
 )
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
 
 from mmjax.config import AnyRes, MeshConfig
 from mmjax.cost.table import parameters
@@ -41,10 +45,17 @@ from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import parameter_shardings
 
-TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3}
+TOWER = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+}
 CLIP, SIGLIP = (
     lambda **own: CLIPVisionConfig(**TOWER | {"image_size": 12, "patch_size": 4} | own),
-    lambda **own: SiglipVisionConfig(**TOWER | {"image_size": 12, "patch_size": 4, "vision_use_head": False} | own),
+    lambda **own: SiglipVisionConfig(
+        **TOWER | {"image_size": 12, "patch_size": 4, "vision_use_head": False} | own
+    ),
 )
 QWEN2, LLAMA = transformers.Qwen2Config(**TEXT), transformers.LlamaConfig(**TEXT)
 GRIDS = ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1))
@@ -62,7 +73,11 @@ NEXT = Variant(CLIP(), LLAMA, {})
 ONEVISION = Variant(
     SIGLIP(image_size=13, patch_size=4),
     transformers.Qwen2Config(**TEXT, tie_word_embeddings=True),
-    {"vision_aspect_ratio": "anyres_max_1", "vision_feature_layer": -2, "tie_word_embeddings": True},
+    {
+        "vision_aspect_ratio": "anyres_max_1",
+        "vision_feature_layer": -2,
+        "tie_word_embeddings": True,
+    },
     tuple((rows, columns) for rows in range(1, 4) for columns in range(1, 4)),
 )
 SHAPES = ((40, 40), (20, 90), (90, 20), (1, 40), (61, 1), (37, 50))
@@ -82,13 +97,17 @@ def processor_of(variant, kind):
     size = {"size": {"shortest_edge": tile}, "crop_size": {"height": tile, "width": tile}}
     if kind is LlavaOnevisionImageProcessorPil:
         size = {"size": {"height": tile, "width": tile}}
-    return kind(**size, image_grid_pinpoints=points, image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.25, 0.3])
+    return kind(
+        **size, image_grid_pinpoints=points, image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.25, 0.3]
+    )
 
 
 def theirs(processor, several):
     """Logits of one sample, of whose images the processor makes the tiles."""
 
-    return lambda model, sample: model(**inputs(model, sample, processor, several), use_cache=False).logits[0]
+    return lambda model, sample: model(
+        **inputs(model, sample, processor, several), use_cache=False
+    ).logits[0]
 
 
 def inputs(model, sample, processor, several):
@@ -166,7 +185,9 @@ def test_llava_next_is_what_transformers_makes_of_it(seed, tmp_path):
 def test_llava_onevision_is_what_transformers_makes_of_it(seed, tmp_path):
     variant = drawn_variant(seed, most_tiles=True)
     processor = processor_of(variant, LlavaOnevisionImageProcessorPil)
-    check(variant, LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, processor, tmp_path)
+    check(
+        variant, LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, processor, tmp_path
+    )
 
 
 @pytest.mark.exhaustive
@@ -174,7 +195,10 @@ def test_llava_onevision_is_what_transformers_makes_of_it(seed, tmp_path):
 def test_a_run_is_exported_as_it_was_read_and_transformers_computes_with_it(name, tmp_path):
     variant = {"LlavaNext": NEXT, "LlavaOnevision": ONEVISION}[name]
     processor = processor_of(variant, globals()[f"{name}ImageProcessorPil"])
-    kinds = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForConditionalGeneration")
+    kinds = (
+        getattr(transformers, f"{name}Config"),
+        getattr(transformers, f"{name}ForConditionalGeneration"),
+    )
     before = saved(variant, *kinds, processor, tmp_path / "source")
     run = moved(tmp_path / "source", tmp_path / "run")
     export(run, tmp_path / "out")
@@ -184,8 +208,12 @@ def test_a_run_is_exported_as_it_was_read_and_transformers_computes_with_it(name
     _, written, _ = loaded(tmp_path / "out")
     folder = RunFolder(run)
     model = Model.build(folder.read_config().model, jnp.float32)
-    shardings = parameter_shardings(model, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules())
-    trained = restore_parameters(folder.checkpoints, checkpoint_step(folder.checkpoints), model, shardings)
+    shardings = parameter_shardings(
+        model, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
+    )
+    trained = restore_parameters(
+        folder.checkpoints, checkpoint_step(folder.checkpoints), model, shardings
+    )
     jax.tree.map(np.testing.assert_array_equal, written, trained)
 
 
@@ -193,9 +221,14 @@ def saved_next(folder, **own):
     variant = NEXT
     processor = processor_of(variant, LlavaNextImageProcessorPil)
     points = processor.image_grid_pinpoints
-    given = {"vision_config": variant.vision, "text_config": variant.text, "image_token_index": IMAGE}
+    given = {
+        "vision_config": variant.vision,
+        "text_config": variant.text,
+        "image_token_index": IMAGE,
+    }
     random_model(
-        LlavaNextConfig(**given | {"image_grid_pinpoints": points}), LlavaNextForConditionalGeneration
+        LlavaNextConfig(**given | {"image_grid_pinpoints": points}),
+        LlavaNextForConditionalGeneration,
     ).save_pretrained(folder)
     processor.save_pretrained(folder)
     edit(folder / "config.json", **own)
@@ -210,18 +243,28 @@ def test_names_of_tensors_may_be_old_or_new(tmp_path):
     _, before, config = loaded(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     new = "model.image_newline" in tensors
-    for old, name in (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head.")):
+    for old, name in (
+        ("language_model.model.", "model.language_model."),
+        ("language_model.lm_head.", "lm_head."),
+    ):
         old, name = (name, old) if new else (old, name)
-        tensors = {name + k.removeprefix(old) if k.startswith(old) else k: v for k, v in tensors.items()}
+        tensors = {
+            name + k.removeprefix(old) if k.startswith(old) else k: v for k, v in tensors.items()
+        }
     for part in ("vision_tower.", "multi_modal_projector.", "image_newline"):
         old, name = (f"model.{part}", part) if new else (part, f"model.{part}")
-        tensors = {name + k.removeprefix(old) if k.startswith(old) else k: v for k, v in tensors.items()}
+        tensors = {
+            name + k.removeprefix(old) if k.startswith(old) else k: v for k, v in tensors.items()
+        }
     assert ("model.image_newline" in tensors) != new
     save_file(tensors, tmp_path / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path)[1], before)
     newline = config.encoders["vision"].connector
     without = replace(config.encoders["vision"], connector=replace(newline, newline=False))
-    counted = [parameters(replace(config, encoders={"vision": e})) for e in (config.encoders["vision"], without)]
+    counted = [
+        parameters(replace(config, encoders={"vision": e}))
+        for e in (config.encoders["vision"], without)
+    ]
     assert counted[0]["vision.connector"] - counted[1]["vision.connector"] == config.llm.width
 
 
@@ -242,7 +285,10 @@ def test_without_a_processor_images_are_prepared_by_the_defaults_of_its_class(tm
             "image_grid_pinpoints differs from that of the folder's",
         ),
         ({"vision_feature_layer": [-2, -1]}, "vision_feature_layer=.* names several layers"),
-        ({"vision_feature_select_strategy": "full"}, "shows the LLM the class token, which is not supported"),
+        (
+            {"vision_feature_select_strategy": "full"},
+            "shows the LLM the class token, which is not supported",
+        ),
     ],
 )
 def test_what_would_be_another_model_is_refused(own, message, tmp_path):
@@ -253,8 +299,16 @@ def test_what_would_be_another_model_is_refused(own, message, tmp_path):
 
 def test_images_that_are_not_in_tiles_or_not_counted_in_them_are_refused(tmp_path):
     saved_next(tmp_path, model_type="llava_onevision", vision_aspect_ratio="anyres")
-    with pytest.raises(UserError, match="vision_aspect_ratio='anyres' is not supported; known: 'anyres_max_9'"):
+    with pytest.raises(
+        UserError, match="vision_aspect_ratio='anyres' is not supported; known: 'anyres_max_9'"
+    ):
         from_hf(tmp_path)
-    edit(tmp_path / "preprocessor_config.json", image_processor_type="CLIPImageProcessor", do_pad=False)
-    with pytest.raises(UserError, match="its images come in tiles, but the folder's image processor makes none"):
+    edit(
+        tmp_path / "preprocessor_config.json",
+        image_processor_type="CLIPImageProcessor",
+        do_pad=False,
+    )
+    with pytest.raises(
+        UserError, match="its images come in tiles, but the folder's image processor makes none"
+    ):
         from_hf(tmp_path)

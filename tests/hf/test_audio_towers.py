@@ -20,7 +20,14 @@ from parity_samples import Theirs, check_samples, is_text
 from safetensors.torch import load_file, save_file
 
 from mmjax.batch import ItemBatch
-from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig, WhisperMel
+from mmjax.config import (
+    AudioConfig,
+    ConnectorConfig,
+    DecoderConfig,
+    MeshConfig,
+    ModelConfig,
+    WhisperMel,
+)
 from mmjax.cost.table import parameters
 from mmjax.data.media.patches import encoder_input, item_size, positions_per_token
 from mmjax.errors import UserError
@@ -55,16 +62,22 @@ TOWER = {
 def clip(samples: int) -> np.ndarray:
     """Noise that swells, so that no frame is like another."""
     rng = np.random.default_rng(samples)
-    return (0.2 * rng.standard_normal(samples) * np.sin(np.linspace(0.2, 3, samples))).astype(np.float32)
+    return (0.2 * rng.standard_normal(samples) * np.sin(np.linspace(0.2, 3, samples))).astype(
+        np.float32
+    )
 
 
 def words(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(6, 97, count)
 
 
-def qwen2_audio(folder: Path, tower: dict[str, Any] | None = None, text: dict[str, Any] | None = None):
+def qwen2_audio(
+    folder: Path, tower: dict[str, Any] | None = None, text: dict[str, Any] | None = None
+):
     config = transformers.Qwen2AudioConfig(
-        audio_config=TOWER | (tower or {}), text_config=TEXT | (text or {}), audio_token_index=AUDIO_TOKEN
+        audio_config=TOWER | (tower or {}),
+        text_config=TEXT | (text or {}),
+        audio_token_index=AUDIO_TOKEN,
     )
     for part in (config, config.audio_config, config.text_config):
         part._attn_implementation = "eager"
@@ -74,8 +87,15 @@ def qwen2_audio(folder: Path, tower: dict[str, Any] | None = None, text: dict[st
 
 
 def whisper(folder: Path, kind: type = transformers.WhisperForConditionalGeneration, **own: Any):
-    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
-    decoder = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 24, "vocab_size": 40}
+    tokens = dict.fromkeys(
+        ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1
+    )
+    decoder = {
+        "decoder_layers": 1,
+        "decoder_attention_heads": 2,
+        "decoder_ffn_dim": 24,
+        "vocab_size": 40,
+    }
     model = random_model(transformers.WhisperConfig(**TOWER | decoder | tokens | own), kind)
     model.save_pretrained(folder)
     return model
@@ -87,21 +107,35 @@ def extractor_of(encoder: AudioConfig) -> transformers.WhisperFeatureExtractor:
 
 def features_there(encoder: AudioConfig, clips: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
     """What the extractor of transformers gives its model: every clip padded to the window."""
-    made = extractor_of(encoder)(list(clips), sampling_rate=RATE, return_attention_mask=True, return_tensors="pt")
-    return {"input_features": made["input_features"], "feature_attention_mask": made["attention_mask"]}
+    made = extractor_of(encoder)(
+        list(clips), sampling_rate=RATE, return_attention_mask=True, return_tensors="pt"
+    )
+    return {
+        "input_features": made["input_features"],
+        "feature_attention_mask": made["attention_mask"],
+    }
 
 
-def packed_clips(encoder: AudioConfig, clips: Sequence[np.ndarray], spare: int = 3) -> tuple[ItemBatch, list[range]]:
+def packed_clips(
+    encoder: AudioConfig, clips: Sequence[np.ndarray], spare: int = 3
+) -> tuple[ItemBatch, list[range]]:
     """One row of clips one after the other with padding behind, and the places of each clip's tokens in the output."""
     group = positions_per_token(encoder)
     sizes = [item_size(encoder, wave.shape) for wave in clips]
     length = sum(size.positions for size in sizes) + spare * group
     item, owner = np.full((1, length), -1, np.int32), np.full((1, length), -1, np.int32)
-    values, coordinates = np.zeros((1, length, encoder.mels), np.float32), np.zeros((1, length, 3), np.int32)
+    values, coordinates = (
+        np.zeros((1, length, encoder.mels), np.float32),
+        np.zeros((1, length, 3), np.int32),
+    )
     at, places = 0, []
     for number, (wave, size) in enumerate(zip(clips, sizes, strict=True)):
         here, made = slice(at, at + size.positions), encoder_input(encoder, wave)
-        values[0, here], coordinates[0, here], owner[0, here] = made.values, made.coordinates, number
+        values[0, here], coordinates[0, here], owner[0, here] = (
+            made.values,
+            made.coordinates,
+            number,
+        )
         item[0, here] = np.where(made.valid, number, -1)
         places.append(range(at // group, at // group + size.tokens))
         at += size.positions
@@ -114,17 +148,25 @@ def theirs(encoder: AudioConfig) -> Theirs:
     def logits(model: torch.nn.Module, sample: Sequence[np.ndarray]) -> torch.Tensor:
         clips = [part for part in sample if not is_text(part)]
         inputs = features_there(encoder, clips) if clips else {}
-        counts = [(int(n) - 1) // 2 + 1 for n in inputs["feature_attention_mask"].sum(-1)] if clips else []
+        counts = (
+            [(int(n) - 1) // 2 + 1 for n in inputs["feature_attention_mask"].sum(-1)]
+            if clips
+            else []
+        )
         left = iter([AUDIO_TOKEN] * ((n - 2) // 2 + 1) for n in counts)
         tokens = np.concatenate([part if is_text(part) else next(left) for part in sample])
-        return logits_there(model, tokens, attention_mask=torch.ones(1, len(tokens), dtype=torch.long), **inputs)
+        return logits_there(
+            model, tokens, attention_mask=torch.ones(1, len(tokens), dtype=torch.long), **inputs
+        )
 
     return logits
 
 
 @pytest.mark.default_cases("0")
 @pytest.mark.parametrize("seed", range(12))
-def test_qwen2_audio_is_what_transformers_makes_of_it_clips_of_all_lengths_in_one_row(seed, tmp_path):
+def test_qwen2_audio_is_what_transformers_makes_of_it_clips_of_all_lengths_in_one_row(
+    seed, tmp_path
+):
     rng = np.random.default_rng(seed)
     tower = drawn.audio_tower(rng)
     model = qwen2_audio(tmp_path, tower, drawn.any_decoder(rng).to_dict())
@@ -134,7 +176,14 @@ def test_qwen2_audio_is_what_transformers_makes_of_it_clips_of_all_lengths_in_on
         [words(2, 6)],
         [clip(17 * HOP), words(3, 2), clip(window), words(4, 3)],
         [words(5, 2), clip(4 * HOP - 3), clip(7_777), words(6, 5)],
-        [words(7, 1), clip(3 * HOP), words(8, 2), clip(window - HOP), clip(window - 2 * HOP - 1), words(9, 1)],
+        [
+            words(7, 1),
+            clip(3 * HOP),
+            words(8, 2),
+            clip(window - HOP),
+            clip(window - 2 * HOP - 1),
+            words(9, 1),
+        ],
     ]
     check_samples(model, tmp_path, samples, theirs(from_hf(tmp_path).encoders["audio"]))
 
@@ -146,7 +195,9 @@ def test_a_clip_of_any_number_of_frames_gives_the_tokens_that_it_gives_alone(tmp
     encoder = config.encoders["audio"]
     clips = [clip(frames * HOP) for frames in range(3, 101)]
     batch, places = packed_clips(encoder, clips)
-    found = np.asarray(jax.jit(ours.encode)(params, {"audio": jax.tree.map(jnp.asarray, batch)})["audio"])[0]
+    found = np.asarray(
+        jax.jit(ours.encode)(params, {"audio": jax.tree.map(jnp.asarray, batch)})["audio"]
+    )[0]
     for frames, wave, place in zip(range(3, 101), clips, places, strict=True):
         wanted = ((frames - 1) // 2 + 1 - 2) // 2 + 1
         features = features_there(encoder, [wave])
@@ -154,18 +205,28 @@ def test_a_clip_of_any_number_of_frames_gives_the_tokens_that_it_gives_alone(tmp
         assert len(place) == wanted == item_size(encoder, wave.shape).tokens
         ids = np.array([7, *[AUDIO_TOKEN] * wanted, 8])
         hidden: list[torch.Tensor] = []
-        hook = model.model.multi_modal_projector.register_forward_hook(lambda *of, into=hidden: into.append(of[-1]))
-        logits_there(model, ids, attention_mask=torch.ones(1, len(ids), dtype=torch.long), **features)
+        hook = model.model.multi_modal_projector.register_forward_hook(
+            lambda *of, into=hidden: into.append(of[-1])
+        )
+        logits_there(
+            model, ids, attention_mask=torch.ones(1, len(ids), dtype=torch.long), **features
+        )
         hook.remove()
         theirs = hidden[0][0, :wanted].detach().numpy()
-        np.testing.assert_allclose(found[place.start : place.stop], theirs, atol=1e-4, err_msg=f"{frames} frames")
+        np.testing.assert_allclose(
+            found[place.start : place.stop], theirs, atol=1e-4, err_msg=f"{frames} frames"
+        )
 
 
 @pytest.mark.default_cases("WhisperModel-0", "WhisperForConditionalGeneration-1")
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kind", ["WhisperForConditionalGeneration", "WhisperModel"])
-def test_whispers_encoder_is_what_transformers_makes_of_it_over_the_whole_window(kind, seed, tmp_path):
-    model = whisper(tmp_path, getattr(transformers, kind), **drawn.audio_tower(np.random.default_rng(seed)))
+def test_whispers_encoder_is_what_transformers_makes_of_it_over_the_whole_window(
+    kind, seed, tmp_path
+):
+    model = whisper(
+        tmp_path, getattr(transformers, kind), **drawn.audio_tower(np.random.default_rng(seed))
+    )
     encoder = encoder_from_hf(tmp_path)
     encoder = replace(encoder, connector=ConnectorConfig(merge=1))
     llm = DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9)
@@ -190,7 +251,9 @@ def test_whispers_encoder_is_what_transformers_makes_of_it_over_the_whole_window
     np.testing.assert_allclose(jax.jit(outputs)(params, items), theirs.detach().numpy(), atol=1e-4)
     (theirs * torch.tensor(weights)).sum().backward()
     gradients = jax.jit(jax.grad(lambda p: (outputs(p, items) * weights).sum()))(params)
-    same_gradients(gradients, layout_of(HfFolder.open(tmp_path), ours.config), saved_gradients(model))
+    same_gradients(
+        gradients, layout_of(HfFolder.open(tmp_path), ours.config), saved_gradients(model)
+    )
 
 
 def test_old_and_new_names_of_tensors_are_the_same_model(tmp_path):
@@ -224,9 +287,15 @@ def test_what_lies_on_a_mesh_is_what_lies_on_one_device(tmp_path):
 def test_one_folder_gives_its_encoder_alone_or_all_of_it(tmp_path):
     qwen2_audio(tmp_path)
     whole = from_hf(tmp_path, freeze=["audio", "llm"])
-    assert (whole.encoders["audio"].frozen, whole.llm.frozen, whole.encoders["audio"].connector.frozen) == (1, 1, 0)
+    assert (
+        whole.encoders["audio"].frozen,
+        whole.llm.frozen,
+        whole.encoders["audio"].connector.frozen,
+    ) == (1, 1, 0)
     alone = encoder_from_hf(tmp_path)
-    assert replace(alone, connector=whole.encoders["audio"].connector) == replace(whole.encoders["audio"], frozen=False)
+    assert replace(alone, connector=whole.encoders["audio"].connector) == replace(
+        whole.encoders["audio"], frozen=False
+    )
     assert alone.connector == ConnectorConfig()
     model = Model.build(ModelConfig(replace(whole.llm, weights=""), {"ears": alone}), jnp.float32)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
@@ -242,24 +311,41 @@ def test_parameters_are_counted_exactly(tmp_path):
         "audio": params["encoders"]["audio"],
         "audio.connector": params["connectors"]["audio"],
     }
-    assert parameters(config) == {name: sum(x.size for x in jax.tree.leaves(of)) for name, of in held.items()}
+    assert parameters(config) == {
+        name: sum(x.size for x in jax.tree.leaves(of)) for name, of in held.items()
+    }
 
 
 def test_fields_that_qwen2_audio_leaves_out_are_its_defaults(tmp_path):
     qwen2_audio(tmp_path)
-    edit_config(tmp_path, lambda config: config.update(text_config={"vocab_size": 156032}, audio_config=None))
+    edit_config(
+        tmp_path,
+        lambda config: config.update(text_config={"vocab_size": 156032}, audio_config=None),
+    )
     model = from_hf(tmp_path)
     there = transformers.Qwen2AudioConfig(text_config={"vocab_size": 156032})
     text, tower = there.text_config, there.audio_config
     llm, audio = model.llm, model.encoders["audio"]
-    assert (llm.layers, llm.width, llm.heads) == (text.num_hidden_layers, text.hidden_size, text.num_attention_heads)
-    assert (llm.kv_heads, llm.mlp_width, llm.vocab) == (text.num_key_value_heads, text.intermediate_size, 156032)
+    assert (llm.layers, llm.width, llm.heads) == (
+        text.num_hidden_layers,
+        text.hidden_size,
+        text.num_attention_heads,
+    )
+    assert (llm.kv_heads, llm.mlp_width, llm.vocab) == (
+        text.num_key_value_heads,
+        text.intermediate_size,
+        156032,
+    )
     assert (audio.layers, audio.width, audio.heads) == (
         tower.encoder_layers,
         tower.d_model,
         tower.encoder_attention_heads,
     )
-    assert (audio.mlp_width, audio.mels, audio.clips.seconds) == (tower.encoder_ffn_dim, tower.num_mel_bins, 30)
+    assert (audio.mlp_width, audio.mels, audio.clips.seconds) == (
+        tower.encoder_ffn_dim,
+        tower.num_mel_bins,
+        30,
+    )
 
 
 def test_an_old_tied_checkpoint_has_no_output_table(tmp_path):
@@ -273,10 +359,14 @@ def test_an_old_tied_checkpoint_has_no_output_table(tmp_path):
 
 def test_clips_are_prepared_as_the_folder_says(tmp_path):
     model = whisper(tmp_path, transformers.WhisperModel)
-    transformers.WhisperFeatureExtractor(80, chunk_length=1, hop_length=200).save_pretrained(tmp_path)
+    transformers.WhisperFeatureExtractor(80, chunk_length=1, hop_length=200).save_pretrained(
+        tmp_path
+    )
     assert encoder_from_hf(tmp_path).clips == WhisperMel(hop=200, seconds=1, attended="window")
     transformers.WhisperFeatureExtractor(128).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"makes 128 bins \(feature_size\), its config.json says num_mel_bins=80"):
+    with pytest.raises(
+        UserError, match=r"makes 128 bins \(feature_size\), its config.json says num_mel_bins=80"
+    ):
         encoder_from_hf(tmp_path)
     model.encoder.save_pretrained(tmp_path / "alone")
     assert encoder_from_hf(tmp_path / "alone").clips == WhisperMel(seconds=1, attended="window")
@@ -284,25 +374,41 @@ def test_clips_are_prepared_as_the_folder_says(tmp_path):
 
 def test_a_folder_without_a_decoder_or_without_an_encoder_says_so(tmp_path):
     whisper(tmp_path / "whisper")
-    with pytest.raises(UserError, match="has an encoder, and no decoder that can be read; see encoder_from_hf"):
+    with pytest.raises(
+        UserError, match="has an encoder, and no decoder that can be read; see encoder_from_hf"
+    ):
         from_hf(tmp_path / "whisper")
     random_model(transformers.Qwen2Config(**TEXT)).save_pretrained(tmp_path / "qwen2")
-    with pytest.raises(UserError, match=r"no encoder that can be read alone; known are .*qwen2_audio"):
+    with pytest.raises(
+        UserError, match=r"no encoder that can be read alone; known are .*qwen2_audio"
+    ):
         encoder_from_hf(tmp_path / "qwen2")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("audio_tower.embed_positions.weight"), r"has no tensor audio_tower\.embed_positions"),
+        (
+            lambda t: t.pop("audio_tower.embed_positions.weight"),
+            r"has no tensor audio_tower\.embed_positions",
+        ),
         (lambda t: t.pop("audio_tower.conv1.weight"), r"has no audio encoder"),
-        (lambda t: t.pop("multi_modal_projector.linear.weight"), r"has no tensor multi_modal_projector.linear.weight"),
+        (
+            lambda t: t.pop("multi_modal_projector.linear.weight"),
+            r"has no tensor multi_modal_projector.linear.weight",
+        ),
         (
             lambda t: t.update({"audio_tower.layers.0.self_attn.k_proj.bias": torch.ones(24)}),
             r"1 tensors that this model lacks, such as audio_tower.layers.0.self_attn.k_proj.bias",
         ),
-        (lambda t: t.update({"audio_adapter.weight": torch.ones(2)}), r"lacks, such as audio_adapter.weight"),
-        (lambda t: t.update({"audio_tower.conv2.weight": torch.ones(24, 24, 5)}), r"conv2.weight has shape"),
+        (
+            lambda t: t.update({"audio_adapter.weight": torch.ones(2)}),
+            r"lacks, such as audio_adapter.weight",
+        ),
+        (
+            lambda t: t.update({"audio_tower.conv2.weight": torch.ones(24, 24, 5)}),
+            r"conv2.weight has shape",
+        ),
     ],
 )
 def test_tensors_that_do_not_go_with_the_config_are_named(tmp_path, change, message):
@@ -315,14 +421,23 @@ def test_tensors_that_do_not_go_with_the_config_are_named(tmp_path, change, mess
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["audio_config"].update(activation_function="mish"), r"audio_config: activation_function='mish'"),
+        (
+            lambda c: c["audio_config"].update(activation_function="mish"),
+            r"audio_config: activation_function='mish'",
+        ),
         (
             lambda c: c["audio_config"].update(model_type="wav2vec2"),
             r"model_type='wav2vec2' is no audio encoder; known",
         ),
-        (lambda c: c["audio_config"].update(d_model="big"), r"audio_config: d_model='big' is no int"),
+        (
+            lambda c: c["audio_config"].update(d_model="big"),
+            r"audio_config: d_model='big' is no int",
+        ),
         (lambda c: c.update(audio_config=[1]), r"audio_config=\[1\] is no dict"),
-        (lambda c: c["text_config"].update(model_type="bert"), r"text_config: model_type='bert' is no decoder"),
+        (
+            lambda c: c["text_config"].update(model_type="bert"),
+            r"text_config: model_type='bert' is no decoder",
+        ),
     ],
 )
 def test_configs_that_cannot_be_read_are_refused_by_field(tmp_path, change, message):

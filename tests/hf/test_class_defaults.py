@@ -31,7 +31,11 @@ def faults(findings: list[Finding | None]) -> list[Finding]:
 def same_table(made: dict[str, Any], *left_out: str) -> None:
     """Hold a table equal to the stored one, but for these parts of an entry; of another version, what both have."""
     stored = json.loads(class_defaults.TABLE.read_text())
-    for section, library in (("configs", transformers), ("processors", transformers), ("generators", diffusers)):
+    for section, library in (
+        ("configs", transformers),
+        ("processors", transformers),
+        ("generators", diffusers),
+    ):
         version = stored["diffusers" if section == "generators" else "transformers"]
         equal = release(version) == release(library.__version__)
         names = made[section].keys() & stored[section].keys()
@@ -41,9 +45,12 @@ def same_table(made: dict[str, Any], *left_out: str) -> None:
             if equal:
                 assert now | dict.fromkeys(left_out) == then | dict.fromkeys(left_out), name
             else:
-                # Fields may have come or gone; what a released checkpoint leaves out stays what it was.
+                # Fields may have come or gone; what a released checkpoint leaves out stays what it
+                # was.
                 now, then = now.get("defaults", now), then.get("defaults", then)
-                assert {k: now[k] for k in now.keys() & then.keys()} == {k: then[k] for k in now.keys() & then.keys()}
+                assert {k: now[k] for k in now.keys() & then.keys()} == {
+                    k: then[k] for k in now.keys() & then.keys()
+                }
 
 
 def test_the_table_of_defaults_is_what_the_classes_say():
@@ -88,14 +95,29 @@ def test_a_gemmas_gelu_is_its_releases_approximation(own, tmp_path):
 
 
 def test_the_omni_tower_has_its_hidden_size_whatever_embed_dim_says(tmp_path):
-    tower = {"embed_dim": 1280, "hidden_size": 1280, "intermediate_size": 3420, "depth": 32, "in_chans": 3}
-    thinker = {"vision_config": tower, "text_config": {"tie_word_embeddings": False}, "audio_config": {}}
+    tower = {
+        "embed_dim": 1280,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "depth": 32,
+        "in_chans": 3,
+    }
+    thinker = {
+        "vision_config": tower,
+        "text_config": {"tie_word_embeddings": False},
+        "audio_config": {},
+    }
     vision = read(tmp_path, config_of("qwen2_5_omni", thinker_config=thinker)).encoders["vision"]
     assert (vision.width, vision.mlp_width, vision.heads) == (1280, 3420, 16)
 
 
 def test_glms_first_configs_have_the_fields_of_their_text_beside_its_tower(tmp_path):
-    flat = {"hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 99, "partial_rotary_factor": 0.5}
+    flat = {
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "vocab_size": 99,
+        "partial_rotary_factor": 0.5,
+    }
     rope = {"rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]}}
     tower = {"out_hidden_size": 2048}
     llm = read(tmp_path, config_of("glm4v", vision_config=tower, **flat, **rope)).llm
@@ -110,7 +132,9 @@ def test_glms_key_heads_that_are_null_are_as_many_as_its_heads(tmp_path):
 
 
 def test_what_a_clips_vision_config_dict_says_wins(tmp_path):
-    config = config_of("clip", vision_config={"hidden_size": 64}, vision_config_dict={"num_hidden_layers": 3})
+    config = config_of(
+        "clip", vision_config={"hidden_size": 64}, vision_config_dict={"num_hidden_layers": 3}
+    )
     there = transformers.AutoConfig.for_model(**copy.deepcopy(config)).vision_config
     (tmp_path / "config.json").write_text(json.dumps(config))
     here = encoder_from_hf(tmp_path)
@@ -120,7 +144,12 @@ def test_what_a_clips_vision_config_dict_says_wins(tmp_path):
 @pytest.mark.parametrize(("part", "heads"), [("missing", 16), ("empty", 12), ("null", 16)])
 def test_a_tower_that_is_not_there_is_another_than_one_that_says_nothing(part, heads, tmp_path):
     own = {"missing": {}, "empty": {"vision_config": {}}, "null": {"vision_config": None}}[part]
-    assert transformers.AutoConfig.for_model("llava", **copy.deepcopy(own)).vision_config.num_attention_heads == heads
+    assert (
+        transformers.AutoConfig.for_model(
+            "llava", **copy.deepcopy(own)
+        ).vision_config.num_attention_heads
+        == heads
+    )
     assert read(tmp_path, config_of("llava", **own)).encoders["vision"].heads == heads
 
 
@@ -131,7 +160,10 @@ def test_a_tower_that_is_not_there_is_another_than_one_that_says_nothing(part, h
         (config_of("llama", is_causal=False), "is_causal"),
         (config_of("llama", num_attention_heads=0), "num_attention_heads=0"),
         (config_of("qwen3", per_layer_config={"0": {"hidden_size": 8}}), "per_layer_config"),
-        (config_of("phi3", partial_rotary_factor=0.6, hidden_size=384, num_attention_heads=32), "odd number"),
+        (
+            config_of("phi3", partial_rotary_factor=0.6, hidden_size=384, num_attention_heads=32),
+            "odd number",
+        ),
         (config_of("paligemma", projection_dim=64), "projection_dim=64"),
         (config_of("internvl", downsample_ratio=0.0), "downsample_ratio"),
     ],

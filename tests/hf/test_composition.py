@@ -28,7 +28,13 @@ TOWER = {
     "image_size": 16,
     "patch_size": 4,
 }
-TEXT = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 DECODERS = {
     "llama": transformers.LlamaConfig(**TEXT),
     "gemma2": transformers.Gemma2Config(**TEXT, num_key_value_heads=2, head_dim=8),
@@ -37,7 +43,12 @@ ENCODERS = {
     "clip": (
         transformers.CLIPConfig(
             vision_config=TOWER,
-            text_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+            text_config={
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            },
         ),
         transformers.CLIPModel,
     ),
@@ -71,7 +82,11 @@ def test_a_tower_and_a_decoder_of_two_folders_give_one_model(encoder, decoder, t
     config, kind = ENCODERS[encoder]
     theirs = saved(tmp_path / "tower", config, kind)
     saved(tmp_path / "llm", DECODERS[decoder])
-    composed = compose({"eyes": encoder_from_hf(tmp_path / "tower")}, from_hf(tmp_path / "llm"), freeze=["eyes", "llm"])
+    composed = compose(
+        {"eyes": encoder_from_hf(tmp_path / "tower")},
+        from_hf(tmp_path / "llm"),
+        freeze=["eyes", "llm"],
+    )
     assert composed.encoders["eyes"].connector.mlp_width == 32
     model = Model.build(composed, jnp.float32)
     params = with_new_connectors_of("eyes", model)
@@ -98,7 +113,9 @@ def test_a_tower_and_a_decoder_of_two_folders_give_one_model(encoder, decoder, t
 
 def test_what_cannot_be_had_alone_is_said(tmp_path):
     saved(tmp_path, DECODERS["llama"])
-    with pytest.raises(UserError, match=r"has no encoder that can be read alone; known are those of .*clip"):
+    with pytest.raises(
+        UserError, match=r"has no encoder that can be read alone; known are those of .*clip"
+    ):
         encoder_from_hf(tmp_path)
     saved(tmp_path / "tower", *ENCODERS["siglip"])
     with pytest.raises(UserError, match="no decoder that can be read; see encoder_from_hf"):

@@ -48,7 +48,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 @pytest.mark.default_cases(
@@ -76,7 +81,8 @@ def test_a_decoder_is_what_transformers_makes_of_it(family, seed, tmp_path):
     rng = np.random.default_rng(seed)
     model = random_model(drawn.decoder(rng, family))
     model.save_pretrained(tmp_path)
-    samples = [rng.integers(1, 97, n) for n in (19, 7, 11, 1)]  # 0 is padding there, which learns nothing
+    # 0 is padding there, which learns nothing
+    samples = [rng.integers(1, 97, n) for n in (19, 7, 11, 1)]
     check_text(model, tmp_path, samples, 40)
 
 
@@ -111,7 +117,9 @@ def test_several_files_in_bfloat16_give_exactly_their_values(tmp_path):
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     still = load_pretrained(frozen, parameter_shardings(frozen, mesh, ShardingRules()))
     assert {x.dtype for x in jax.tree.leaves(still)} == {jnp.dtype(jnp.bfloat16)}
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x.astype(jnp.float32), still), params)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.tree.map(lambda x: x.astype(jnp.float32), still), params
+    )
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}])
@@ -123,7 +131,11 @@ def test_what_lies_on_a_mesh_is_what_lies_on_one_device(tmp_path, mesh):
     made = make_mesh(MeshConfig(**{"data": 1} | mesh), jax.devices())
     shardings = parameter_shardings(model, made, ShardingRules())
     params = load_pretrained(model, shardings)
-    assert all(jax.tree.leaves(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, shardings)))
+    assert all(
+        jax.tree.leaves(
+            jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, shardings)
+        )
+    )
     _, whole, _ = loaded(tmp_path)
     one_by_one = unstack_layers(jax.device_get(params)), unstack_layers(jax.device_get(whole))
     jax.tree.map(np.testing.assert_array_equal, *one_by_one)
@@ -157,7 +169,12 @@ def drawn_rope(rng):
     if kind == "longrope":
         rope |= {f"{name}_factor": (1 + 3 * rng.random(6)).tolist() for name in ("short", "long")}
     if kind == "yarn" and rng.integers(2):
-        rope |= {"beta_fast": 16.0, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": bool(rng.integers(2))}
+        rope |= {
+            "beta_fast": 16.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.2,
+            "truncate": bool(rng.integers(2)),
+        }
     fields = {"max_position_embeddings": int(rng.choice([24, 64]))}
     if rng.integers(2):
         rope["original_max_position_embeddings"] = int(rng.choice([8, 16]))
@@ -166,7 +183,9 @@ def drawn_rope(rng):
     if rng.integers(2):
         rope["finetuned"] = True
     place = str(rng.choice(["rope_parameters", "rope_scaling", "both"]))
-    (rope if place != "rope_scaling" or rng.integers(2) else fields)["rope_theta"] = float(rng.choice([1e4, 5e5]))
+    (rope if place != "rope_scaling" or rng.integers(2) else fields)["rope_theta"] = float(
+        rng.choice([1e4, 5e5])
+    )
     if place == "rope_scaling":
         rope["type"] = rope.pop("rope_type")
     places = ("rope_parameters", "rope_scaling") if place == "both" else (place,)
@@ -182,16 +201,22 @@ def test_rope_is_read_from_wherever_transformers_reads_it(seed, tmp_path):
     for length in (6, 40):  # below what it was trained with, and beyond
         positions = np.arange(length)[None]
         turned = LlamaRotaryEmbedding(there)(torch.zeros(1), torch.tensor(positions))
-        rotation = text_rotation(from_hf(tmp_path).llm, jnp.asarray(positions), jnp.zeros((1, length), jnp.int32))
+        rotation = text_rotation(
+            from_hf(tmp_path).llm, jnp.asarray(positions), jnp.zeros((1, length), jnp.int32)
+        )
         for ours, theirs in zip(rotation, turned, strict=True):
-            np.testing.assert_allclose(ours, theirs[..., : ours.shape[-1]].numpy(), atol=1e-4, err_msg=str(drawn))
+            np.testing.assert_allclose(
+                ours, theirs[..., : ours.shape[-1]].numpy(), atol=1e-4, err_msg=str(drawn)
+            )
 
 
 def test_fields_of_rope_that_change_nothing_are_named_once_and_not_refused(tmp_path, capsys):
     saved(tmp_path)
     before = from_hf(tmp_path)
     capsys.readouterr()
-    edit_config(tmp_path, lambda config: config["rope_parameters"].update(finetuned=True, beta_fast=9))
+    edit_config(
+        tmp_path, lambda config: config["rope_parameters"].update(finetuned=True, beta_fast=9)
+    )
     assert from_hf(tmp_path) == from_hf(tmp_path) == before
     said = f"note: {tmp_path}/config.json: rope_parameters: beta_fast, finetuned: not read for rope_type='default'"
     assert capsys.readouterr().err == f"{said}, as in transformers\n"
@@ -203,7 +228,9 @@ def test_a_single_file_is_read_where_an_index_is_beside_it_and_said(tmp_path, ca
     other = random_model(transformers.Qwen2Config(**COMMON), seed=1)
     other.save_pretrained(tmp_path / "other")
     shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path)
-    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight.detach().numpy()
+    there = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight.detach().numpy()
+    )
     np.testing.assert_array_equal(there, other.lm_head.weight.detach().numpy())
     capsys.readouterr()
     for shard in tmp_path.glob("model-*.safetensors"):  # the index may be stale
@@ -215,8 +242,13 @@ def test_a_single_file_is_read_where_an_index_is_beside_it_and_said(tmp_path, ca
 
 def test_a_tied_checkpoint_may_hold_its_output_table_too(tmp_path):
     saved(tmp_path, tie_word_embeddings=True)
-    edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    edit_tensors(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}))
+    edit_tensors(
+        tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    )
+    edit_tensors(
+        tmp_path,
+        lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}),
+    )
     _, params, config = loaded(tmp_path)
     assert config.llm.tied
     assert "table" not in params["llm"]["head"]
@@ -246,22 +278,40 @@ def test_tensors_that_do_not_go_with_the_config_are_named(tmp_path, change, mess
         ({"model_type": None}, r"config.json has no 'model_type'"),
         ({"hidden_size": "48"}, r"hidden_size='48' is no int"),
         ({"hidden_act": "mish"}, r"hidden_act='mish' is not supported"),
-        ({"rope_parameters": {"rope_type": "spiral"}}, r"rope_type='spiral' is not supported; known: default"),
+        (
+            {"rope_parameters": {"rope_type": "spiral"}},
+            r"rope_type='spiral' is not supported; known: default",
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters has no 'factor'"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, r"full_attention: RoPE by the type of a layer"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            r"full_attention: RoPE by the type of a layer",
+        ),
         (
             {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}},
             r"rope_scaling and rope_parameters differ, and transformers reads rope_scaling alone",
         ),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}},
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_theta": 1e6},
+            },
             r"rope_scaling and rope_parameters differ",
         ),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 is not supported"),
-        ({"use_sliding_window": True, "layer_types": ["sliding_attention"]}, r"layer_types must give each of 3 layers"),
-        ({"use_sliding_window": True, "layer_types": [{}, [], 1]}, r"layer_types=\[{}, \[\], 1\] is no list\[str\]"),
+        (
+            {"use_sliding_window": True, "layer_types": ["sliding_attention"]},
+            r"layer_types must give each of 3 layers",
+        ),
+        (
+            {"use_sliding_window": True, "layer_types": [{}, [], 1]},
+            r"layer_types=\[{}, \[\], 1\] is no list\[str\]",
+        ),
         ({"model_type": {"qwen2": 1}}, r"model_type={'qwen2': 1} is no str"),
-        ({"model_type": "clip", "architectures": 5, "auto_map": ["x"]}, r"has an encoder, and no decoder"),
+        (
+            {"model_type": "clip", "architectures": 5, "auto_map": ["x"]},
+            r"has an encoder, and no decoder",
+        ),
     ],
 )
 def test_configs_that_cannot_be_read_are_refused_by_field(tmp_path, change, message):
@@ -285,9 +335,15 @@ QWEN3_5 = {
     ("change", "message"),
     [
         ({"attn_output_gate": False}, r"attn_output_gate=False is not supported; known: True"),
-        ({"output_gate_type": "sigmoid"}, r"output_gate_type='sigmoid' is not supported; known: 'swish', 'silu'"),
+        (
+            {"output_gate_type": "sigmoid"},
+            r"output_gate_type='sigmoid' is not supported; known: 'swish', 'silu'",
+        ),
         ({"mamba_ssm_dtype": "bfloat16"}, r"mamba_ssm_dtype='bfloat16' is not supported"),
-        ({"linear_num_value_heads": 3}, r"linear_num_value_heads=3 is no multiple of linear_num_key_heads=2"),
+        (
+            {"linear_num_value_heads": 3},
+            r"linear_num_value_heads=3 is no multiple of linear_num_key_heads=2",
+        ),
         (
             {"layer_types": ["sliding_attention"] * 4},
             r"layer_types must give each of 4 layers one of full_attention, lin",
@@ -310,16 +366,36 @@ def test_what_qwen3_5_does_not_support_is_refused_by_field(tmp_path, change, mes
             {"do_layer_norm_before": False},
             r"do_layer_norm_before=False is not supported; known: True",
         ),
-        (transformers.OPTConfig, {"word_embed_proj_dim": 24}, r"word_embed_proj_dim=24 is not supported; known: 48"),
-        (transformers.OPTConfig, {"num_attention_heads": 5}, r"a width of 48 does not divide into 5 heads"),
+        (
+            transformers.OPTConfig,
+            {"word_embed_proj_dim": 24},
+            r"word_embed_proj_dim=24 is not supported; known: 48",
+        ),
+        (
+            transformers.OPTConfig,
+            {"num_attention_heads": 5},
+            r"a width of 48 does not divide into 5 heads",
+        ),
         (
             transformers.GPT2Config,
             {"scale_attn_by_inverse_layer_idx": True},
             r"scale_attn_by_inverse_layer_idx=True is not supported",
         ),
-        (transformers.MixtralConfig, {"router_jitter_noise": 0.1}, r"router_jitter_noise=0.1 is not supported"),
-        (transformers.MixtralConfig, {"num_experts_per_tok": 9}, r"num_experts_per_tok=9 is not between 1 and"),
-        (transformers.Qwen3MoeConfig, {"hidden_act": "mish"}, r"hidden_act='mish' is not supported"),
+        (
+            transformers.MixtralConfig,
+            {"router_jitter_noise": 0.1},
+            r"router_jitter_noise=0.1 is not supported",
+        ),
+        (
+            transformers.MixtralConfig,
+            {"num_experts_per_tok": 9},
+            r"num_experts_per_tok=9 is not between 1 and",
+        ),
+        (
+            transformers.Qwen3MoeConfig,
+            {"hidden_act": "mish"},
+            r"hidden_act='mish' is not supported",
+        ),
     ],
 )
 def test_what_other_decoders_do_not_support_is_refused_by_field(tmp_path, kind, change, message):
@@ -348,8 +424,11 @@ def test_internlm2s_layout_is_the_llama_that_it_is(tmp_path, biased):
     def renamed(tensors):
         for kind in ("weight", "bias") if biased else ("weight",):
             for layer in range(3):
-                q, k, v = (tensors.pop(f"model.layers.{layer}.self_attn.{x}_proj.{kind}") for x in "qkv")
-                # Of 4 heads of 12 channels, two share a key: "(h gs d)" of InternLM2's own code, gs = 2 + 1 + 1.
+                q, k, v = (
+                    tensors.pop(f"model.layers.{layer}.self_attn.{x}_proj.{kind}") for x in "qkv"
+                )
+                # Of 4 heads of 12 channels, two share a key: "(h gs d)" of InternLM2's own code, gs
+                # = 2 + 1 + 1.
                 parts = (x.reshape(2, -1, 12, *x.shape[1:]) for x in (q, k, v))
                 fused = torch.cat(tuple(parts), dim=1).reshape(-1, *q.shape[1:])
                 tensors[f"model.layers.{layer}.attention.wqkv.{kind}"] = fused.contiguous()
@@ -368,7 +447,11 @@ def test_internlm2s_layout_is_the_llama_that_it_is(tmp_path, biased):
     fused = folder.read("model.layers.0.attention.wqkv.weight")
     written = np.zeros_like(fused)
     for name, width in {"query": 48, "key": 24, "value": 24}.items():
-        part = layout_of(folder, internlm2).modules["llm"].find(("layers", "0", "attention", name, "weight"))
+        part = (
+            layout_of(folder, internlm2)
+            .modules["llm"]
+            .find(("layers", "0", "attention", name, "weight"))
+        )
         place = part.selected(written)
         place[...] = part.to_hf(part.from_hf(part.selected(fused), (48, width)), place.shape)
     np.testing.assert_array_equal(written, fused)
@@ -389,9 +472,9 @@ def test_gpt2_without_its_prefix_and_with_old_buffers_is_the_same_model(tmp_path
 
 def test_a_balance_loss_is_trained_on_where_the_routers_logits_are_asked_for(tmp_path):
     for asked, weight in ((False, 0.0), (True, 0.02)):
-        transformers.MixtralConfig(**COMMON, output_router_logits=asked, router_aux_loss_coef=0.02).save_pretrained(
-            tmp_path
-        )
+        transformers.MixtralConfig(
+            **COMMON, output_router_logits=asked, router_aux_loss_coef=0.02
+        ).save_pretrained(tmp_path)
         assert from_hf(tmp_path).llm.experts.balance_loss == weight
 
 
@@ -404,16 +487,23 @@ def test_losses_of_routing_are_those_of_transformers_without_padding():
     squares = np.log(np.exp(logits).sum(-1)) ** 2
     sums = ((x * mask[:, None]).sum(1).astype(np.float32) for x in (tokens, probability))
     routing = Routing(
-        *map(jnp.asarray, (*sums, (squares * mask).sum(1), np.full(2, 23.0, np.float32), np.ones(2, np.float32)))
+        *map(
+            jnp.asarray,
+            (*sums, (squares * mask).sum(1), np.full(2, 23.0, np.float32), np.ones(2, np.float32)),
+        )
     )
-    theirs = load_balancing_loss_func(tuple(torch.tensor(logits)), 5, 2, torch.tensor(mask[None].astype(int)))
+    theirs = load_balancing_loss_func(
+        tuple(torch.tensor(logits)), 5, 2, torch.tensor(mask[None].astype(int))
+    )
     assert float(balance_loss(routing)) == pytest.approx(float(theirs), rel=1e-5)
     assert float(z_loss(routing)) == pytest.approx(squares[:, mask].mean(), rel=1e-5)
 
 
 def test_tensors_of_multi_token_prediction_are_not_read_and_said_once(tmp_path, capsys):
     saved(tmp_path, transformers.Qwen3_5TextConfig, **QWEN3_5)
-    edit_tensors(tmp_path, lambda tensors: tensors.update({"mtp.layers.0.norm.weight": torch.ones(4)}))
+    edit_tensors(
+        tmp_path, lambda tensors: tensors.update({"mtp.layers.0.norm.weight": torch.ones(4)})
+    )
     loaded(tmp_path)
     loaded(tmp_path)
     said = f"note: {tmp_path}: mtp.* (prediction several tokens ahead) is not read; an export copies it as it is\n"

@@ -39,19 +39,29 @@ def saved(folder: Path, fields: dict[str, Any], seed: int = 0) -> UNet2DConditio
 
 def parameters(folder: Path, config: UnetConfig) -> tuple[nnx.GraphDef, Params]:
     """The graph of our module, and its parameters as a folder has them."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Unet(config, jnp.dtype("float32"), nnx.Rngs(0))))
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: Unet(config, jnp.dtype("float32"), nnx.Rngs(0)))
+    )
     source, names = open_unet(folder), parts(config)
     flat = nnx.traversals.flatten_mapping(nnx.to_pure_dict(state))
-    return graph, {path: stored_parameter(source, names.find(path), leaf.shape) for path, leaf in flat.items()}
+    return graph, {
+        path: stored_parameter(source, names.find(path), leaf.shape) for path, leaf in flat.items()
+    }
 
 
 def predict(graph: nnx.GraphDef, params: Params, *inputs: Any) -> jax.Array:
-    return nnx.merge(graph, nnx.State(nnx.traversals.unflatten_mapping(params)))(*jax.tree.map(jnp.asarray, inputs))
+    return nnx.merge(graph, nnx.State(nnx.traversals.unflatten_mapping(params)))(
+        *jax.tree.map(jnp.asarray, inputs)
+    )
 
 
 def rows_of(present: np.ndarray, config: UnetConfig) -> ItemBatch:
     """Rows of images, of which some places hold none `[R, I]`."""
-    item = np.where(present, np.arange(present.shape[1]), -1).repeat(config.min_patches, axis=1).astype(np.int32)
+    item = (
+        np.where(present, np.arange(present.shape[1]), -1)
+        .repeat(config.min_patches, axis=1)
+        .astype(np.int32)
+    )
     zeros = np.zeros_like(item)
     return ItemBatch(zeros[..., None], item, np.zeros((*item.shape, 3), item.dtype), zeros, zeros)
 
@@ -65,7 +75,9 @@ def test_a_unet_is_what_diffusers_makes_of_it_with_several_images_in_a_row(seed,
     config = generator_from_hf(tmp_path)
     graph, params = parameters(tmp_path, config)
     assert set(open_unet(tmp_path).tensors) == set(theirs.state_dict())
-    assert sum(value.size for value in params.values()) == sum(p.numel() for p in theirs.parameters())
+    assert sum(value.size for value in params.values()) == sum(
+        p.numel() for p in theirs.parameters()
+    )
     present = np.array([[True, True], [True, False]])
     channels = config.latents.channels
     queries = config.queries
@@ -88,11 +100,17 @@ def test_a_unet_is_what_diffusers_makes_of_it_with_several_images_in_a_row(seed,
     given = of_places(latents), time[present], tokens[present], of_places(factors)
     rounded = reference(theirs, tmp_path / "rounded", config, *given)
     exact = reference(theirs.double(), tmp_path / "exact", config, *given)
-    np.testing.assert_allclose(of_places(found), exact["velocity"], rtol=0, atol=1e-4 * np.abs(exact["velocity"]).max())
+    np.testing.assert_allclose(
+        of_places(found), exact["velocity"], rtol=0, atol=1e-4 * np.abs(exact["velocity"]).max()
+    )
     ours = {".".join(path): np.asarray(gradient) for path, gradient in gradients.items()}
-    ours |= {"latents": of_places(of_latents), "condition": of_condition.reshape(tokens.shape)[present]}
+    ours |= {
+        "latents": of_places(of_latents),
+        "condition": of_condition.reshape(tokens.shape)[present],
+    }
     for name, gradient in ours.items():
-        # Norms of few values enlarge rounding: ours may be four times as far from float64 as theirs are.
+        # Norms of few values enlarge rounding: ours may be four times as far from float64 as theirs
+        # are.
         limit = max(2e-4 * np.abs(exact[name]).max(), 4 * np.abs(rounded[name] - exact[name]).max())
         np.testing.assert_allclose(gradient, exact[name], rtol=0, atol=limit, err_msg=name)
     # Where there is no image nothing comes out, and nothing goes back.
@@ -120,7 +138,9 @@ def reference(
     total = torch.zeros((), dtype=model.dtype)
     velocities = []
     for sample, t, condition, weights in zip(samples, time, tokens, exact(factors), strict=True):
-        velocity = model(sample.permute(2, 0, 1)[None], 1000 * torch.tensor(t), condition[None]).sample[0]
+        velocity = model(
+            sample.permute(2, 0, 1)[None], 1000 * torch.tensor(t), condition[None]
+        ).sample[0]
         velocities.append(velocity.permute(1, 2, 0))
         total = total + (velocities[-1] * weights).sum()
     total.backward()
@@ -131,7 +151,11 @@ def reference(
     _, gradients = parameters(folder, config)
     inputs = {"latents": samples.grad.numpy(), "condition": tokens.grad.numpy()}
     velocity = torch.stack(velocities).detach().numpy()
-    return {".".join(path): value for path, value in gradients.items()} | inputs | {"velocity": velocity}
+    return (
+        {".".join(path): value for path, value in gradients.items()}
+        | inputs
+        | {"velocity": velocity}
+    )
 
 
 @pytest.mark.default_cases("0")
@@ -171,7 +195,18 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(field, value, tmp_p
 
 
 def test_stable_diffusion_2_1_is_read_as_it_is(tmp_path):
-    fields = {"attention_head_dim": [5, 10, 20, 20], "cross_attention_dim": 1024, "use_linear_projection": True}
-    fields |= {"_class_name": "UNet2DConditionModel", "sample_size": 96, "upcast_attention": True, "norm_eps": 1e-05}
+    fields = {
+        "attention_head_dim": [5, 10, 20, 20],
+        "cross_attention_dim": 1024,
+        "use_linear_projection": True,
+    }
+    fields |= {
+        "_class_name": "UNet2DConditionModel",
+        "sample_size": 96,
+        "upcast_attention": True,
+        "norm_eps": 1e-05,
+    }
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert generator_from_hf(tmp_path) == UnetConfig(condition_width=1024, size=(96, 96), attention="auto")
+    assert generator_from_hf(tmp_path) == UnetConfig(
+        condition_width=1024, size=(96, 96), attention="auto"
+    )

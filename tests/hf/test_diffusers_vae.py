@@ -29,7 +29,9 @@ def random_vae(fields: drawn.Fields, seed: int = 0) -> AutoencoderKL:
     with torch.no_grad():
         for parameter in model.parameters():
             centre = 1.0 if parameter.ndim == 1 and bool((parameter == 1).all()) else 0.0
-            parameter.normal_(centre, 0.2 if parameter.ndim < 2 else 1.3 / parameter[0].numel() ** 0.5)
+            parameter.normal_(
+                centre, 0.2 if parameter.ndim < 2 else 1.3 / parameter[0].numel() ** 0.5
+            )
     return model
 
 
@@ -53,12 +55,16 @@ def to_nhwc(x: torch.Tensor) -> np.ndarray:
 
 def same(ours: jax.Array, theirs: np.ndarray) -> None:
     assert ours.shape == theirs.shape
-    np.testing.assert_allclose(np.asarray(ours), theirs, rtol=0, atol=1e-4 * max(1.0, np.abs(theirs).max()))
+    np.testing.assert_allclose(
+        np.asarray(ours), theirs, rtol=0, atol=1e-4 * max(1.0, np.abs(theirs).max())
+    )
 
 
 @pytest.mark.default_cases("2")
 @pytest.mark.parametrize("seed", range(16))
-def test_means_log_variances_and_pictures_are_those_of_diffusers_and_the_export_is_read_back(seed, tmp_path):
+def test_means_log_variances_and_pictures_are_those_of_diffusers_and_the_export_is_read_back(
+    seed, tmp_path
+):
     rng = np.random.default_rng(seed)
     fields = drawn.vae(rng)
     theirs = random_vae(fields, seed)
@@ -77,7 +83,10 @@ def test_means_log_variances_and_pictures_are_those_of_diffusers_and_the_export_
         same(log_variance, to_nhwc(latents.logvar))
         same(decode(params, mean), to_nhwc(theirs.decode(latents.mean).sample))
 
-    by_path = {tuple(key.key for key in path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
+    by_path = {
+        tuple(key.key for key in path): np.asarray(x)
+        for path, x in jax.tree.leaves_with_path(params)
+    }
     write_vae(tmp_path / "here", config, by_path)
     written, source = (load_file(tmp_path / name / DIFFUSERS_SINGLE) for name in ("here", "there"))
     assert written.keys() == source.keys()
@@ -101,16 +110,28 @@ def test_the_attention_of_old_checkpoints_is_read_by_its_old_names(folder, tmp_p
         renamed[name] = tensor
     save_file(renamed, tmp_path / "old" / DIFFUSERS_SINGLE)
     assert renamed.keys() != tensors.keys()
-    ours = [load_parameters(f, VaeModel.build(read_vae(f))) for f in (open_vae(folder), open_vae(tmp_path / "old"))]
+    ours = [
+        load_parameters(f, VaeModel.build(read_vae(f)))
+        for f in (open_vae(folder), open_vae(tmp_path / "old"))
+    ]
     jax.tree.map(np.testing.assert_array_equal, *ours)
 
 
 def test_latents_are_described_by_the_folder_and_a_config_that_says_otherwise_is_refused(folder):
     latents = vae_latents(folder)
-    assert load_vae(latents, "model.generators.draw.latents").config == read_vae(open_vae(folder / "vae"))
-    with pytest.raises(UserError, match=r"draw.latents.scale=9.0, but .*vae says .*; use .*draw.latents.scale="):
-        load_vae(VaeLatents(str(folder), latents.channels, latents.factor, 9.0, latents.shift), "draw.latents")
-    with pytest.raises(UserError, match=r"latents.weights is empty; name the diffusers folder of the VAE"):
+    assert load_vae(latents, "model.generators.draw.latents").config == read_vae(
+        open_vae(folder / "vae")
+    )
+    with pytest.raises(
+        UserError, match=r"draw.latents.scale=9.0, but .*vae says .*; use .*draw.latents.scale="
+    ):
+        load_vae(
+            VaeLatents(str(folder), latents.channels, latents.factor, 9.0, latents.shift),
+            "draw.latents",
+        )
+    with pytest.raises(
+        UserError, match=r"latents.weights is empty; name the diffusers folder of the VAE"
+    ):
         load_vae(VaeLatents(), "draw.latents")
 
 
@@ -124,7 +145,11 @@ def test_latents_are_described_by_the_folder_and_a_config_that_says_otherwise_is
         ("out_channels", 4, r"out_channels=4 is not supported"),
         ("norm_num_groups", 7, r"norm_num_groups=7 does not divide block_out_channels="),
         ("block_out_channels", [], r"block_out_channels=\[\] are no widths"),
-        ("_class_name", "AutoencoderTiny", r"_class_name='AutoencoderTiny' is not supported; known: 'AutoencoderKL'"),
+        (
+            "_class_name",
+            "AutoencoderTiny",
+            r"_class_name='AutoencoderTiny' is not supported; known: 'AutoencoderKL'",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(field, value, message, folder, tmp_path):
@@ -135,15 +160,23 @@ def test_what_is_not_supported_is_refused_by_name(field, value, message, folder,
 
 
 def test_a_folder_that_does_not_hold_its_vae_is_refused(folder, tmp_path):
-    with pytest.raises(UserError, match=r"is no diffusers folder: neither config.json nor vae/config.json is there"):
+    with pytest.raises(
+        UserError, match=r"is no diffusers folder: neither config.json nor vae/config.json is there"
+    ):
         open_vae(tmp_path)
     shutil.copytree(folder / "vae", tmp_path / "vae")
     opened = open_vae(tmp_path)
     model = VaeModel.build(read_vae(opened))
     tensors = load_file(opened.path / DIFFUSERS_SINGLE)
     for change, message in (
-        ({"more.weight": np.zeros(3, np.float32)}, r"has 1 tensors that its VAE lacks, such as more.weight"),
-        ({"encoder.conv_in.bias": np.zeros(99, np.float32)}, r"encoder.conv_in.bias has shape \[99\]"),
+        (
+            {"more.weight": np.zeros(3, np.float32)},
+            r"has 1 tensors that its VAE lacks, such as more.weight",
+        ),
+        (
+            {"encoder.conv_in.bias": np.zeros(99, np.float32)},
+            r"encoder.conv_in.bias has shape \[99\]",
+        ),
     ):
         save_file(tensors | change, opened.path / DIFFUSERS_SINGLE)
         with pytest.raises(UserError, match=message):
@@ -159,6 +192,7 @@ def test_the_fingerprint_is_of_the_config_and_the_weights(folder, tmp_path):
     assert vae_fingerprint(tmp_path) == vae_fingerprint(folder)
     tensors = load_file(tmp_path / "vae" / DIFFUSERS_SINGLE)
     save_file(
-        tensors | {"encoder.conv_in.bias": tensors["encoder.conv_in.bias"] + 1}, tmp_path / "vae" / DIFFUSERS_SINGLE
+        tensors | {"encoder.conv_in.bias": tensors["encoder.conv_in.bias"] + 1},
+        tmp_path / "vae" / DIFFUSERS_SINGLE,
     )
     assert vae_fingerprint(tmp_path) != vae_fingerprint(folder)

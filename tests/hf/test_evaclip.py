@@ -33,8 +33,15 @@ def edit(folder, change) -> None:
 def as_clip(config: dict) -> dict:
     """The config as BAAI writes it: of CLIP by name, of its own code by its classes, with a text tower."""
     vision = config | {"model_type": "clip_vision_model"}
-    classes = {"architectures": ["EvaCLIPModel"], "auto_map": {"AutoModel": "modeling_evaclip.EvaCLIPModel"}}
-    return {"model_type": "clip", "vision_config": vision, "text_config": {"hidden_size": 8}} | classes
+    classes = {
+        "architectures": ["EvaCLIPModel"],
+        "auto_map": {"AutoModel": "modeling_evaclip.EvaCLIPModel"},
+    }
+    return {
+        "model_type": "clip",
+        "vision_config": vision,
+        "text_config": {"hidden_size": 8},
+    } | classes
 
 
 @pytest.mark.default_cases("1")
@@ -48,7 +55,14 @@ def test_images_in_one_row_are_what_the_formulas_make_of_each(seed, tmp_path):
         edit(tmp_path, as_clip)
     rows = side // model.config.patch_size
     merge = next(merge for merge in (3, 2, 1) if rows % merge == 0)
-    check_tower(model, tmp_path, lambda picture: model.hidden_states(pixels(picture))[-2][0], pictures, rng, merge)
+    check_tower(
+        model,
+        tmp_path,
+        lambda picture: model.hidden_states(pixels(picture))[-2][0],
+        pictures,
+        rng,
+        merge,
+    )
 
 
 def test_a_folder_of_clip_by_name_is_read_by_the_class_of_its_code(tmp_path):
@@ -56,8 +70,14 @@ def test_a_folder_of_clip_by_name_is_read_by_the_class_of_its_code(tmp_path):
     plain = encoder_from_hf(tmp_path)
     edit(tmp_path, as_clip)
     assert encoder_from_hf(tmp_path) == plain
-    edit(tmp_path, lambda config: config | {"model_type": "evaclip", "architectures": None, "auto_map": None})
-    edit(tmp_path, lambda config: config | {"vision_config": config["vision_config"] | {"model_type": None}})
+    edit(
+        tmp_path,
+        lambda config: config | {"model_type": "evaclip", "architectures": None, "auto_map": None},
+    )
+    edit(
+        tmp_path,
+        lambda config: config | {"vision_config": config["vision_config"] | {"model_type": None}},
+    )
     assert encoder_from_hf(tmp_path) == plain
     assert not plain.embed_norm
     assert plain.embed_bias

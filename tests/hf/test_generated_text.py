@@ -33,12 +33,20 @@ Inputs = Callable[[Sequence[Part]], dict[str, Any]]  # of transformers' model, f
 
 
 def answered(
-    folder, prompts: Sequence[Sequence[Part]], ends: Sequence[int], written: Mapping[str, Sequence[int]] | None = None
+    folder,
+    prompts: Sequence[Sequence[Part]],
+    ends: Sequence[int],
+    written: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Answer]:
     model, params, config = loaded(folder)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     generator = Generator(
-        model, mesh, ShardingRules(), ends, lambda tokens: " ".join(map(str, tokens)), max_tokens=DEFAULT_MAX_TOKENS
+        model,
+        mesh,
+        ShardingRules(),
+        ends,
+        lambda tokens: " ".join(map(str, tokens)),
+        max_tokens=DEFAULT_MAX_TOKENS,
     )
     return generator.answers(params, replace(given(config, prompts, written), trained="none"))
 
@@ -48,7 +56,9 @@ def written_there(model: torch.nn.Module, inputs: dict[str, Any]) -> list[int]:
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     given = {"attention_mask": torch.ones_like(ids)} | inputs
     with torch.no_grad():
-        return model.generate(**given, do_sample=False, max_new_tokens=DEFAULT_MAX_TOKENS)[0, ids.shape[1] :].tolist()
+        return model.generate(**given, do_sample=False, max_new_tokens=DEFAULT_MAX_TOKENS)[
+            0, ids.shape[1] :
+        ].tolist()
 
 
 def check(
@@ -64,10 +74,17 @@ def check(
     """
     there = [written_there(model, inputs(prompt)) for prompt in prompts]
     ends = [there[0][2], there[-1][4]]
-    stop = [next((k + 1 for k, token in enumerate(tokens) if token in ends), DEFAULT_MAX_TOKENS) for tokens in there]
+    stop = [
+        next((k + 1 for k, token in enumerate(tokens) if token in ends), DEFAULT_MAX_TOKENS)
+        for tokens in there
+    ]
     here = answered(folder, prompts, ends, written)
-    assert [list(a.tokens) for a in here] == [tokens[:n] for tokens, n in zip(there, stop, strict=True)]
-    assert [a.ended for a in here] == [tokens[n - 1] in ends for tokens, n in zip(there, stop, strict=True)]
+    assert [list(a.tokens) for a in here] == [
+        tokens[:n] for tokens, n in zip(there, stop, strict=True)
+    ]
+    assert [a.ended for a in here] == [
+        tokens[n - 1] in ends for tokens, n in zip(there, stop, strict=True)
+    ]
     assert len({a.tokens for a in here}) > 1
 
 
@@ -80,8 +97,16 @@ def texts(vocab: int) -> list[list[Part]]:
     return [[rng.integers(1, vocab, n)] for n in (14, 7, 11, 1, 3, 15)]
 
 
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 8.0]}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LONG |= {
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 8.0],
+}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 LOCAL = ["sliding_attention", "sliding_attention", "full_attention"]
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
@@ -91,16 +116,34 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
-        (transformers.Gemma2Config, {"head_dim": 20, "sliding_window": 6, "query_pre_attn_scalar": 13, **CAPS}),
-        (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        (
+            transformers.Gemma2Config,
+            {"head_dim": 20, "sliding_window": 6, "query_pre_attn_scalar": 13, **CAPS},
+        ),
+        (
+            transformers.Qwen2Config,
+            {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        ),
         (transformers.LlamaConfig, {"rope_parameters": LONG}),
         (transformers.LlamaConfig, {"rope_parameters": DYNAMIC, "max_position_embeddings": 12}),
         (transformers.Qwen3Config, {"head_dim": 24}),
         (transformers.OPTConfig, {"ffn_dim": 40, "pad_token_id": 0}),
         (transformers.GPT2Config, {"bos_token_id": 2, "eos_token_id": 2}),
-        (transformers.Gemma3TextConfig, {"head_dim": 20, "sliding_window": 6, "layer_types": LOCAL}),
+        (
+            transformers.Gemma3TextConfig,
+            {"head_dim": 20, "sliding_window": 6, "layer_types": LOCAL},
+        ),
     ],
-    ids=["gemma2", "qwen2 late windows", "llama longrope", "llama dynamic", "qwen3", "opt", "gpt2", "gemma3"],
+    ids=[
+        "gemma2",
+        "qwen2 late windows",
+        "llama longrope",
+        "llama dynamic",
+        "qwen3",
+        "opt",
+        "gpt2",
+        "gemma3",
+    ],
 )
 def test_a_decoder_writes_what_it_writes_there_beyond_its_windows_too(kind, own, tmp_path):
     model = random_model(kind(**COMMON | own))
@@ -112,7 +155,11 @@ def with_images(tokens_per_image: int) -> Inputs:
     def inputs(prompt: Sequence[Part]) -> dict[str, Any]:
         tokens = [part if is_text(part) else np.full(tokens_per_image, IMAGE) for part in prompt]
         images = [(part / 255 - MEAN) / STD for part in prompt if not is_text(part)]
-        pixels = torch.tensor(np.stack(images).transpose(0, 3, 1, 2), dtype=torch.float32) if images else None
+        pixels = (
+            torch.tensor(np.stack(images).transpose(0, 3, 1, 2), dtype=torch.float32)
+            if images
+            else None
+        )
         return token_ids(tokens) | ({} if pixels is None else {"pixel_values": pixels})
 
     return inputs
@@ -120,17 +167,24 @@ def with_images(tokens_per_image: int) -> Inputs:
 
 def test_llava_writes_what_it_writes_there(tmp_path):
     vision = transformers.CLIPVisionConfig(**TOWER)
-    config = transformers.LlavaConfig(vision_config=vision, text_config=LLAMA, image_token_index=IMAGE)
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=LLAMA, image_token_index=IMAGE
+    )
     model = random_model(config, transformers.LlavaForConditionalGeneration)
     save(model, tmp_path)
     check(model, tmp_path, samples() + samples(seed=1), with_images((SIDE // 4) ** 2))
 
 
 def test_paligemma_writes_what_it_writes_there_after_a_prompt_that_attends_both_ways(tmp_path):
-    text = transformers.Gemma2Config(**COMMON | {"vocab_size": 61, "head_dim": 20, "sliding_window": 6})
+    text = transformers.Gemma2Config(
+        **COMMON | {"vocab_size": 61, "head_dim": 20, "sliding_window": 6}
+    )
     vision = transformers.SiglipVisionConfig(**TOWER, vision_use_head=False)
     config = transformers.PaliGemmaConfig(
-        vision_config=vision, text_config=text, image_token_index=IMAGE, projection_dim=text.hidden_size
+        vision_config=vision,
+        text_config=text,
+        image_token_index=IMAGE,
+        projection_dim=text.hidden_size,
     )
     model = random_model(config, transformers.PaliGemmaForConditionalGeneration)
     save(model, tmp_path)
@@ -144,7 +198,9 @@ def test_paligemma_writes_what_it_writes_there_after_a_prompt_that_attends_both_
 
 def test_internvl_writes_what_it_writes_there_with_one_tile_or_several(tmp_path):
     vision = transformers.InternVLVisionConfig(**TOWER)
-    config = transformers.InternVLConfig(vision_config=vision, text_config=QWEN2, image_token_id=IMAGE)
+    config = transformers.InternVLConfig(
+        vision_config=vision, text_config=QWEN2, image_token_id=IMAGE
+    )
     model = random_model(config, transformers.InternVLForConditionalGeneration)
     save(model, tmp_path)
     check(model, tmp_path, samples(), with_images((SIDE // 8) ** 2))
@@ -155,7 +211,10 @@ def test_internvl_writes_what_it_writes_there_with_one_tile_or_several(tmp_path)
 def test_llava_next_and_onevision_write_what_they_write_there_of_images_in_tiles(name, tmp_path):
     variant = {"LlavaNext": NEXT, "LlavaOnevision": ONEVISION}[name]
     processor = processor_of(variant, getattr(test_any_res, f"{name}ImageProcessorPil"))
-    kinds = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForConditionalGeneration")
+    kinds = (
+        getattr(transformers, f"{name}Config"),
+        getattr(transformers, f"{name}ForConditionalGeneration"),
+    )
     model = saved(variant, *kinds, processor, tmp_path)
     of = lambda prompt: inputs(model, prompt, processor, name == "LlavaOnevision")  # noqa: E731
     check(model, tmp_path, test_any_res.samples(), of)
@@ -163,7 +222,9 @@ def test_llava_next_and_onevision_write_what_they_write_there_of_images_in_tiles
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", test_pixtral.WHOLE)
-def test_pixtral_and_mistral3_write_what_they_write_there_after_images_of_several_sizes(family, tmp_path):
+def test_pixtral_and_mistral3_write_what_they_write_there_after_images_of_several_sizes(
+    family, tmp_path
+):
     model, processor, unit = test_pixtral.made(family, 1, tmp_path)
     of = lambda prompt: test_pixtral.inputs_of(prompt, processor, unit)  # noqa: E731
     check(model, tmp_path, test_pixtral.samples(unit), of, test_pixtral.TOKENS)

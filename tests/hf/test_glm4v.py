@@ -21,7 +21,9 @@ WHOLE = {
 
 
 def config_of(family, seed):
-    return drawn.glm4v(np.random.default_rng(seed), family, image_token_id=IMAGE, video_token_id=VIDEO)
+    return drawn.glm4v(
+        np.random.default_rng(seed), family, image_token_id=IMAGE, video_token_id=VIDEO
+    )
 
 
 def made(family, seed, folder):
@@ -45,11 +47,27 @@ def edit(path, **own):
 @pytest.mark.parametrize(
     ("where", "own", "message"),
     [
-        ("vision_config", {"out_hidden_size": 7}, "out_hidden_size=7, but the text's hidden_size is"),
-        ("vision_config", {"hidden_act": "mish"}, "vision_config: hidden_act='mish' is not supported"),
-        ("vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: rope_type='yarn' is not supp"),
+        (
+            "vision_config",
+            {"out_hidden_size": 7},
+            "out_hidden_size=7, but the text's hidden_size is",
+        ),
+        (
+            "vision_config",
+            {"hidden_act": "mish"},
+            "vision_config: hidden_act='mish' is not supported",
+        ),
+        (
+            "vision_config",
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "rope_parameters: rope_type='yarn' is not supp",
+        ),
         ("text_config", {"head_dim": 99}, "text_config: head_dim=99 is not supported"),
-        ("text_config", {"rope_parameters": {"mrope_section": [1]}}, "must have three numbers: of t, y and x"),
+        (
+            "text_config",
+            {"rope_parameters": {"mrope_section": [1]}},
+            "must have three numbers: of t, y and x",
+        ),
     ],
 )
 def test_what_would_be_another_model_is_refused(where, own, message, tmp_path):
@@ -66,21 +84,48 @@ def test_a_processor_of_other_patches_is_refused_and_an_image_counts_as_a_tempor
     said |= {"merge_size": vision.spatial_merge_size, "temporal_patch_size": 3}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
     how = from_hf(tmp_path).encoders["vision"].images
-    assert how == SmartResize(vision.patch_size, vision.spatial_merge_size, 112 * 112, 28 * 28 * 15_000, frames=3)
+    assert how == SmartResize(
+        vision.patch_size, vision.spatial_merge_size, 112 * 112, 28 * 28 * 15_000, frames=3
+    )
     edit(tmp_path / "preprocessor_config.json", patch_size=vision.patch_size + 1)
     with pytest.raises(UserError, match="make patch_size and merge_size the same"):
         from_hf(tmp_path)
 
 
 def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path):
-    for kind, whole in (("glm4v", transformers.Glm4vConfig()), ("glm46v", transformers.Glm46VConfig())):
-        half = {"partial_rotary_factor": 0.5}  # of all channels the default sections are too few, there too
+    for kind, whole in (
+        ("glm4v", transformers.Glm4vConfig()),
+        ("glm46v", transformers.Glm46VConfig()),
+    ):
+        # of all channels the default sections are too few, there too
+        half = {"partial_rotary_factor": 0.5}
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "text_config": half}))
         model = from_hf(tmp_path)
-        llm, tower, text, vision = model.llm, model.encoders["vision"], whole.text_config, whole.vision_config
-        assert (llm.layers, llm.width, llm.mlp_width) == (40, text.hidden_size, text.intermediate_size)
-        assert (llm.heads, llm.kv_heads, llm.vocab) == (32, text.num_key_value_heads, text.vocab_size)
-        assert (llm.norm_eps, llm.rope_theta, llm.biases) == (text.rms_norm_eps, 1e4, ("query", "key", "value"))
-        assert (tower.layers, tower.width, tower.mlp_width) == (vision.depth, vision.hidden_size, 4096)
+        llm, tower, text, vision = (
+            model.llm,
+            model.encoders["vision"],
+            whole.text_config,
+            whole.vision_config,
+        )
+        assert (llm.layers, llm.width, llm.mlp_width) == (
+            40,
+            text.hidden_size,
+            text.intermediate_size,
+        )
+        assert (llm.heads, llm.kv_heads, llm.vocab) == (
+            32,
+            text.num_key_value_heads,
+            text.vocab_size,
+        )
+        assert (llm.norm_eps, llm.rope_theta, llm.biases) == (
+            text.rms_norm_eps,
+            1e4,
+            ("query", "key", "value"),
+        )
+        assert (tower.layers, tower.width, tower.mlp_width) == (
+            vision.depth,
+            vision.hidden_size,
+            4096,
+        )
         assert (tower.patch, tower.frames, tower.positions.side) == (vision.patch_size, 2, 24)
         assert (tower.connector.mlp_width, tower.connector.merge) == (vision.intermediate_size, 2)

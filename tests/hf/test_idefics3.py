@@ -91,7 +91,10 @@ def inputs_of(sample, processor, tokens):
         for row in range(rows):
             for column in range(columns):
                 line = "\n" if row and not column else ""
-                ids += [*Written()[f"{line}{fake}<row_{row + 1}_col_{column + 1}>"], *[IMAGE] * tokens]
+                ids += [
+                    *Written()[f"{line}{fake}<row_{row + 1}_col_{column + 1}>"],
+                    *[IMAGE] * tokens,
+                ]
         lines = "\n\n" if rows else ""
         ids += [*Written()[f"{lines}{fake}<global-img>"], *[IMAGE] * tokens, *Written()[fake]]
     return {"input_ids": torch.tensor([ids]), **out}
@@ -100,9 +103,13 @@ def inputs_of(sample, processor, tokens):
 @pytest.mark.default_cases("idefics3-1")
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", WHOLE)
-def test_a_whole_model_whose_config_leaves_out_defaults_is_what_transformers_makes_of_it(family, seed, tmp_path):
+def test_a_whole_model_whose_config_leaves_out_defaults_is_what_transformers_makes_of_it(
+    family, seed, tmp_path
+):
     model, processor, tokens = made(family, seed, tmp_path)
-    theirs = lambda model, sample: model(**inputs_of(sample, processor, tokens), use_cache=False).logits[0]  # noqa: E731
+    theirs = lambda model, sample: model(  # noqa: E731
+        **inputs_of(sample, processor, tokens), use_cache=False
+    ).logits[0]
     check_samples(model, tmp_path, samples(), theirs, Written())
 
 
@@ -117,20 +124,30 @@ def test_patches_take_the_cells_that_they_take_there_to_the_rounding_at_their_bo
     torch.nn.init.zeros_(there.patch_embedding.weight)
     torch.nn.init.zeros_(there.patch_embedding.bias)
     there.position_embedding.weight.data[:, 0] = torch.arange(side**2)
-    here = jax.jit(lambda coordinates, item: fractional_positions(side, batch_of(coordinates, item)))
+    here = jax.jit(
+        lambda coordinates, item: fractional_positions(side, batch_of(coordinates, item))
+    )
     for count in (*range(1, 81, 3), side):
         pixels = torch.zeros(1, 3, count * patch, count * patch)
         with torch.no_grad():
-            wanted = there(pixels, torch.ones(1, count, count, dtype=torch.bool))[0, :, 0].numpy().astype(int)
+            wanted = (
+                there(pixels, torch.ones(1, count, count, dtype=torch.bool))[0, :, 0]
+                .numpy()
+                .astype(int)
+            )
         coordinates = np.zeros((1, 80**2, 3), np.int32)
         coordinates[0, : count**2, 1:] = np.stack(np.divmod(np.arange(count**2), count), axis=-1)
         item = np.where(np.arange(80**2) < count**2, 0, -1)[None].astype(np.int32)
-        np.testing.assert_array_equal(np.asarray(here(coordinates, item))[0, : count**2], wanted, err_msg=str(count))
+        np.testing.assert_array_equal(
+            np.asarray(here(coordinates, item))[0, : count**2], wanted, err_msg=str(count)
+        )
 
 
 def batch_of(coordinates, item):
     zeros = jnp.zeros_like(item)
-    return ItemBatch(values=zeros[..., None], item=item, coordinates=coordinates, owner=zeros, offset=zeros)
+    return ItemBatch(
+        values=zeros[..., None], item=item, coordinates=coordinates, owner=zeros, offset=zeros
+    )
 
 
 def edit(path, **own):
@@ -143,7 +160,11 @@ def test_without_a_processor_tiles_are_the_towers_and_have_their_labels(tmp_path
     vision = model.config.vision_config
     tile = vision.image_size // vision.patch_size * vision.patch_size
     encoder = from_hf(tmp_path).encoders["vision"]
-    assert (encoder.images.tile, encoder.images.resize, encoder.images.filter) == (tile, (4 * tile,), "lanczos")
+    assert (encoder.images.tile, encoder.images.resize, encoder.images.filter) == (
+        tile,
+        (4 * tile,),
+        "lanczos",
+    )
     texts = split_tiles.texts(encoder.images, (tile, 2 * tile), [])
     fake = "<fake_token_around_image>"
     assert len(texts) == 2 * 4 + 2
@@ -156,18 +177,35 @@ def test_tiles_that_do_not_divide_into_squares_of_patches_are_refused(tmp_path):
     unit = model.config.vision_config.patch_size * 2
     edit(tmp_path / "config.json", scale_factor=2)
     edit(tmp_path / "preprocessor_config.json", max_image_size={"longest_edge": 3 * unit // 2})
-    with pytest.raises(UserError, match="3 patches a side, which do not divide into squares of 2 x 2"):
+    with pytest.raises(
+        UserError, match="3 patches a side, which do not divide into squares of 2 x 2"
+    ):
         from_hf(tmp_path)
     edit(tmp_path / "preprocessor_config.json", max_image_size={"longest_edge": unit})
     assert isinstance(from_hf(tmp_path).encoders["vision"].images, SplitTiles)
 
 
 def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path):
-    for kind, whole in (("idefics3", transformers.Idefics3Config()), ("smolvlm", transformers.SmolVLMConfig())):
+    for kind, whole in (
+        ("idefics3", transformers.Idefics3Config()),
+        ("smolvlm", transformers.SmolVLMConfig()),
+    ):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         model = from_hf(tmp_path)
         tower, vision, text = model.encoders["vision"], whole.vision_config, whole.text_config
-        assert (model.llm.layers, model.llm.width, model.llm.norm_eps) == (32, text.hidden_size, text.rms_norm_eps)
-        assert (tower.width, tower.mlp_width, tower.layers) == (vision.hidden_size, vision.intermediate_size, 12)
-        assert (tower.patch, tower.positions.side, tower.connector.merge) == (vision.patch_size, 7, whole.scale_factor)
+        assert (model.llm.layers, model.llm.width, model.llm.norm_eps) == (
+            32,
+            text.hidden_size,
+            text.rms_norm_eps,
+        )
+        assert (tower.width, tower.mlp_width, tower.layers) == (
+            vision.hidden_size,
+            vision.intermediate_size,
+            12,
+        )
+        assert (tower.patch, tower.positions.side, tower.connector.merge) == (
+            vision.patch_size,
+            7,
+            whole.scale_factor,
+        )
         assert model.llm.tied == whole.tie_word_embeddings

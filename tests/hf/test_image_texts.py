@@ -13,7 +13,14 @@ from checkpoints import byte_level, save
 from PIL import Image
 from transformers import AutoTokenizer, Idefics3Processor, SmolVLMProcessor
 
-from mmjax.config import ChatFormat, ConnectorConfig, MessagesSource, PixtralResize, SplitTiles, VisionConfig
+from mmjax.config import (
+    ChatFormat,
+    ConnectorConfig,
+    MessagesSource,
+    PixtralResize,
+    SplitTiles,
+    VisionConfig,
+)
 from mmjax.data.media.patches import item_size
 from mmjax.data.sample import Item, Text
 from mmjax.data.sources.chat_source import ChatSource
@@ -30,7 +37,14 @@ PIXTRAL_TEMPLATE = (
 
 
 FAKE, WHOLE = "<fake_token_around_image>", "<global-img>"
-IDEFICS = ("<|im_start|>", "<end_of_utterance>", FAKE, "<image>", WHOLE, *(f"<row_1_col_{k}>" for k in (1, 2, 3)))
+IDEFICS = (
+    "<|im_start|>",
+    "<end_of_utterance>",
+    FAKE,
+    "<image>",
+    WHOLE,
+    *(f"<row_1_col_{k}>" for k in (1, 2, 3)),
+)
 IDEFICS_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{ message.role | capitalize }}"
     "{% if message.content[0].type == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
@@ -60,10 +74,14 @@ def source_of(folder: Path, encoder: VisionConfig, talk: list[dict]) -> ChatSour
     (folder / "talks.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
     source = MessagesSource(str(folder / "talks.jsonl"))
     reopen = partial(open_conversations, source, "train", folder / "cache", "data.sources.x")
-    return ChatSource(reopen, load_chat(ChatFormat(str(folder))), {"vision": encoder}, folder / "cache")
+    return ChatSource(
+        reopen, load_chat(ChatFormat(str(folder))), {"vision": encoder}, folder / "cache"
+    )
 
 
-def ids_and_weights(source: ChatSource, encoder: VisionConfig, image: int) -> tuple[list[int], np.ndarray]:
+def ids_and_weights(
+    source: ChatSource, encoder: VisionConfig, image: int
+) -> tuple[list[int], np.ndarray]:
     """The tokens of the sample, the image's token for each of an image's, and their weights."""
     sizes = [size for _, size in source.facts(0).items]
     ids, weights = [], []
@@ -81,7 +99,9 @@ def ids_and_weights(source: ChatSource, encoder: VisionConfig, image: int) -> tu
 
 def test_pixtrals_rows_end_as_its_processor_ends_them(tmp_path: Path) -> None:
     save(tmp_path, byte_level(PIXTRAL), PIXTRAL_TEMPLATE, bos_token="<s>", eos_token="</s>")
-    (tmp_path / "config.json").write_text('{"model_type": "llava", "vision_config": {"model_type": "pixtral"}}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llava", "vision_config": {"model_type": "pixtral"}}'
+    )
     (tmp_path / "processor_config.json").write_text('{"processor_class": "PixtralProcessor"}')
     how = PixtralResize(unit=8, box=(60, 60), row_end="[IMG_BREAK]", end="[IMG_END]")
     encoder = VisionConfig(1, 8, 1, 8, 4, images=how, connector=ConnectorConfig(merge=2))
@@ -89,20 +109,25 @@ def test_pixtrals_rows_end_as_its_processor_ends_them(tmp_path: Path) -> None:
     source = source_of(tmp_path, encoder, talk)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = tokenizer.apply_chat_template(talk, tokenize=False)
-    for rows, columns in ((5, 7), (2, 8), (8, 5)):  # of the images in tokens: 20 x 90 pixels shrink to 13 x 60
+    # of the images in tokens: 20 x 90 pixels shrink to 13 x 60
+    for rows, columns in ((5, 7), (2, 8), (8, 5)):
         row = "<image>" * columns
         text = text.replace("[IMG]", "[IMG_BREAK]".join([row] * rows) + "[IMG_END]", 1)
     wanted = tokenizer(text.replace("<image>", "[IMG]"), add_special_tokens=False)["input_ids"]
     ids, weights = ids_and_weights(source, encoder, tokenizer.convert_tokens_to_ids("[IMG]"))
     assert ids == wanted
     facts = source.facts(0)
-    assert facts.text_tokens + sum(item_size(encoder, size).tokens for _, size in facts.items) == len(ids)
+    assert facts.text_tokens + sum(
+        item_size(encoder, size).tokens for _, size in facts.items
+    ) == len(ids)
     assert tokenizer.decode(np.array(ids)[weights > 0]) == "A cat.</s>Two dogs.</s>"
 
 
 @pytest.mark.parametrize("processor", [Idefics3Processor, SmolVLMProcessor])
 @pytest.mark.parametrize("split", [True, False])
-def test_tiles_are_labelled_as_the_processors_label_them(processor: type, split: bool, tmp_path: Path) -> None:
+def test_tiles_are_labelled_as_the_processors_label_them(
+    processor: type, split: bool, tmp_path: Path
+) -> None:
     save(tmp_path, byte_level(IDEFICS), IDEFICS_TEMPLATE, eos_token="<end_of_utterance>")
     kind = {Idefics3Processor: "idefics3", SmolVLMProcessor: "smolvlm"}[processor]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
@@ -115,7 +140,12 @@ def test_tiles_are_labelled_as_the_processors_label_them(processor: type, split:
     for answer in talk[1::2]:  # this template takes lists alone
         answer["content"] = [{"type": "text", "text": answer["content"]}]
     text = tokenizer.apply_chat_template(talk, tokenize=False)
-    names = {"fake_image_token": FAKE, "global_image_tag": WHOLE, "global_image_token": WHOLE, "image_token": "<tile>"}
+    names = {
+        "fake_image_token": FAKE,
+        "global_image_tag": WHOLE,
+        "global_image_token": WHOLE,
+        "image_token": "<tile>",
+    }
     there = SimpleNamespace(**names, image_seq_len=4)
     # Of 27 x 40, 9 x 40 (10, as it is odd) and 40 x 25 pixels.
     grids = ((2, 3), (1, 3), (3, 2)) if split else ((0, 0),) * 3
@@ -128,4 +158,7 @@ def test_tiles_are_labelled_as_the_processors_label_them(processor: type, split:
     facts = source.facts(0)
     assert len(facts.items) == sum(rows * columns + 1 for rows, columns in grids)
     assert facts.text_tokens + 4 * len(facts.items) == len(ids)
-    assert tokenizer.decode(np.array(ids)[weights > 0]) == " A cat.<end_of_utterance> Two dogs.<end_of_utterance>"
+    assert (
+        tokenizer.decode(np.array(ids)[weights > 0])
+        == " A cat.<end_of_utterance> Two dogs.<end_of_utterance>"
+    )

@@ -24,7 +24,14 @@ from flax import nnx
 from image_rows import rows_of_images
 from safetensors.numpy import load_file, save_file
 
-from mmjax.config import DecoderConfig, DiffusionTransformerConfig, LoraConfig, MeshConfig, ModelConfig, VaeLatents
+from mmjax.config import (
+    DecoderConfig,
+    DiffusionTransformerConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    VaeLatents,
+)
 from mmjax.config.loading import load
 from mmjax.errors import UserError
 from mmjax.export import export
@@ -54,10 +61,14 @@ def saved(folder: Path, fields: dict[str, Any], seed: int = 0) -> PixArtTransfor
     return model
 
 
-def graph_and_shapes(config: DiffusionTransformerConfig) -> tuple[nnx.GraphDef, dict[Path_, tuple[int, ...]]]:
+def graph_and_shapes(
+    config: DiffusionTransformerConfig,
+) -> tuple[nnx.GraphDef, dict[Path_, tuple[int, ...]]]:
     """The graph of our module, every layer by itself, and the shapes of its parameters by their paths."""
     plan = plan_stacks(config.layers, "none", tuple(range(1, config.layers)))
-    module = nnx.eval_shape(lambda: DiffusionTransformer(config, plan, jnp.dtype(jnp.float32), nnx.Rngs(0)))
+    module = nnx.eval_shape(
+        lambda: DiffusionTransformer(config, plan, jnp.dtype(jnp.float32), nnx.Rngs(0))
+    )
     graph, state = nnx.split(module)
     flat = nnx.traversals.flatten_mapping(nnx.to_pure_dict(state))
     return graph, {path: leaf.shape for path, leaf in flat.items()}
@@ -87,7 +98,9 @@ def unpatched(x: np.ndarray, size: tuple[int, int], patch: int) -> np.ndarray:
     """Patches `[height * width, F]` as an image `[channels, rows, columns]`."""
     height, width = size
     pixels = x.reshape(height, width, patch, patch, -1)
-    return np.einsum("hwpqc->chpwq", pixels).reshape(pixels.shape[-1], height * patch, width * patch)
+    return np.einsum("hwpqc->chpwq", pixels).reshape(
+        pixels.shape[-1], height * patch, width * patch
+    )
 
 
 class Step(NamedTuple):
@@ -111,10 +124,16 @@ def step_there(model: PixArtTransformer2DModel, steps: list[Step]) -> dict[str, 
         size = torch.tensor([step.size])
         sizes = {"resolution": size, "aspect_ratio": size[:, :1] / size[:, 1:]}
         time = torch.tensor([1000.0]) * step.time
-        velocity = model(latents, condition, time, sizes if model.use_additional_conditions else None).sample[0]
+        velocity = model(
+            latents, condition, time, sizes if model.use_additional_conditions else None
+        ).sample[0]
         velocity = velocity[: len(step.latents)]  # variances follow
         (velocity * torch.tensor(step.factors)).sum().backward()
-        for name, x in {"velocity": velocity, "latents": latents.grad[0], "condition": condition.grad[0]}.items():
+        for name, x in {
+            "velocity": velocity,
+            "latents": latents.grad[0],
+            "condition": condition.grad[0],
+        }.items():
             outputs[name][str(number)] = x.detach().numpy()
     return outputs | {"parameters": {name: p.grad.numpy() for name, p in model.named_parameters()}}
 
@@ -149,14 +168,18 @@ def test_a_step_is_what_diffusers_makes_of_it_with_images_of_many_sizes_in_a_row
         return (velocity * factors).sum(), velocity
 
     run = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
-    (_, velocity), (gradients, *of_inputs) = run(jax.tree.map(jnp.asarray, params), latents, condition)
+    (_, velocity), (gradients, *of_inputs) = run(
+        jax.tree.map(jnp.asarray, params), latents, condition
+    )
     velocity, of_latents, of_condition = map(np.asarray, (velocity, *of_inputs))
     assert not velocity[items.item < 0].any()
 
     steps: list[Step] = []
     found: dict[str, Tensors] = {"velocity": {}, "latents": {}, "condition": {}}
     pixels = config.patch * config.latents.factor
-    for row, number in [(row, number) for row, images in enumerate(sizes) for number in range(len(images))]:
+    for row, number in [
+        (row, number) for row, images in enumerate(sizes) for number in range(len(images))
+    ]:
         size = sizes[row][number]
         (here,) = np.nonzero(items.item[row] == number)
         tokens = slice(number * queries, (number + 1) * queries)
@@ -165,23 +188,35 @@ def test_a_step_is_what_diffusers_makes_of_it_with_images_of_many_sizes_in_a_row
         found["latents"][str(len(steps))] = image(of_latents[row, here])
         found["condition"][str(len(steps))] = of_condition[row, tokens]
         given = image(latents[row, here]), float(time[row, number]), condition[row, tokens]
-        steps.append(Step(*given, tuple(float(side * pixels) for side in size), image(factors[row, here])))
+        steps.append(
+            Step(*given, tuple(float(side * pixels) for side in size), image(factors[row, here]))
+        )
     wanted, exact = step_there(theirs, steps), step_there(copy.deepcopy(theirs).double(), steps)
     for name, by_image in found.items():
         for number, x in by_image.items():
             least = 1.0 if name == "velocity" else 1e-3
             limit = 1e-4 if name == "velocity" else 2e-4
-            close(x, wanted[name][number], exact[name][number], f"{name} of image {number}", limit, least)
+            close(
+                x,
+                wanted[name][number],
+                exact[name][number],
+                f"{name} of image {number}",
+                limit,
+                least,
+            )
     wanted, exact = (ours(x["parameters"], config) for x in (wanted, exact))
     largest = max(np.abs(gradient).max() for gradient in exact.values())
     for path, gradient in gradients.items():
-        # A key's bias moves all scores of a query alike, and a lone token's scores do nothing: only rounding is left.
+        # A key's bias moves all scores of a query alike, and a lone token's scores do nothing: only
+        # rounding is left.
         least = 1e-3 * largest if "key" in path else 1e-3
         close(gradient, wanted[path], exact[path], ".".join(path), 2e-4, least)
         assert "variance" not in path or not np.any(gradient)
 
 
-def close(found: Any, wanted: np.ndarray, exact: np.ndarray, name: str, relative: float, least: float) -> None:
+def close(
+    found: Any, wanted: np.ndarray, exact: np.ndarray, name: str, relative: float, least: float
+) -> None:
     """Hold numbers equal to a part of the largest, or four times as far from float64 as those there are."""
     limit = max(relative * max(np.abs(exact).max(), least), 4 * np.abs(wanted - exact).max())
     np.testing.assert_allclose(found, exact, rtol=0, atol=limit, err_msg=name)
@@ -217,12 +252,20 @@ def test_a_model_starts_from_a_folder_and_is_written_over_it(seed, tmp_path):
     assert found.keys() == wanted.keys()
     for path, value in wanted.items():
         np.testing.assert_array_equal(found[path], value, err_msg=".".join(path))
-    trained = {("generators", "picture", *numbered(path)): np.asarray(x) + 1 for path, x in found.items()}
+    trained = {
+        ("generators", "picture", *numbered(path)): np.asarray(x) + 1 for path, x in found.items()
+    }
     structs = nnx.traversals.unflatten_mapping(trained)
-    checkpoint = SimpleNamespace(structs=structs, read=lambda names: {name: trained[name] for name in names})
+    checkpoint = SimpleNamespace(
+        structs=structs, read=lambda names: {name: trained[name] for name in names}
+    )
     (tmp_path / "out").mkdir()
-    count = Exporter(model, checkpoint).rewrite(HfFolder.open(config.weights), ["picture"], tmp_path / "out")
-    before, after = (load_file(tmp_path / folder / DIFFUSERS_SINGLE) for folder in ("transformer", "out"))
+    count = Exporter(model, checkpoint).rewrite(
+        HfFolder.open(config.weights), ["picture"], tmp_path / "out"
+    )
+    before, after = (
+        load_file(tmp_path / folder / DIFFUSERS_SINGLE) for folder in ("transformer", "out")
+    )
     assert count == len(after) == len(before)
     for name, tensor in before.items():
         np.testing.assert_array_equal(after[name], tensor + 1, err_msg=name)
@@ -235,7 +278,11 @@ def test_adapters_are_merged_or_written_for_peft_and_both_predict_the_same(tmp_p
     llm = DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9, frozen=True)
     rest = LoraConfig(("picture.*.attention.query", "picture.*.up"), 3)
     lora = {"cross": LoraConfig(("picture.*.cross_attention.*",), 2), "rest": rest}
-    config = replace(load(TINY), run=str(tmp_path / "run"), model=ModelConfig(llm, {}, lora, {"picture": picture}))
+    config = replace(
+        load(TINY),
+        run=str(tmp_path / "run"),
+        model=ModelConfig(llm, {}, lora, {"picture": picture}),
+    )
     moved_run(config, 0.3)
     export(tmp_path / "run", tmp_path / "merged")
     export(tmp_path / "run", tmp_path / "adapter", adapter=True)
@@ -244,7 +291,9 @@ def test_adapters_are_merged_or_written_for_peft_and_both_predict_the_same(tmp_p
     side = theirs.config.patch_size * 4
     given = (
         torch.randn(1, theirs.config.in_channels, side, side, generator=rng),
-        torch.randn(1, 5, theirs.config.caption_channels or theirs.config.cross_attention_dim, generator=rng),
+        torch.randn(
+            1, 5, theirs.config.caption_channels or theirs.config.cross_attention_dim, generator=rng
+        ),
         torch.tensor([300.0]),
         {"resolution": torch.tensor([[64.0, 64.0]]), "aspect_ratio": torch.tensor([[1.0]])},
     )
@@ -258,10 +307,17 @@ def test_a_tensor_that_the_transformer_lacks_is_refused(tmp_path):
     saved(tmp_path / "transformer", drawn.pixart(np.random.default_rng(0)))
     file = tmp_path / "transformer" / DIFFUSERS_SINGLE
     save_file(load_file(file) | {"adaln_single.more": np.zeros(3, np.float32)}, file)
-    model = ModelConfig(DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9), generators={"picture": generator_from_hf(tmp_path)})
+    model = ModelConfig(
+        DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9),
+        generators={"picture": generator_from_hf(tmp_path)},
+    )
     built = Model.build(model, jnp.float32)
-    shardings = parameter_shardings(built, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules())
-    with pytest.raises(UserError, match=r"1 tensors that this model lacks, such as adaln_single\.more"):
+    shardings = parameter_shardings(
+        built, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
+    )
+    with pytest.raises(
+        UserError, match=r"1 tensors that this model lacks, such as adaln_single\.more"
+    ):
         load_pretrained(built, shardings)
 
 
@@ -294,10 +350,30 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(field, value, tmp_p
 
 @pytest.mark.parametrize("name", ["PixArtTransformer2DModel", "Transformer2DModel"])
 def test_pixart_alpha_is_read_as_it_is_by_either_of_its_names(name, tmp_path):
-    fields = FIELDS | {"_class_name": name, "activation_fn": "gelu-approximate", "attention_bias": True, "dropout": 0.0}
-    fields |= {"attention_head_dim": 72, "num_attention_heads": 16, "num_layers": 28, "cross_attention_dim": 1152}
-    fields |= {"norm_type": "ada_norm_single", "norm_elementwise_affine": False, "norm_eps": 1e-6, "in_channels": 4}
-    fields |= {"out_channels": 8, "patch_size": 2, "only_cross_attention": False, "upcast_attention": False}
+    fields = FIELDS | {
+        "_class_name": name,
+        "activation_fn": "gelu-approximate",
+        "attention_bias": True,
+        "dropout": 0.0,
+    }
+    fields |= {
+        "attention_head_dim": 72,
+        "num_attention_heads": 16,
+        "num_layers": 28,
+        "cross_attention_dim": 1152,
+    }
+    fields |= {
+        "norm_type": "ada_norm_single",
+        "norm_elementwise_affine": False,
+        "norm_eps": 1e-6,
+        "in_channels": 4,
+    }
+    fields |= {
+        "out_channels": 8,
+        "patch_size": 2,
+        "only_cross_attention": False,
+        "upcast_attention": False,
+    }
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert generator_from_hf(tmp_path) == DiffusionTransformerConfig(
         attention="auto", layers=28, width=1152, heads=16, mlp_width=4608, condition_width=4096, grid=32,

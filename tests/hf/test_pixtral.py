@@ -48,10 +48,16 @@ def made(family, seed, folder):
     model.save_pretrained(folder)
     patch, merge = config.vision_config.patch_size, getattr(config, "spatial_merge_size", 1)
     processor = PixtralImageProcessorPil(
-        patch_size=patch * merge, size={"longest_edge": 5 * patch * merge - 1}, image_std=[0.2, 0.25, 0.3]
+        patch_size=patch * merge,
+        size={"longest_edge": 5 * patch * merge - 1},
+        image_std=[0.2, 0.25, 0.3],
     )
     processor.save_pretrained(folder)
-    around = {"processor_class": "PixtralProcessor", "patch_size": patch, "spatial_merge_size": merge}
+    around = {
+        "processor_class": "PixtralProcessor",
+        "patch_size": patch,
+        "spatial_merge_size": merge,
+    }
     (folder / "processor_config.json").write_text(json.dumps(around))
     return model, processor, patch * merge
 
@@ -85,7 +91,9 @@ def inputs_of(sample, processor, unit):
 
 def theirs(processor, unit):
     """Logits of one sample."""
-    return lambda model, sample: model(**inputs_of(sample, processor, unit), use_cache=False).logits[0]
+    return lambda model, sample: model(
+        **inputs_of(sample, processor, unit), use_cache=False
+    ).logits[0]
 
 
 @pytest.mark.default_cases("mistral3-1")
@@ -106,8 +114,12 @@ def test_a_run_is_exported_as_it_was_read_and_transformers_computes_with_it(tmp_
     check_samples(there, tmp_path / "out", samples(unit), theirs(processor, unit), TOKENS)
     folder = RunFolder(run)
     model = Model.build(folder.read_config().model, jnp.float32)
-    shardings = parameter_shardings(model, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules())
-    trained = restore_parameters(folder.checkpoints, checkpoint_step(folder.checkpoints), model, shardings)
+    shardings = parameter_shardings(
+        model, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
+    )
+    trained = restore_parameters(
+        folder.checkpoints, checkpoint_step(folder.checkpoints), model, shardings
+    )
     jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path / "out")[1], trained)
 
 
@@ -120,12 +132,21 @@ def test_images_come_in_whole_tokens_whatever_the_folder_says_of_them(tmp_path):
     patch = model.config.vision_config.patch_size
     assert unit > patch
     read = from_hf(tmp_path).encoders["vision"].images
-    assert (read.unit, read.box, read.row_end, read.end) == (unit, (5 * unit - 1,) * 2, "[IMG_BREAK]", "[IMG_END]")
+    assert (read.unit, read.box, read.row_end, read.end) == (
+        unit,
+        (5 * unit - 1,) * 2,
+        "[IMG_BREAK]",
+        "[IMG_END]",
+    )
     edit(tmp_path / "processor_config.json", patch_size=patch + 1, image_break_token="|")
-    with pytest.raises(UserError, match=f"multiples of {unit // patch * (patch + 1)} pixels, the tower has tokens of"):
+    with pytest.raises(
+        UserError,
+        match=f"multiples of {unit // patch * (patch + 1)} pixels, the tower has tokens of",
+    ):
         from_hf(tmp_path)
     (tmp_path / "processor_config.json").unlink()
-    edit(tmp_path / "preprocessor_config.json", patch_size=patch)  # as one that knows nothing of merging says it
+    # as one that knows nothing of merging says it
+    edit(tmp_path / "preprocessor_config.json", patch_size=patch)
     assert from_hf(tmp_path).encoders["vision"].images == read
     (tmp_path / "preprocessor_config.json").unlink()
     assert from_hf(tmp_path).encoders["vision"].images == replace(read, box=(1024, 1024))
@@ -144,8 +165,16 @@ def test_an_encoder_alone_writes_no_text_that_other_llms_lack(tmp_path):
     [
         ("", {"vision_feature_layer": [-2, -1]}, "names several layers"),
         ("vision_config", {"head_dim": 99}, "vision_config: head_dim=99 is not supported"),
-        ("vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: rope_type='yarn' is not supp"),
-        ("vision_config", {"model_type": "clip_vision_model"}, "model_type='clip_vision_model' is not supported"),
+        (
+            "vision_config",
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "rope_parameters: rope_type='yarn' is not supp",
+        ),
+        (
+            "vision_config",
+            {"model_type": "clip_vision_model"},
+            "model_type='clip_vision_model' is not supported",
+        ),
         ("vision_config", {"patch_size": [4, 4]}, "patch_size=.* is no int"),
     ],
 )
@@ -162,7 +191,24 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral3"}))
     model = from_hf(tmp_path)
     text, vision, tower = whole.text_config, whole.vision_config, model.encoders["vision"]
-    assert (model.llm.layers, model.llm.width, model.llm.mlp_width) == (40, text.hidden_size, text.intermediate_size)
-    assert (model.llm.rope_theta, model.llm.norm_eps, model.llm.window) == (1e9, text.rms_norm_eps, 0)
-    assert (tower.patch, tower.layers, tower.heads, tower.width) == (vision.patch_size, 24, 16, vision.hidden_size)
-    assert (tower.connector.merge, model.llm.tied, tower.positions.theta) == (2, whole.tie_word_embeddings, 1e4)
+    assert (model.llm.layers, model.llm.width, model.llm.mlp_width) == (
+        40,
+        text.hidden_size,
+        text.intermediate_size,
+    )
+    assert (model.llm.rope_theta, model.llm.norm_eps, model.llm.window) == (
+        1e9,
+        text.rms_norm_eps,
+        0,
+    )
+    assert (tower.patch, tower.layers, tower.heads, tower.width) == (
+        vision.patch_size,
+        24,
+        16,
+        vision.hidden_size,
+    )
+    assert (tower.connector.merge, model.llm.tied, tower.positions.theta) == (
+        2,
+        whole.tie_word_embeddings,
+        1e4,
+    )

@@ -16,7 +16,15 @@ import torch
 from commands import run
 from llava_folder import PATCH, SIDE
 from parity import compare_gradients
-from preferences import Asked, Theirs, run_config, save_judged, save_log_probs, save_pairs, write_lines
+from preferences import (
+    Asked,
+    Theirs,
+    run_config,
+    save_judged,
+    save_log_probs,
+    save_pairs,
+    write_lines,
+)
 from tiny_run import MESHES, gradients, load_steps, make_executor, paths, worst_leaf
 
 from mmjax import evaluate
@@ -70,10 +78,14 @@ def save_place(folder: Path, window: int = 0) -> tuple[Path, list[Asked]]:
     return folder, asked
 
 
-def started(config: Config, mesh: MeshConfig = ONE, accumulates: bool = True) -> tuple[Executor, Any]:
+def started(
+    config: Config, mesh: MeshConfig = ONE, accumulates: bool = True
+) -> tuple[Executor, Any]:
     """The programs of a config and the state of step 0."""
     executor = make_executor(config, mesh, accumulates)
-    given = load_pretrained(executor.model, parameter_shardings(executor.model, executor.mesh, executor.rules))
+    given = load_pretrained(
+        executor.model, parameter_shardings(executor.model, executor.mesh, executor.rules)
+    )
     return executor, executor.init(jax.random.key(0), given)
 
 
@@ -81,7 +93,10 @@ def torch_steps(place: Path, losses: Sequence[Loss], config: Config) -> list[tup
     """Losses and gradient norms of as many updates there; decay falls on matrices alone."""
     model = Theirs(place / "checkpoint").model
     groups = [
-        {"params": [p for p in model.parameters() if (p.ndim > 1) == matrices], "weight_decay": 0.1 * matrices}
+        {
+            "params": [p for p in model.parameters() if (p.ndim > 1) == matrices],
+            "weight_decay": 0.1 * matrices,
+        }
         for matrices in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
@@ -98,7 +113,9 @@ def torch_steps(place: Path, losses: Sequence[Loss], config: Config) -> list[tup
     return told
 
 
-def our_steps(config: Config, executor: Executor, state: Any, steps: Sequence[Sequence[Microbatch]]) -> list[Any]:
+def our_steps(
+    config: Config, executor: Executor, state: Any, steps: Sequence[Sequence[Microbatch]]
+) -> list[Any]:
     """The reports of one update per step, on the host. `state` is donated."""
     accumulated = executor.zeros()
     reports = []
@@ -111,7 +128,9 @@ def our_steps(config: Config, executor: Executor, state: Any, steps: Sequence[Se
 
 
 def samples_of(batches: Sequence[Microbatch]) -> list[int]:
-    return sorted({int(owner) for batch in batches for owner in np.unique(batch.text.owner) if owner >= 0})
+    return sorted(
+        {int(owner) for batch in batches for owner in np.unique(batch.text.owner) if owner >= 0}
+    )
 
 
 def odds_ratio_loss(better: torch.Tensor, worse: torch.Tensor, beta: float) -> torch.Tensor:
@@ -121,7 +140,10 @@ def odds_ratio_loss(better: torch.Tensor, worse: torch.Tensor, beta: float) -> t
 
 
 def loss_there(
-    model: torch.nn.Module, place: tuple[Path, list[Asked]], batches: Sequence[Microbatch], loss: Dpo | Orpo
+    model: torch.nn.Module,
+    place: tuple[Path, list[Asked]],
+    batches: Sequence[Microbatch],
+    loss: Dpo | Orpo,
 ) -> torch.Tensor:
     """Formula 7 of the DPO paper, or 6 of the ORPO paper, over the pairs of these microbatches.
 
@@ -134,7 +156,9 @@ def loss_there(
     for number in samples:
         ratios = []
         for answer in ("chosen", "rejected"):
-            said = theirs.log_probs(asked[number].image, asked[number].question, getattr(asked[number], answer))
+            said = theirs.log_probs(
+                asked[number].image, asked[number].question, getattr(asked[number], answer)
+            )
             if loss.kind == "orpo":
                 ratios.append(said.mean())
                 continue
@@ -169,9 +193,14 @@ def test_ten_steps_on_packed_pairs_are_those_of_answers_apart(where, request, tm
     theirs = Theirs(place[0] / "checkpoint")
     loss_there(theirs.model, place, steps[0], loss).backward()
     compare_gradients(
-        executor.model, first.gradients, theirs.model, lambda model: loss_there(model, place, steps[0], loss)
+        executor.model,
+        first.gradients,
+        theirs.model,
+        lambda model: loss_there(model, place, steps[0], loss),
     )
-    told = torch_steps(place[0], [partial(loss_there, place=place, batches=b, loss=loss) for b in steps], config)
+    told = torch_steps(
+        place[0], [partial(loss_there, place=place, batches=b, loss=loss) for b in steps], config
+    )
     reports = our_steps(config, executor, state, steps)
     ours = [(r.losses.loss.sum() / r.losses.weight.sum(), r.gradient_norm) for r in reports]
     np.testing.assert_allclose(ours, told, atol=1e-3, rtol=1e-3)
@@ -189,7 +218,10 @@ def losses_of(config: Config, batches: Sequence[Microbatch], mesh: MeshConfig = 
             return executor.objective(params, batch)[1:]
 
     program = jax.jit(compute)
-    return [jax.device_get(program(executor.parameters(state), *executor.put(batch))) for batch in batches]
+    return [
+        jax.device_get(program(executor.parameters(state), *executor.put(batch)))
+        for batch in batches
+    ]
 
 
 def test_no_answer_of_a_pair_sees_the_other_and_a_planted_leak_is_noticed(place, tmp_path):
@@ -206,7 +238,9 @@ def test_no_answer_of_a_pair_sees_the_other_and_a_planted_leak_is_noticed(place,
         return batch._replace(text=text._replace(token=token))
 
     batches = [batch, changed(text, CHOSEN), changed(text, REJECTED), batch._replace(text=leaking)]
-    whole, other_chosen, other_rejected, leaks, leaked = losses_of(config, [*batches, changed(leaking, CHOSEN)])
+    whole, other_chosen, other_rejected, leaks, leaked = losses_of(
+        config, [*batches, changed(leaking, CHOSEN)]
+    )
     chosen, rejected = (lambda of: of[1]["logps/chosen"]), (lambda of: of[1]["logps/rejected"])
     assert np.array_equal(rejected(other_chosen), rejected(whole))
     assert not np.array_equal(chosen(other_chosen), chosen(whole))
@@ -225,24 +259,39 @@ def test_a_pair_takes_the_work_of_one_image_and_one_prompt_and_of_both_answers(p
     for batch in batches:
         text = batch.text
         for owner in samples_of([batch]):
-            answers = [int(((text.owner == owner) & (text.kind == bit)).sum()) for bit in (CHOSEN, REJECTED)]
+            answers = [
+                int(((text.owner == owner) & (text.kind == bit)).sum())
+                for bit in (CHOSEN, REJECTED)
+            ]
             prompt = int((text.owner == owner).sum()) - sum(answers)
             positions += prompt + sum(answers)
-            pairs += prompt * (prompt + 1) // 2 + sum(n * prompt + n * (n + 1) // 2 for n in answers)
+            pairs += prompt * (prompt + 1) // 2 + sum(
+                n * prompt + n * (n + 1) // 2 for n in answers
+            )
             samples += 1
     work = [useful_work(model, batch.text, batch.items) for batch in batches]
     assert sum(w["vision"].inputs for w in work) == samples * image
     assert sum(w["llm"].positions for w in work) == positions
     assert sum(w["llm"].pairs for w in work) == pairs
     # The reference runs the LLM again, and no encoder that has no adapters.
-    adapted = replace(with_frozen(model, module_names(model)), lora={"all": LoraConfig(("llm.*",), 4)})
-    once, twice = (model_flops(adapted, work[0], frozenset(module_names(model)), again) for again in (False, True))
+    adapted = replace(
+        with_frozen(model, module_names(model)), lora={"all": LoraConfig(("llm.*",), 4)}
+    )
+    once, twice = (
+        model_flops(adapted, work[0], frozenset(module_names(model)), again)
+        for again in (False, True)
+    )
     plain = model_flops(model, work[0], frozenset())["llm"]
     assert twice["vision"] == once["vision"]
     assert twice["llm"].forward == once["llm"].forward + plain.forward
     loss = {True: Dpo(), False: Dpo(reference="none")}
-    needed = {again: load_needed(replace(config, model=adapted, loss=of), tmp_path) for again, of in loss.items()}
-    assert needed[True] - needed[False] == sum(model_flops(model, w, frozenset())["llm"].forward for w in work)
+    needed = {
+        again: load_needed(replace(config, model=adapted, loss=of), tmp_path)
+        for again, of in loss.items()
+    }
+    assert needed[True] - needed[False] == sum(
+        model_flops(model, w, frozenset())["llm"].forward for w in work
+    )
 
 
 def load_needed(config: Config, folder: Path) -> float:
@@ -255,10 +304,16 @@ def load_needed(config: Config, folder: Path) -> float:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layers", [("llm.*",), ("llm.*attention*", "vision.layers.*")], ids=["llm", "llm and vision"])
-def test_without_adapters_the_model_is_the_reference_whose_log_probabilities_are_stored(place, tmp_path, layers):
+@pytest.mark.parametrize(
+    "layers", [("llm.*",), ("llm.*attention*", "vision.layers.*")], ids=["llm", "llm and vision"]
+)
+def test_without_adapters_the_model_is_the_reference_whose_log_probabilities_are_stored(
+    place, tmp_path, layers
+):
     base = run_config(place[0], Dpo(BETA, reference="stored"), "exact.jsonl")
-    model = replace(with_frozen(base.model, module_names(base.model)), lora={"all": LoraConfig(layers, 4)})
+    model = replace(
+        with_frozen(base.model, module_names(base.model)), lora={"all": LoraConfig(layers, 4)}
+    )
     base = replace(base, model=model, optimizer=replace(base.optimizer, learning_rate=0.02))
     losses = []
     for loss in (base.loss, replace(base.loss, reference="adapters_off")):
@@ -299,12 +354,15 @@ def assert_same_on(config: Config, mesh: str, tmp_path: Path) -> None:
         batches = load_steps(config, tmp_path / name, 1, topology)[0]
         found[name] = gradients(executor, state, batches)
     one, many = found.values()
-    np.testing.assert_allclose(many.losses.loss / many.losses.weight, one.losses.loss / one.losses.weight, rtol=1e-5)
+    np.testing.assert_allclose(
+        many.losses.loss / many.losses.weight, one.losses.loss / one.losses.weight, rtol=1e-5
+    )
     for name, total in one.losses.measures.items():
         np.testing.assert_allclose(many.losses.measures[name], total, rtol=1e-4, atol=1e-4)
     # A bias of keys moves all scores of a query alike: its gradient is rounding alone.
     many_leaves, one_leaves = (
-        {name: x for name, x in paths(sums.gradients).items() if not name.endswith("key.bias")} for sums in (many, one)
+        {name: x for name, x in paths(sums.gradients).items() if not name.endswith("key.bias")}
+        for sums in (many, one)
     )
     assert worst_leaf(many_leaves, one_leaves)[0] < 1e-5
 
@@ -329,7 +387,9 @@ def test_ten_steps_on_judged_answers_are_those_of_answers_apart(place, tmp_path,
     ended = run(capsys, evaluate.main, folder / "checkpoint", *given)
     assert "12 answers and as many of other records" in ended.out, ended
     lines = [json.loads(line) for line in stored.read_text().splitlines()]
-    assert [line["kl_completion"] for line in lines] == [records[n - 1]["completion"] for n in range(len(records))]
+    assert [line["kl_completion"] for line in lines] == [
+        records[n - 1]["completion"] for n in range(len(records))
+    ]
     theirs = Theirs(folder / "checkpoint")
     with torch.no_grad():
         for line, one in zip(lines, asked, strict=True):
@@ -352,7 +412,11 @@ def test_ten_steps_on_judged_answers_are_those_of_answers_apart(place, tmp_path,
                     said = there.log_probs(one.image, one.question, line[answer]).sum()
                     ratios[answer].append(said - line[key])
                 signs.append(1.0 if line["label"] else -1.0)
-            divergence = torch.stack(ratios["kl_completion"]).mean().detach().clamp(min=0) if kind == "kto" else 0.0
+            divergence = (
+                torch.stack(ratios["kl_completion"]).mean().detach().clamp(min=0)
+                if kind == "kto"
+                else 0.0
+            )
             sign = torch.tensor(signs)
             weight = torch.where(sign > 0, 1.0, 1.7)
             own = torch.stack(ratios["completion"])
@@ -363,7 +427,9 @@ def test_ten_steps_on_judged_answers_are_those_of_answers_apart(place, tmp_path,
     executor, state = started(config)
     first = gradients(executor, state, steps[0])
     judged_there(theirs.model, steps[0]).backward()
-    compare_gradients(executor.model, first.gradients, theirs.model, lambda model: judged_there(model, steps[0]))
+    compare_gradients(
+        executor.model, first.gradients, theirs.model, lambda model: judged_there(model, steps[0])
+    )
     told = torch_steps(folder, [partial(judged_there, batches=b) for b in steps], config)
     reports = our_steps(config, executor, state, steps)
     ours = [(r.losses.loss.sum() / r.losses.weight.sum(), r.gradient_norm) for r in reports]
@@ -372,7 +438,10 @@ def test_ten_steps_on_judged_answers_are_those_of_answers_apart(place, tmp_path,
     np.testing.assert_allclose(ours[:5], told[:5], atol=1e-3, rtol=1e-3)
     assert told[-1][0] < told[0][0]
     if kind == "kto":
-        assert mean_measures(loss, reports[0].losses.measures, reports[0].losses.weight.sum())["kl"] > 0.5
+        assert (
+            mean_measures(loss, reports[0].losses.measures, reports[0].losses.weight.sum())["kl"]
+            > 0.5
+        )
 
 
 @pytest.mark.exhaustive
@@ -382,7 +451,9 @@ def test_ten_steps_on_rollouts_are_those_of_answers_apart(place, tmp_path, kind)
     rng = np.random.default_rng(3)
     theirs, lines = Theirs(folder / "checkpoint"), []
     for line, one in zip((folder / "pairs.jsonl").read_text().splitlines(), asked, strict=True):
-        drawn = [rng.integers(0, 250, rng.integers(1, 6)).tolist() for _ in range(rng.integers(2, 5))]
+        drawn = [
+            rng.integers(0, 250, rng.integers(1, 6)).tolist() for _ in range(rng.integers(2, 5))
+        ]
         with torch.no_grad():
             said = [theirs.log_probs(one.image, one.question, tokens).numpy() for tokens in drawn]
         old = [(x + 0.3 * rng.standard_normal(len(x))).tolist() for x in said]
@@ -401,7 +472,11 @@ def test_ten_steps_on_rollouts_are_those_of_answers_apart(place, tmp_path, kind)
                 log_probs = there.log_probs(asked[number].image, asked[number].question, tokens)
                 ratio = torch.exp(log_probs - torch.tensor(old))
                 terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))
-        return torch.cat(terms).mean() if kind == "dapo" else torch.stack([t.mean() for t in terms]).mean()
+        return (
+            torch.cat(terms).mean()
+            if kind == "dapo"
+            else torch.stack([t.mean() for t in terms]).mean()
+        )
 
     steps = load_steps(config, tmp_path, 10)
     told = torch_steps(folder, [partial(rollouts_there, batches=b) for b in steps], config)
@@ -418,10 +493,22 @@ def test_log_probabilities_that_evaluate_writes_are_those_of_transformers(place,
     pairs = (folder / "pairs.jsonl").read_text()
     (folder / "with_bad.jsonl").write_text(4 * (bad + "\n") + pairs)
     out = tmp_path / "stored.jsonl"
-    given = ["--data", folder / "with_bad.jsonl", "--images", folder / "data" / "images", "--log-probs", out]
-    ended = run(capsys, evaluate.main, folder / "checkpoint", *given, "device=cpu", f"data.cache={tmp_path}")
+    given = [
+        "--data",
+        folder / "with_bad.jsonl",
+        "--images",
+        folder / "data" / "images",
+        "--log-probs",
+        out,
+    ]
+    ended = run(
+        capsys, evaluate.main, folder / "checkpoint", *given, "device=cpu", f"data.cache={tmp_path}"
+    )
     assert "12 pairs" in ended.out, ended
-    assert f"left out asked[2]: {folder}/with_bad.jsonl:3: has no rejected answer\nleft out 1 more" in ended.out
+    assert (
+        f"left out asked[2]: {folder}/with_bad.jsonl:3: has no rejected answer\nleft out 1 more"
+        in ended.out
+    )
     records = [json.loads(line) for line in out.read_text().splitlines()]
     first, written = records[:4], records[4:]
     assert first == 4 * [json.loads(bad)]
@@ -435,7 +522,10 @@ def test_log_probabilities_that_evaluate_writes_are_those_of_transformers(place,
 
 @pytest.mark.exhaustive
 def test_a_tiny_vlm_learns_which_of_two_answers_is_right(tmp_path):
-    config = load("tiny_dpo", [f"run={tmp_path / 'run'}", "data.workers=0", "device=cpu", "training.evaluate_every=0"])
+    config = load(
+        "tiny_dpo",
+        [f"run={tmp_path / 'run'}", "data.workers=0", "device=cpu", "training.evaluate_every=0"],
+    )
     train(config, find_config("tiny_dpo"), devices=jax.devices()[:1])
     scores = json.loads((tmp_path / "run" / "test.json").read_text())
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
@@ -444,19 +534,46 @@ def test_a_tiny_vlm_learns_which_of_two_answers_is_right(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_the_recipe_trains_adapters_against_the_checkpoint_and_leaves_out_a_pair_without_a_rejected_answer(place):
+def test_the_recipe_trains_adapters_against_the_checkpoint_and_leaves_out_a_pair_without_a_rejected_answer(
+    place,
+):
     folder = place[0]
     (folder / "some_bad.jsonl").write_text(
         '{"prompt": "What?", "chosen": "This."}\n' + (folder / "pairs.jsonl").read_text()
     )
-    given = [f"checkpoint={folder / 'checkpoint'}", f"images={folder / 'data' / 'images'}", "data.max_bad_share=0.1"]
+    given = [
+        f"checkpoint={folder / 'checkpoint'}",
+        f"images={folder / 'data' / 'images'}",
+        "data.max_bad_share=0.1",
+    ]
     given += [f"{key}={folder / 'some_bad.jsonl'}" for key in ("data", "validation")]
-    small = ["batch.size.count=4", "batch.rows.llm=2", "batch.rows.vision=2", "model.lora.llm.rank=2", "data.workers=0"]
-    length = ["training.steps=4", "schedule.warmup=1", "optimizer.learning_rate=0.01", f"data.cache={folder / 'cache'}"]
-    length += ["training.evaluate_every=3", "training.checkpoint_every=0", "mesh.fsdp=1", "device=cpu"]
-    config = load("llava_dpo", [*given, *small, *length, "training.precision=float32", f"run={folder / 'run'}"])
+    small = [
+        "batch.size.count=4",
+        "batch.rows.llm=2",
+        "batch.rows.vision=2",
+        "model.lora.llm.rank=2",
+        "data.workers=0",
+    ]
+    length = [
+        "training.steps=4",
+        "schedule.warmup=1",
+        "optimizer.learning_rate=0.01",
+        f"data.cache={folder / 'cache'}",
+    ]
+    length += [
+        "training.evaluate_every=3",
+        "training.checkpoint_every=0",
+        "mesh.fsdp=1",
+        "device=cpu",
+    ]
+    config = load(
+        "llava_dpo",
+        [*given, *small, *length, "training.precision=float32", f"run={folder / 'run'}"],
+    )
     train(config, find_config("llava_dpo"), devices=jax.devices()[:1])
-    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     margins = [record["rewards/margins"] for record in records if "rewards/margins" in record]
     assert len(margins) == 4
     assert margins[0] == pytest.approx(0, abs=1e-5)

@@ -66,7 +66,9 @@ class Adapted(nn.Module):
         self.a, self.b = (nn.Parameter(torch.tensor(x)) for x in (a, b))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight, self.bias) + lora_scale(LORA) * (x @ self.a @ self.b)
+        return nn.functional.linear(x, self.weight, self.bias) + lora_scale(LORA) * (
+            x @ self.a @ self.b
+        )
 
 
 @pytest.fixture(scope="module")
@@ -90,18 +92,27 @@ def step(folder: Path, how: str, remat: str = "none", mesh: MeshConfig = ALONE):
     model = Model.build(config, jnp.float32)
     devices = jax.devices()[: mesh.fsdp * mesh.tensor]
     placed, rules = make_mesh(replace(mesh, data=1), devices), ShardingRules.of(mesh)
-    executor = Executor.on_mesh(model, make_optimizer(AdamW(), model.axes), placed, rules, sources=1, accumulates=False)
+    executor = Executor.on_mesh(
+        model, make_optimizer(AdamW(), model.axes), placed, rules, sources=1, accumulates=False
+    )
     state = executor.init(jax.random.key(0), load_pretrained(model, executor.parameter_shardings))
     # Every b is zero at first, and no a would have a gradient.
     trainable = jax.tree.map(
-        lambda p, layout: jax.device_put(0.1 * np.sin(np.arange(p.size, dtype=np.float32)).reshape(p.shape), layout),
+        lambda p, layout: jax.device_put(
+            0.1 * np.sin(np.arange(p.size, dtype=np.float32)).reshape(p.shape), layout
+        ),
         state.trainable,
         executor.states[0].shardings.trainable,
     )
     (batch,) = executor.put(Microbatch(packed_text(SAMPLES, 32, rows=2), {}))
     program = executor.programs[0].forward_backward
     sums, _ = program(trainable, state.frozen, None, batch, {"llm": np.float32(COUNT)}, None)
-    return float(sums.losses.loss[0]) / COUNT, unstack_layers(jax.device_get(sums.gradients)), trainable, state.frozen
+    return (
+        float(sums.losses.loss[0]) / COUNT,
+        unstack_layers(jax.device_get(sums.gradients)),
+        trainable,
+        state.frozen,
+    )
 
 
 def adapters(tree, layer: int, path: str):
@@ -115,14 +126,18 @@ def adapters(tree, layer: int, path: str):
 @pytest.mark.parametrize("how", ["nf4", "int8"])
 def test_a_steps_loss_and_adapters_gradients_are_those_of_bitsandbytes_formula(how, remat, folder):
     loss, gradients, trainable, _ = step(folder, how, remat)
-    there = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    there = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     there.requires_grad_(False)
     ours = unstack_layers(jax.device_get(trainable))
     for number, layer in enumerate(there.model.layers):
         for name, path in OURS.items():
             parent, last = name.split(".")
             linear = getattr(getattr(layer, parent), last)
-            setattr(getattr(layer, parent), last, Adapted(linear, how, *adapters(ours, number, path)))
+            setattr(
+                getattr(layer, parent), last, Adapted(linear, how, *adapters(ours, number, path))
+            )
     losses = [
         nn.functional.cross_entropy(
             there(input_ids=torch.tensor(tokens)[None], use_cache=False).logits[0, :-1],
@@ -137,8 +152,12 @@ def test_a_steps_loss_and_adapters_gradients_are_those_of_bitsandbytes_formula(h
     for number, layer in enumerate(there.model.layers):
         for name, path in OURS.items():
             module = layer.get_submodule(name)
-            for mine, wanted in zip(adapters(gradients, number, path), (module.a.grad, module.b.grad), strict=True):
-                np.testing.assert_allclose(mine, wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
+            for mine, wanted in zip(
+                adapters(gradients, number, path), (module.a.grad, module.b.grad), strict=True
+            ):
+                np.testing.assert_allclose(
+                    mine, wanted, rtol=0, atol=1e-3 * float(wanted.abs().max())
+                )
 
 
 @pytest.mark.parametrize("how", ["nf4", "int8"])
@@ -153,13 +172,17 @@ def test_a_matrix_of_a_stack_is_quantised_by_the_formula_and_one_of_zeros_stays_
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["nf4", "int8"])
-def test_codes_and_scales_lie_in_shards_of_whole_blocks_and_four_devices_compute_the_same(how, folder):
+def test_codes_and_scales_lie_in_shards_of_whole_blocks_and_four_devices_compute_the_same(
+    how, folder
+):
     alone = step(folder, how)
     meshes = MeshConfig(fsdp=2, tensor=2), MeshConfig(fsdp=2, tensor=2, sequence_parallel="on")
     for mesh in meshes:
         together = step(folder, how, mesh=mesh)
         assert together[0] == pytest.approx(alone[0], rel=1e-6)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), together[1], alone[1])
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), together[1], alone[1]
+        )
     # Inputs of the last matrix are shared by two devices: 64 each, which are one block.
     down = together[3]["llm"]["layers"]["runs"]["0:3"]["mlp"]["down"]["weight"]
     shards = {name: x.sharding.shard_shape(x.shape) for name, x in down.items()}

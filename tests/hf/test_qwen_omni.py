@@ -82,7 +82,10 @@ class There:
                 tokens += [AUDIO] * int(next(lengths))
         if images:
             processed = self.processor(images, return_tensors="pt")
-            inputs |= {"pixel_values": processed["pixel_values"].float(), "image_grid_thw": processed["image_grid_thw"]}
+            inputs |= {
+                "pixel_values": processed["pixel_values"].float(),
+                "image_grid_thw": processed["image_grid_thw"],
+            }
         ids = torch.tensor([tokens])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}
 
@@ -92,35 +95,71 @@ def samples_of(folder: Path, rng: np.random.Generator) -> list[list[np.ndarray]]
     encoders = from_hf(folder).encoders
     unit = encoders["vision"].patch * encoders["vision"].connector.merge
     chunk = encoders["audio"].chunk * HOP
-    image = lambda rows, columns: rng.integers(0, 256, (rows * unit, columns * unit, 3)).astype(np.uint8)  # noqa: E731
+    image = lambda rows, columns: rng.integers(0, 256, (rows * unit, columns * unit, 3)).astype(  # noqa: E731
+        np.uint8
+    )
     see, hear, end = np.array([VISION_START]), np.array([AUDIO_START]), np.array([AUDIO_END])
     return [
-        [words(0, 3), see, image(2, 3), words(1, 2), hear, clip(2 * chunk + 5 * HOP), end, words(2, 3)],
+        [
+            words(0, 3),
+            see,
+            image(2, 3),
+            words(1, 2),
+            hear,
+            clip(2 * chunk + 5 * HOP),
+            end,
+            words(2, 3),
+        ],
         [words(3, 6)],
         [hear, clip(chunk), end, words(4, 2), hear, clip(7 * HOP - 3), end, words(5, 3)],
-        [words(6, 2), hear, clip(3 * chunk + HOP), end, see, image(5, 1), words(7, 1), see, image(2, 2), words(8, 2)],
+        [
+            words(6, 2),
+            hear,
+            clip(3 * chunk + HOP),
+            end,
+            see,
+            image(5, 1),
+            words(7, 1),
+            see,
+            image(2, 2),
+            words(8, 2),
+        ],
     ]
 
 
 @pytest.mark.default_cases("qwen2_5_omni-0")
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_thinker_is_what_transformers_makes_of_it_images_and_clips_in_one_row(family, seed, tmp_path):
+def test_the_thinker_is_what_transformers_makes_of_it_images_and_clips_in_one_row(
+    family, seed, tmp_path
+):
     rng = np.random.default_rng(seed)
     model = thinker(rng, family)
     model.save_pretrained(tmp_path)
     there_inputs = There(tmp_path, family)
     samples = samples_of(tmp_path, rng)
     batch = check_samples(
-        model, tmp_path, samples, lambda model, parts: model(**there_inputs.inputs(parts), use_cache=False).logits[0]
+        model,
+        tmp_path,
+        samples,
+        lambda model, parts: model(**there_inputs.inputs(parts), use_cache=False).logits[0],
     )
     for number, parts in enumerate(samples):
         inputs = there_inputs.inputs(parts)
-        audio = inputs["feature_attention_mask"].sum(1) if "feature_attention_mask" in inputs else None
-        positions, _ = rope_index(model)(
-            inputs["input_ids"], inputs.get("image_grid_thw"), None, inputs["attention_mask"], False, audio
+        audio = (
+            inputs["feature_attention_mask"].sum(1) if "feature_attention_mask" in inputs else None
         )
-        np.testing.assert_array_equal(batch.text.position[0][batch.text.owner[0] == number], positions[:, 0].T.numpy())
+        positions, _ = rope_index(model)(
+            inputs["input_ids"],
+            inputs.get("image_grid_thw"),
+            None,
+            inputs["attention_mask"],
+            False,
+            audio,
+        )
+        np.testing.assert_array_equal(
+            batch.text.position[0][batch.text.owner[0] == number], positions[:, 0].T.numpy()
+        )
 
 
 def folder_of(rng: np.random.Generator, folder: Path, family: str) -> torch.nn.Module:
@@ -132,26 +171,47 @@ def folder_of(rng: np.random.Generator, folder: Path, family: str) -> torch.nn.M
     model = thinker(rng, family, backend.get_vocab_size(), **ids)
     config = model.config
     model.save_pretrained(folder)
-    save(folder, backend, template_of(FAMILIES[family]), eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    save(
+        folder,
+        backend,
+        template_of(FAMILIES[family]),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
     vision = config.vision_config
     unit = (vision.patch_size * vision.spatial_merge_size) ** 2
     patches = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
     pixels = patches | {"temporal_patch_size": vision.temporal_patch_size}
     pixels |= {"image_mean": [0.5] * 3, "image_std": [0.25] * 3}
-    images = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": unit, "max_pixels": 6 * unit}
+    images = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": unit,
+        "max_pixels": 6 * unit,
+    }
     mels = config.audio_config.num_mel_bins
-    audio = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": mels, "chunk_length": 300}
+    audio = {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": mels,
+        "chunk_length": 300,
+    }
     (folder / "preprocessor_config.json").write_text(json.dumps(images | audio | pixels))
     videos = {
         "video_processor_type": "Qwen2VLVideoProcessor",
         "size": {"shortest_edge": unit, "longest_edge": 6 * unit},
     }
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos | pixels | {"fps": rate_of(config)}))
+    (folder / "video_preprocessor_config.json").write_text(
+        json.dumps(videos | pixels | {"fps": rate_of(config)})
+    )
     return model
 
 
 # Frames, frames per second and samples of sound.
-VIDEOS = {"0.mp4": (9, 10, 20_000), "1.mp4": (17, 5, 90_000), "2.mkv": (24, 8, 60_000), "3.mp4": (7, 3, 100_000)}
+VIDEOS = {
+    "0.mp4": (9, 10, 20_000),
+    "1.mp4": (17, 5, 90_000),
+    "2.mkv": (24, 8, 60_000),
+    "3.mp4": (7, 3, 100_000),
+}
 
 
 def conversations(rng: np.random.Generator, folder: Path) -> list[list[dict[str, Any]]]:
@@ -161,7 +221,9 @@ def conversations(rng: np.random.Generator, folder: Path) -> list[list[dict[str,
     """
     for name, (count, rate, samples) in VIDEOS.items():
         sound = clip(samples)[None]
-        write_video(folder / name, frames_of(rng, count, *(8 * rng.integers(3, 9, 2))), rate, sound=sound)
+        write_video(
+            folder / name, frames_of(rng, count, *(8 * rng.integers(3, 9, 2))), rate, sound=sound
+        )
     Image.fromarray(frames_of(rng, 1, 33, 50)[0]).save(folder / "a.png")
     soundfile.write(folder / "a.wav", clip(12_345), RATE)
     video = lambda k: {"type": "video", "video": list(VIDEOS)[k]}  # noqa: E731
@@ -170,7 +232,10 @@ def conversations(rng: np.random.Generator, folder: Path) -> list[list[dict[str,
     image, sound = {"type": "image", "path": "a.png"}, {"type": "audio", "audio": "a.wav"}
     return [
         [{"role": "user", "content": [video(0), text("What?")]}, answer("A cat.")],
-        [{"role": "user", "content": [text("See"), video(1), image, text("and"), video(2)]}, answer("Two.")],
+        [
+            {"role": "user", "content": [text("See"), video(1), image, text("and"), video(2)]},
+            answer("Two."),
+        ],
         [{"role": "user", "content": "How many?"}, answer("12 apples")],
         [{"role": "user", "content": [sound, text("The dog?"), video(3)]}, answer("It looks.")],
     ]
@@ -179,7 +244,9 @@ def conversations(rng: np.random.Generator, folder: Path) -> list[list[dict[str,
 class TalksThere:
     """The inputs that transformers makes of a conversation, from frames, images and clips that are decoded here."""
 
-    def __init__(self, folder: Path, source: Any, model: torch.nn.Module, sound: bool, family: Family) -> None:
+    def __init__(
+        self, folder: Path, source: Any, model: torch.nn.Module, sound: bool, family: Family
+    ) -> None:
         self.source, self.model, self.sound, self.family = source, model, sound, family
         self.fps = rate_of(model.config)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -189,7 +256,12 @@ class TalksThere:
         vision = self.model.config.vision_config
         text = self.tokenizer.apply_chat_template(talk, tokenize=False)
         images, videos, clips = [], [], []
-        parts = [part for message in talk if isinstance(message["content"], list) for part in message["content"]]
+        parts = [
+            part
+            for message in talk
+            if isinstance(message["content"], list)
+            for part in message["content"]
+        ]
         number = 0
         for part in (part for part in parts if part["type"] != "text"):
             item = self.source.item(index, number)
@@ -201,11 +273,15 @@ class TalksThere:
                 tokens, number = self.tokens(images[-1]), number + 1
             else:
                 count = math.ceil(self.frames(part["video"]) / vision.temporal_patch_size)
-                videos.append(np.concatenate([self.source.item(index, number + k) for k in range(count)]))
+                videos.append(
+                    np.concatenate([self.source.item(index, number + k) for k in range(count)])
+                )
                 tokens, number = self.tokens(videos[-1]), number + count
                 if self.sound:
                     clips.append(self.source.item(index, number))
-                    text = text.replace(self.family.video, self.interleaved(videos[-1], clips[-1]), 1)
+                    text = text.replace(
+                        self.family.video, self.interleaved(videos[-1], clips[-1]), 1
+                    )
                     number += 1
                     continue
             text = text.replace(self.family.names[part["type"]], f"<{part['type']}>" * tokens, 1)
@@ -216,10 +292,14 @@ class TalksThere:
         for name, arrays in (("image", images), ("video", videos)):
             if arrays:
                 suffix = "" if name == "image" else "_videos"
-                inputs[f"pixel_values{suffix}"] = torch.cat([patches_there(a, vision) for a in arrays])
+                inputs[f"pixel_values{suffix}"] = torch.cat(
+                    [patches_there(a, vision) for a in arrays]
+                )
                 inputs[f"{name}_grid_thw"] = torch.tensor([self.grid(a) for a in arrays])
         if videos:
-            inputs["video_second_per_grid"] = torch.tensor([vision.temporal_patch_size / self.fps] * len(videos))
+            inputs["video_second_per_grid"] = torch.tensor(
+                [vision.temporal_patch_size / self.fps] * len(videos)
+            )
         return inputs | (self.family.features(self.encoders["audio"], clips) if clips else {})
 
     def audio_tokens(self, wave: np.ndarray) -> int:
@@ -236,26 +316,45 @@ class TalksThere:
             get_chunked_index=partial(self.family.processor.get_chunked_index, None),
         )  # fmt: skip
         seconds = vision.temporal_patch_size / self.fps
-        videos = {"video_grid_thw": torch.tensor([self.grid(frames)]), "video_second_per_grid": [seconds]}
+        videos = {
+            "video_grid_thw": torch.tensor([self.grid(frames)]),
+            "video_second_per_grid": [seconds],
+        }
         audio = {"num_audio_tokens": [self.audio_tokens(wave)]}
-        chunks = {"seconds_per_chunk": getattr(config, "seconds_per_chunk", None)}  # Qwen2.5-Omni's alone
+        # Qwen2.5-Omni's alone
+        chunks = {"seconds_per_chunk": getattr(config, "seconds_per_chunk", None)}
         return self.family.processor.replace_video_with_audio_token(
-            processor, videos, 0, audio, 0, position_id_per_seconds=config.position_id_per_seconds, **chunks
+            processor,
+            videos,
+            0,
+            audio,
+            0,
+            position_id_per_seconds=config.position_id_per_seconds,
+            **chunks,
         )
 
     def frames(self, name: str) -> int:
         count, rate, _ = VIDEOS[name]
-        return len(qwen2_indices(count, rate, self.fps, unit=self.model.config.vision_config.temporal_patch_size))
+        return len(
+            qwen2_indices(
+                count, rate, self.fps, unit=self.model.config.vision_config.temporal_patch_size
+            )
+        )
 
     def grid(self, frames: np.ndarray) -> list[int]:
         vision = self.model.config.vision_config
-        return [len(frames) // vision.temporal_patch_size, *(side // vision.patch_size for side in frames.shape[1:3])]
+        return [
+            len(frames) // vision.temporal_patch_size,
+            *(side // vision.patch_size for side in frames.shape[1:3]),
+        ]
 
     def tokens(self, frames: np.ndarray) -> int:
         return math.prod(self.grid(frames)) // self.model.config.vision_config.spatial_merge_size**2
 
     def positions(self, inputs: dict[str, torch.Tensor]) -> np.ndarray:
-        audio = inputs["feature_attention_mask"].sum(1) if "feature_attention_mask" in inputs else None
+        audio = (
+            inputs["feature_attention_mask"].sum(1) if "feature_attention_mask" in inputs else None
+        )
         grids = (inputs.get("image_grid_thw"), inputs.get("video_grid_thw"))
         seconds = inputs.get("video_second_per_grid")
         positions, _ = rope_index(self.model)(
@@ -308,24 +407,37 @@ def test_a_whole_checkpoint_gives_its_thinker_and_is_exported_with_its_talker(
     thinker_alone = thinker(np.random.default_rng(2), family)
     thinker_alone.save_pretrained(tmp_path / "alone")
     kind, config = FAMILIES[family].whole
-    checkpoint = kind(config(thinker_config=thinker_alone.config.to_dict(), enable_audio_output=False))
+    checkpoint = kind(
+        config(thinker_config=thinker_alone.config.to_dict(), enable_audio_output=False)
+    )
     checkpoint.thinker.load_state_dict(thinker_alone.state_dict())
     checkpoint.save_pretrained(tmp_path / "whole")
     path = tmp_path / "whole" / "model.safetensors"
-    vocoder = {"qwen2_5_omni": "token2wav.bigvgan.bias", "qwen3_omni_moe": "code2wav.decoder.0.bias"}[family]
+    vocoder = {
+        "qwen2_5_omni": "token2wav.bigvgan.bias",
+        "qwen3_omni_moe": "code2wav.decoder.0.bias",
+    }[family]
     spoken = {"talker.codec_head.weight": torch.randn(3, 5), vocoder: torch.randn(7)}
     save_file(load_file(path) | spoken, path, metadata={"format": "pt"})
     run = moved(tmp_path / "whole", tmp_path / "run")
     said = f"talker.*, {vocoder.split('.')[0]}.* (which speak the answers) are not read"
     assert said in capsys.readouterr().err
-    jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path / "alone")[1], loaded(tmp_path / "whole")[1])
+    jax.tree.map(
+        np.testing.assert_array_equal, loaded(tmp_path / "alone")[1], loaded(tmp_path / "whole")[1]
+    )
     export.export(run, tmp_path / "out")
     check_beside(tmp_path / "whole", tmp_path / "out")
     source, written = load_file(path), load_file(tmp_path / "out" / "model.safetensors")
-    # Qwen2.5-Omni's marks of sound, which nothing reads, and mergers of layers that the tower does not have.
+    # Qwen2.5-Omni's marks of sound, which nothing reads, and mergers of layers that the tower does
+    # not have.
     indexes = getattr(thinker_alone.config.vision_config, "deepstack_visual_indexes", ())
-    unread = [n for n, layer in enumerate(indexes) if layer >= thinker_alone.config.vision_config.depth]
-    prefixes = ("thinker.audio_tower.audio_bos_eos_token", *(f"thinker.visual.merger_list.{n}." for n in unread))
+    unread = [
+        n for n, layer in enumerate(indexes) if layer >= thinker_alone.config.vision_config.depth
+    ]
+    prefixes = (
+        "thinker.audio_tower.audio_bos_eos_token",
+        *(f"thinker.visual.merger_list.{n}." for n in unread),
+    )
     unchanged = {*spoken, *(key for key in source if key.startswith(prefixes))}
     assert {key for key in source if torch.equal(source[key], written[key])} == unchanged
     again = FAMILIES[family].thinker.from_pretrained(tmp_path / "out")
@@ -337,12 +449,37 @@ def test_a_whole_checkpoint_gives_its_thinker_and_is_exported_with_its_talker(
 @pytest.mark.parametrize(
     ("family", "part", "change", "message"),
     [
-        ("qwen2_5_omni", "audio_config", {"output_dim": 7}, r"audio_config: output_dim=7, but the text's hidden_size"),
-        ("qwen2_5_omni", "audio_config", {"n_window": 0}, r"n_window=0, but there are positions 1 to"),
-        ("qwen2_5_omni", "audio_config", {"activation_function": "mish"}, r"activation_function='mish' is not"),
+        (
+            "qwen2_5_omni",
+            "audio_config",
+            {"output_dim": 7},
+            r"audio_config: output_dim=7, but the text's hidden_size",
+        ),
+        (
+            "qwen2_5_omni",
+            "audio_config",
+            {"n_window": 0},
+            r"n_window=0, but there are positions 1 to",
+        ),
+        (
+            "qwen2_5_omni",
+            "audio_config",
+            {"activation_function": "mish"},
+            r"activation_function='mish' is not",
+        ),
         ("qwen2_5_omni", "vision_config", {"out_hidden_size": 7}, r"out_hidden_size=7"),
-        ("qwen3_omni_moe", "audio_config", {"n_window": 48}, r"n_window=48: only chunks of 13 positions are known"),
-        ("qwen3_omni_moe", "audio_config", {"n_window_infer": 90}, r"n_window_infer=90 is less than a chunk"),
+        (
+            "qwen3_omni_moe",
+            "audio_config",
+            {"n_window": 48},
+            r"n_window=48: only chunks of 13 positions are known",
+        ),
+        (
+            "qwen3_omni_moe",
+            "audio_config",
+            {"n_window_infer": 90},
+            r"n_window_infer=90 is less than a chunk",
+        ),
         (
             "qwen3_omni_moe",
             "audio_config",
@@ -361,17 +498,43 @@ def test_configs_that_cannot_be_read_are_refused_by_field(tmp_path, family, part
 
 def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path):
     default = transformers.Qwen2_5OmniThinkerConfig()
-    sparse = {"model_type": "qwen2_5_omni", "thinker_config": {"vision_config": {}, "text_config": {}}}
+    sparse = {
+        "model_type": "qwen2_5_omni",
+        "thinker_config": {"vision_config": {}, "text_config": {}},
+    }
     (tmp_path / "config.json").write_text(json.dumps(sparse))
     model = from_hf(tmp_path)
     text, audio, ears = default.text_config, default.audio_config, model.encoders["audio"]
-    assert (model.llm.layers, model.llm.width, model.llm.heads) == (28, text.hidden_size, text.num_attention_heads)
-    assert (model.llm.kv_heads, model.llm.mlp_width) == (text.num_key_value_heads, text.intermediate_size)
-    assert (model.llm.rope_theta, model.llm.rope_sections, model.llm.tied) == (1e6, (16, 24, 24), False)
-    assert (ears.layers, ears.width, ears.heads) == (audio.encoder_layers, audio.d_model, audio.encoder_attention_heads)
-    assert (ears.mlp_width, ears.mels, ears.chunk) == (audio.encoder_ffn_dim, audio.num_mel_bins, 2 * audio.n_window)
+    assert (model.llm.layers, model.llm.width, model.llm.heads) == (
+        28,
+        text.hidden_size,
+        text.num_attention_heads,
+    )
+    assert (model.llm.kv_heads, model.llm.mlp_width) == (
+        text.num_key_value_heads,
+        text.intermediate_size,
+    )
+    assert (model.llm.rope_theta, model.llm.rope_sections, model.llm.tied) == (
+        1e6,
+        (16, 24, 24),
+        False,
+    )
+    assert (ears.layers, ears.width, ears.heads) == (
+        audio.encoder_layers,
+        audio.d_model,
+        audio.encoder_attention_heads,
+    )
+    assert (ears.mlp_width, ears.mels, ears.chunk) == (
+        audio.encoder_ffn_dim,
+        audio.num_mel_bins,
+        2 * audio.n_window,
+    )
     videos = model.encoders["vision"].videos
-    assert (videos.tokens_per_second, videos.seconds, videos.text_after) == (25.0, "nominal", "time")
+    assert (videos.tokens_per_second, videos.seconds, videos.text_after) == (
+        25.0,
+        "nominal",
+        "time",
+    )
 
 
 def test_what_qwen3_omnis_config_leaves_out_is_what_transformers_takes(tmp_path):
@@ -379,18 +542,51 @@ def test_what_qwen3_omnis_config_leaves_out_is_what_transformers_takes(tmp_path)
     text, audio, tower = default.text_config, default.audio_config, default.vision_config
     # The default width of the text there is not that of the encoders' outputs.
     sparse = {"vision_config": {}, "text_config": {"hidden_size": tower.out_hidden_size}}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_omni_moe", "thinker_config": sparse}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_omni_moe", "thinker_config": sparse})
+    )
     model = from_hf(tmp_path)
     llm, eyes, ears = model.llm, model.encoders["vision"], model.encoders["audio"]
-    assert (llm.layers, llm.heads, llm.head_width) == (text.num_hidden_layers, text.num_attention_heads, 128)
-    assert (llm.kv_heads, llm.vocab, llm.norm_eps) == (text.num_key_value_heads, text.vocab_size, text.rms_norm_eps)
-    assert (llm.rope_theta, llm.rope_sections, llm.tied) == (text.default_theta, (24, 20, 20), False)
+    assert (llm.layers, llm.heads, llm.head_width) == (
+        text.num_hidden_layers,
+        text.num_attention_heads,
+        128,
+    )
+    assert (llm.kv_heads, llm.vocab, llm.norm_eps) == (
+        text.num_key_value_heads,
+        text.vocab_size,
+        text.rms_norm_eps,
+    )
+    assert (llm.rope_theta, llm.rope_sections, llm.tied) == (
+        text.default_theta,
+        (24, 20, 20),
+        False,
+    )
     experts = (llm.experts.count, llm.experts.per_token, llm.experts.width, llm.experts.normalized)
-    assert experts == (text.num_experts, text.num_experts_per_tok, text.moe_intermediate_size, text.norm_topk_prob)
-    assert (eyes.layers, eyes.width, eyes.deepstack) == (tower.depth, tower.hidden_size, tower.deepstack_visual_indexes)
-    assert (ears.layers, ears.width, ears.chunk) == (audio.encoder_layers, audio.d_model, 2 * audio.n_window)
-    assert (ears.stem_width, ears.attended_chunks) == (audio.downsample_hidden_size, audio.n_window_infer // ears.chunk)
-    assert (eyes.videos.tokens_per_second, eyes.videos.turns) == (default.position_id_per_seconds, "patches")
+    assert experts == (
+        text.num_experts,
+        text.num_experts_per_tok,
+        text.moe_intermediate_size,
+        text.norm_topk_prob,
+    )
+    assert (eyes.layers, eyes.width, eyes.deepstack) == (
+        tower.depth,
+        tower.hidden_size,
+        tower.deepstack_visual_indexes,
+    )
+    assert (ears.layers, ears.width, ears.chunk) == (
+        audio.encoder_layers,
+        audio.d_model,
+        2 * audio.n_window,
+    )
+    assert (ears.stem_width, ears.attended_chunks) == (
+        audio.downsample_hidden_size,
+        audio.n_window_infer // ears.chunk,
+    )
+    assert (eyes.videos.tokens_per_second, eyes.videos.turns) == (
+        default.position_id_per_seconds,
+        "patches",
+    )
 
 
 @pytest.mark.parametrize(
@@ -398,8 +594,14 @@ def test_what_qwen3_omnis_config_leaves_out_is_what_transformers_takes(tmp_path)
     [
         ({"sound": "ears"}, r"videos\.sound=ears: name an audio encoder \(audio\)"),
         ({"sound": "audio", "seconds": "sampled"}, r"videos\.seconds=sampled: sound takes turns"),
-        ({"sound": "audio", "fps": 0.25}, r"videos\.fps=0\.25: a temporal patch takes .* more than sound_chunk="),
-        ({"turns": "patches", "fps": 7.0}, r"videos\.fps=7: a temporal patch takes .* at which it takes whole ones"),
+        (
+            {"sound": "audio", "fps": 0.25},
+            r"videos\.fps=0\.25: a temporal patch takes .* more than sound_chunk=",
+        ),
+        (
+            {"turns": "patches", "fps": 7.0},
+            r"videos\.fps=7: a temporal patch takes .* at which it takes whole ones",
+        ),
     ],
 )
 def test_sound_that_cannot_take_turns_with_frames_is_refused(tmp_path, change, message):

@@ -38,7 +38,12 @@ TEXT = {
     "max_position_embeddings": 64,
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 VISION2 = {
     "depth": 4,
     "hidden_size": 32,
@@ -101,13 +106,26 @@ def qwen3_vl_moe(text=None, **own):
 
 
 def qwen3_5(text=None, vision=None, **own):
-    rope = ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+    rope = ROPE | {
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.5,
+    }
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     delta_net = {"linear_key_head_dim": 8, "linear_value_head_dim": 12} | heads
-    text = TEXT | {"head_dim": 16, "num_hidden_layers": 5, "rope_parameters": rope} | delta_net | (text or {})
+    text = (
+        TEXT
+        | {"head_dim": 16, "num_hidden_layers": 5, "rope_parameters": rope}
+        | delta_net
+        | (text or {})
+    )
     tower = {name: value for name, value in VISION3.items() if name != "deepstack_visual_indexes"}
     config = transformers.Qwen3_5Config(
-        text_config=text, vision_config=tower | (vision or {}), image_token_id=IMAGE, video_token_id=VIDEO, **own
+        text_config=text,
+        vision_config=tower | (vision or {}),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        **own,
     )
     return random_whole(config, transformers.Qwen3_5ForConditionalGeneration)
 
@@ -120,7 +138,9 @@ def random_whole(config, kind):
 
 @pytest.mark.parametrize(("field", "value"), [("patch_size", 8), ("merge_size", 4)])
 @pytest.mark.parametrize("kind", ["Qwen2_5_VL", "Qwen3VL"])
-def test_a_processor_of_other_patches_than_the_towers_is_refused_with_both_files(kind, field, value, tmp_path):
+def test_a_processor_of_other_patches_than_the_towers_is_refused_with_both_files(
+    kind, field, value, tmp_path
+):
     vision = VISION2 if kind == "Qwen2_5_VL" else VISION3
     sections = {"mrope_section": SECTIONS2 if kind == "Qwen2_5_VL" else SECTIONS3}
     text = (
@@ -128,20 +148,27 @@ def test_a_processor_of_other_patches_than_the_towers_is_refused_with_both_files
         if kind == "Qwen3VL"
         else TEXT | {"rope_parameters": ROPE | sections}
     )
-    getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision).save_pretrained(tmp_path)
+    getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision).save_pretrained(
+        tmp_path
+    )
     said = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
     from_hf(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(said | {field: value}))
     files = f"{tmp_path / 'preprocessor_config.json'} does not go with {tmp_path / 'config.json'}: it makes patches of"
-    with pytest.raises(UserError, match=re.escape(files) + ".* the tower has patches of 4 and merges 2 x 2"):
+    with pytest.raises(
+        UserError, match=re.escape(files) + ".* the tower has patches of 4 and merges 2 x 2"
+    ):
         from_hf(tmp_path)
 
 
 def samples_of(unit, grids=GRIDS, seed=0):
     """Two images in a sample, one without, one that begins and one that ends with an image; `unit`: pixels a token."""
     rng = np.random.default_rng(seed)
-    images = [rng.integers(0, 256, (rows * unit, columns * unit, 3)).astype(np.uint8) for rows, columns in grids]
+    images = [
+        rng.integers(0, 256, (rows * unit, columns * unit, 3)).astype(np.uint8)
+        for rows, columns in grids
+    ]
     text = lambda n: rng.integers(1, 89, n)  # noqa: E731
     return [
         [text(3), images[0], text(2), images[1], text(4)],
@@ -216,19 +243,29 @@ WHOLE = {
 }
 
 
-@pytest.mark.default_cases("qwen2_vl-0", "qwen2_5_vl-0", "qwen3_vl-0", "qwen3_5-0", "qwen3_vl_moe-0")
+@pytest.mark.default_cases(
+    "qwen2_vl-0", "qwen2_5_vl-0", "qwen3_vl-0", "qwen3_5-0", "qwen3_vl_moe-0"
+)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", WHOLE)
 def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
     draw, kind = WHOLE[family]
-    model = random_whole(draw(np.random.default_rng(seed), image_token_id=IMAGE, video_token_id=VIDEO), kind)
+    model = random_whole(
+        draw(np.random.default_rng(seed), image_token_id=IMAGE, video_token_id=VIDEO), kind
+    )
     model.save_pretrained(tmp_path)
     check(model, tmp_path)
 
 
-# A delta net's outputs are normed, tiny ones too, so rounding may decide where they point: in ten steps five layers
-# drift from torch by .1 with an epsilon of 1e-6, by 1e-3 with 1e-2, by 2e-5 with 1e-1.
-SMOOTH = {"rms_norm_eps": 1e-2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_hidden_layers": 4}
+# A delta net's outputs are normed, tiny ones too, so rounding may decide where they point: in ten
+# steps five layers drift from torch by .1 with an epsilon of 1e-6, by 1e-3 with 1e-2, by 2e-5 with
+# 1e-1.
+SMOOTH = {
+    "rms_norm_eps": 1e-2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_hidden_layers": 4,
+}
 
 
 @pytest.mark.exhaustive
@@ -255,16 +292,24 @@ def test_experts_that_are_stored_fused_are_those_stored_one_by_one(fused, tmp_pa
 
     def change(tensors):
         for key in [key for key in tensors if ".experts." in key]:
-            tensors[key] = tensors[key].transpose(1, 2).contiguous() if fused == "in_out" else tensors[key]
+            tensors[key] = (
+                tensors[key].transpose(1, 2).contiguous() if fused == "in_out" else tensors[key]
+            )
         return tensors
 
     edit_tensors(tmp_path, change)
-    shapes = {tuple(t.shape) for key, t in load_file(tmp_path / "model.safetensors").items() if "gate_up" in key}
+    shapes = {
+        tuple(t.shape)
+        for key, t in load_file(tmp_path / "model.safetensors").items()
+        if "gate_up" in key
+    }
     assert shapes == {(6, 48, 80) if fused == "in_out" else (6, 80, 48)}
     _, found, _ = loaded(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     there = wanted["llm"]["layers"]["runs"]["3"]["experts"]["up"]["weight"]
-    theirs = model.state_dict()["model.language_model.layers.3.mlp.experts.gate_up_proj"][:, 40:].transpose(1, 2)
+    theirs = model.state_dict()["model.language_model.layers.3.mlp.experts.gate_up_proj"][
+        :, 40:
+    ].transpose(1, 2)
     np.testing.assert_array_equal(there, theirs.numpy())
 
 
@@ -286,7 +331,12 @@ def flat(config):
     rope = text.pop("rope_parameters")
     sections = {"type": "mrope", "mrope_section": rope["mrope_section"]}
     config.update({k: v for k, v in text.items() if k not in ("model_type", "layer_types")})
-    config.update(rope_theta=rope["rope_theta"], rope_scaling=sections, sliding_window=32768, use_sliding_window=False)
+    config.update(
+        rope_theta=rope["rope_theta"],
+        rope_scaling=sections,
+        sliding_window=32768,
+        use_sliding_window=False,
+    )
     vision = config["vision_config"]
     vision["in_chans"] = vision.pop("in_channels")
     del vision["rope_parameters"], vision["temporal_patch_size"]
@@ -299,7 +349,11 @@ def new_keys(tensors):
     def named(key):
         if key.startswith("visual."):
             return f"model.{key}"
-        return f"model.language_model.{key.removeprefix('model.')}" if key.startswith("model.") else key
+        return (
+            f"model.language_model.{key.removeprefix('model.')}"
+            if key.startswith("model.")
+            else key
+        )
 
     return {named(key): tensor for key, tensor in tensors.items()}
 
@@ -314,7 +368,9 @@ def test_old_and_new_layouts_are_one_model(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, old, new)
     edit_config(tmp_path, flat)
     assert from_hf(tmp_path) == config
-    again = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="eager")
+    again = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    )
     torch.testing.assert_close(again.state_dict(), model.state_dict())
     assert again.config.text_config.rope_parameters["mrope_section"] == SECTIONS2
 
@@ -330,20 +386,37 @@ SAME = (
 
 
 def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path):
-    for kind, whole in (("qwen2_5_vl", transformers.Qwen2_5_VLConfig), ("qwen3_vl", transformers.Qwen3VLConfig)):
+    for kind, whole in (
+        ("qwen2_5_vl", transformers.Qwen2_5_VLConfig),
+        ("qwen3_vl", transformers.Qwen3VLConfig),
+    ):
         text = whole().text_config
-        sparse = {"model_type": kind, "text_config": {}, "vision_config": {"out_hidden_size": text.hidden_size}}
+        sparse = {
+            "model_type": kind,
+            "text_config": {},
+            "vision_config": {"out_hidden_size": text.hidden_size},
+        }
         (tmp_path / "config.json").write_text(json.dumps(sparse))
         model = from_hf(tmp_path)
         llm, tower, vision = model.llm, model.encoders["vision"], whole().vision_config
         for ours, theirs in SAME:
             assert getattr(llm, ours) == getattr(text, theirs), ours
         assert llm.rope_theta == text.rope_parameters["rope_theta"]
-        assert (tower.layers, tower.width, tower.heads) == (vision.depth, vision.hidden_size, vision.num_heads)
-        assert (tower.mlp_width, tower.patch, tower.frames) == (vision.intermediate_size, vision.patch_size, 2)
+        assert (tower.layers, tower.width, tower.heads) == (
+            vision.depth,
+            vision.hidden_size,
+            vision.num_heads,
+        )
+        assert (tower.mlp_width, tower.patch, tower.frames) == (
+            vision.intermediate_size,
+            vision.patch_size,
+            2,
+        )
         if kind == "qwen2_5_vl":
             assert tower.window * tower.patch == vision.window_size
-            assert sorted({*range(tower.layers)} - {*tower.windowed}) == list(vision.fullatt_block_indexes)
+            assert sorted({*range(tower.layers)} - {*tower.windowed}) == list(
+                vision.fullatt_block_indexes
+            )
             assert llm.rope_sections == (16, 24, 24)
         else:
             assert tower.positions.side**2 == vision.num_position_embeddings
@@ -358,7 +431,9 @@ def test_pixels_are_normalised_as_the_image_processor_says(tmp_path):
     said = kind | {"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
     tower = from_hf(tmp_path).encoders["vision"]
-    np.testing.assert_allclose([tower.mean, tower.std], [(0.1, 0.2, 0.3), (1.0, 2.0, 3.0)], rtol=1e-9)
+    np.testing.assert_allclose(
+        [tower.mean, tower.std], [(0.1, 0.2, 0.3), (1.0, 2.0, 3.0)], rtol=1e-9
+    )
     assert isinstance(tower.images, SmartResize)
     inner = {"image_processor": kind | {"image_mean": [0.5, 0.5, 0.5]}}
     (tmp_path / "processor_config.json").write_text(json.dumps(inner))
@@ -413,9 +488,21 @@ def test_tensors_that_do_not_go_with_the_config_are_named(tmp_path, key, shape, 
         (qwen2_5, {"out_hidden_size": 64}, r"out_hidden_size=64, but the text's hidden_size is 48"),
         (qwen2_5, {"window_size": 6}, r"window_size=6 is smaller than a merged patch of 8"),
         (qwen2_5, {"hidden_act": "mish"}, r"vision_config: hidden_act='mish'"),
-        (qwen2_5, {"rope_parameters": {"rope_type": "yarn"}}, r"rope_parameters: rope_type='yarn' is not supported"),
-        (qwen3, {"num_position_embeddings": 37}, r"num_position_embeddings=37 is no square of a number"),
-        (qwen3, {"deepstack_visual_indexes": [2, 0]}, r"deepstack_visual_indexes=\[2, 0\] is not in the order"),
+        (
+            qwen2_5,
+            {"rope_parameters": {"rope_type": "yarn"}},
+            r"rope_parameters: rope_type='yarn' is not supported",
+        ),
+        (
+            qwen3,
+            {"num_position_embeddings": 37},
+            r"num_position_embeddings=37 is no square of a number",
+        ),
+        (
+            qwen3,
+            {"deepstack_visual_indexes": [2, 0]},
+            r"deepstack_visual_indexes=\[2, 0\] is not in the order",
+        ),
     ],
 )
 def test_vision_configs_that_cannot_be_read_are_refused_by_field(tmp_path, make, change, message):
@@ -425,7 +512,9 @@ def test_vision_configs_that_cannot_be_read_are_refused_by_field(tmp_path, make,
         from_hf(tmp_path)
 
 
-@pytest.mark.parametrize(("sections", "message"), [([1, 1, 1], "must add up to 6"), ([6], "must have three numbers")])
+@pytest.mark.parametrize(
+    ("sections", "message"), [([1, 1, 1], "must add up to 6"), ([6], "must have three numbers")]
+)
 def test_sections_that_are_not_those_of_a_head_are_refused(tmp_path, sections, message):
     qwen2_5().save_pretrained(tmp_path)
     rope = ROPE | {"mrope_section": sections}

@@ -170,7 +170,20 @@ HEADERS: dict[str, tuple[str | bytes, int]] = {  # text, and bytes of data behin
     **{f"{n} lists deep": unknown("[" * n + "]" * n) for n in (100, 125, 126, 5000)},
     **{f"{n} objects deep": unknown('{"k":' * n + "1" + "}" * n) for n in (125, 126)},
 }  # fmt: skip
-LENGTHS = (-1, 0, 1, 2, len(ONE) - 1, len(ONE) + 1, len(ONE) + 4, len(ONE) + 5, 10**8, 10**8 + 1, 2**40, 2**63)
+LENGTHS = (
+    -1,
+    0,
+    1,
+    2,
+    len(ONE) - 1,
+    len(ONE) + 1,
+    len(ONE) + 4,
+    len(ONE) + 5,
+    10**8,
+    10**8 + 1,
+    2**40,
+    2**63,
+)
 
 
 def write(path: Path, header: str | bytes, size: int, length: int | None = None) -> None:
@@ -194,7 +207,9 @@ def compare(path: Path, what: object) -> bool:
     try:
         with safe_open(path, "np") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            library = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+            library = {
+                name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()
+            }
             values = {
                 name: opened.get_tensor(name).tobytes()
                 for name, (dtype, shape) in library.items()
@@ -238,7 +253,25 @@ def test_spoiled_headers_are_read_or_refused_as_by_the_library(tmp_path: Path) -
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, begin + size]}
         begin += size
     whole = json.dumps(header)
-    pieces = ['"', "{", "}", "[", "]", ",", ":", "0", "1", "-", ".", "e", "\\u0041", "\\ud800", " ", "null", "true"]
+    pieces = [
+        '"',
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        ":",
+        "0",
+        "1",
+        "-",
+        ".",
+        "e",
+        "\\u0041",
+        "\\ud800",
+        " ",
+        "null",
+        "true",
+    ]
     accepted = 0
     for seed in range(250):
         pick = random.Random(seed)
@@ -270,7 +303,9 @@ def test_spoiled_headers_are_read_or_refused_as_by_the_library(tmp_path: Path) -
         ({"a": "one.safetensors", "b": "one.safetensors"}, "one.safetensors lacks b, which"),
     ],
 )
-def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, weights: object, message: str) -> None:
+def test_an_index_names_files_of_its_folder_alone(
+    tmp_path: Path, weights: object, message: str
+) -> None:
     write(tmp_path / "one.safetensors", ONE, 4)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
@@ -285,7 +320,9 @@ def test_of_a_name_in_two_files_the_index_says_which_counts_and_types_that_nothi
     for name in ("one", "two"):
         write(tmp_path / f"{name}.safetensors", ONE, 4)
     write(tmp_path / "ids.safetensors", *one('"I64"', "[1]", "[0,8]", size=8))
-    (tmp_path / "ids.safetensors").write_bytes((tmp_path / "ids.safetensors").read_bytes().replace(b'"a"', b'"i"'))
+    (tmp_path / "ids.safetensors").write_bytes(
+        (tmp_path / "ids.safetensors").read_bytes().replace(b'"a"', b'"i"')
+    )
     (tmp_path / "config.json").write_text("{}")
     for name in ("one", "two"):
         weights = {"a": f"{name}.safetensors", "i": "ids.safetensors", "b": "two.safetensors"}
@@ -301,13 +338,20 @@ def test_of_a_name_in_two_files_the_index_says_which_counts_and_types_that_nothi
 
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_never_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"model\.safetensors is no whole safetensors file: it is no regular file"):
+    with pytest.raises(
+        UserError, match=r"model\.safetensors is no whole safetensors file: it is no regular file"
+    ):
         read_header(tmp_path / "model.safetensors")
 
 
-def test_a_header_of_too_many_values_is_refused_before_it_is_parsed_and_one_long_text_is_not(tmp_path: Path) -> None:
+def test_a_header_of_too_many_values_is_refused_before_it_is_parsed_and_one_long_text_is_not(
+    tmp_path: Path,
+) -> None:
     """Each value takes up to 200 bytes, and a text what it is."""
-    for name, text in {"values": "[" + "[]," * (MAX_VALUES // 2) + "0]", "text": '"' + "a" * 3_000_000 + '"'}.items():
+    for name, text in {
+        "values": "[" + "[]," * (MAX_VALUES // 2) + "0]",
+        "text": '"' + "a" * 3_000_000 + '"',
+    }.items():
         header = f'{{"__metadata__":{{"a":{text}}}}}'.encode()
         (tmp_path / name).write_bytes(struct.pack("<Q", len(header)) + header)
     assert read_header(tmp_path / "text") == {}

@@ -29,7 +29,15 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn, load_video
 
 from mmjax import train
-from mmjax.config import ChatFormat, Glm4Video, MessagesSource, ModelConfig, Qwen2Video, Qwen3Video, VisionConfig
+from mmjax.config import (
+    ChatFormat,
+    Glm4Video,
+    MessagesSource,
+    ModelConfig,
+    Qwen2Video,
+    Qwen3Video,
+    VisionConfig,
+)
 from mmjax.config.loading import find_config, load
 from mmjax.data.media.decode import VideoHeader
 from mmjax.data.media.preparations import sample_video
@@ -43,7 +51,9 @@ from mmjax.hf.families import from_hf
 
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 GLM4_IMAGE, GLM4_VIDEO = "<|image|>", "<|video|>"
-GLM4_MARKS = tuple(f"<|{end}_of_{kind}|>" for kind in ("image", "video") for end in ("begin", "end"))
+GLM4_MARKS = tuple(
+    f"<|{end}_of_{kind}|>" for kind in ("image", "video") for end in ("begin", "end")
+)
 GLM4_TEMPLATE = QWEN2_VL
 for kind, token in (("image", IMAGE), ("video", VIDEO)):
     written = f"<|begin_of_{kind}|><|{kind}|><|end_of_{kind}|>"
@@ -51,7 +61,9 @@ for kind, token in (("image", IMAGE), ("video", VIDEO)):
 RATES = (Fraction(30), Fraction(30_000, 1001), Fraction(25), Fraction(450, 367), Fraction(60))
 
 
-def qwen2_indices(frames: int, rate: float, fps: float, least: int = 4, most: int = 768, unit: int = 2) -> np.ndarray:
+def qwen2_indices(
+    frames: int, rate: float, fps: float, least: int = 4, most: int = 768, unit: int = 2
+) -> np.ndarray:
     """What Qwen2VLVideoProcessor.sample_frames computes; its module needs torchvision."""
     most = math.floor(min(most, frames) / unit) * unit
     count = math.floor(min(max(frames / rate * fps, least), most, frames) / unit) * unit
@@ -59,9 +71,13 @@ def qwen2_indices(frames: int, rate: float, fps: float, least: int = 4, most: in
     return indices[indices < frames]  # rounding may add one that is not there
 
 
-def qwen3_indices(frames: int, rate: float, fps: float, least: int = 4, most: int = 768) -> np.ndarray:
+def qwen3_indices(
+    frames: int, rate: float, fps: float, least: int = 4, most: int = 768
+) -> np.ndarray:
     processor = SimpleNamespace(fps=fps, min_frames=least, max_frames=most)
-    return Qwen3VLVideoProcessor.sample_frames(processor, VideoMetadata(total_num_frames=frames, fps=rate))
+    return Qwen3VLVideoProcessor.sample_frames(
+        processor, VideoMetadata(total_num_frames=frames, fps=rate)
+    )
 
 
 def glm4_indices(frames: int, rate: float, fps: float, longest: int = 300) -> np.ndarray:
@@ -79,7 +95,9 @@ def test_frames_sizes_and_times_are_those_of_transformers(seed: int) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(150):
         header = VideoHeader(
-            int(rng.integers(2, [60, 3000][rng.integers(2)])), *rng.integers(20, 1200, 2).tolist(), rng.choice(RATES)
+            int(rng.integers(2, [60, 3000][rng.integers(2)])),
+            *rng.integers(20, 1200, 2).tolist(),
+            rng.choice(RATES),
         )
         fps, rate = float(rng.choice([0.5, 1, 2, 3, 10])), float(header.rate)
         size = (header.height, header.width)
@@ -95,14 +113,18 @@ def test_frames_sizes_and_times_are_those_of_transformers(seed: int) -> None:
         assert ours.size == qwen2_resize(*size, 28, how.min_pixels, most)
         metadata = VideoMetadata(header.frames, fps=rate, frames_indices=indices)
         seconds = torch.tensor([2 / metadata.sampled_fps])[0]
-        assert ours.times == tuple((torch.arange(len(ours.indices) // 2) * (2.0 * seconds)).long().tolist())
+        assert ours.times == tuple(
+            (torch.arange(len(ours.indices) // 2) * (2.0 * seconds)).long().tolist()
+        )
 
         how = Qwen3Video(fps=fps, frame_pixels=60_000 * capped)
         ours = sample_video(VisionConfig(1, 8, 1, 8, 16, frames=2, videos=how), header)
         indices = qwen3_indices(header.frames, rate, fps)
         most = how.max_pixels
         if capped:
-            most = len(indices) * max(min(how.frame_pixels, most // len(indices)), int(how.min_pixels * 1.05))
+            most = len(indices) * max(
+                min(how.frame_pixels, most // len(indices)), int(how.min_pixels * 1.05)
+            )
         np.testing.assert_array_equal(ours.indices, whole(indices))
         assert ours.size == qwen3_resize(len(indices), *size, 2, 32, how.min_pixels, most)
         there = Qwen3VLProcessor._calculate_timestamps(None, indices.tolist(), rate)
@@ -116,8 +138,9 @@ def test_frames_sizes_and_times_are_those_of_transformers(seed: int) -> None:
         assert ours.texts == ("", *(str(int(index / rate)) for index in indices[::2].tolist()))
 
 
-# Of transformers' own processors (5.24 with torchvision 0.28, defaults but for fps): frames, rate, height, width, fps;
-# then the first and the last index, how many, the grid, and the ends of what it wrote or its seconds per grid.
+# Of transformers' own processors (5.24 with torchvision 0.28, defaults but for fps): frames, rate,
+# height, width, fps; then the first and the last index, how many, the grid, and the ends of what it
+# wrote or its seconds per grid.
 MADE_THERE = {
     "Qwen2VL": {
         (50, 30.0, 96, 128, 4.0): (0, 41, 6, (3, 20, 28), 0.5555555820465088),
@@ -134,7 +157,9 @@ MADE_THERE = {
 
 @pytest.mark.parametrize("family", MADE_THERE)
 def test_videos_are_sampled_as_transformers_own_processors_did(family: str) -> None:
-    for (frames, rate, height, width, fps), (first, last, count, grid, time) in MADE_THERE[family].items():
+    for (frames, rate, height, width, fps), (first, last, count, grid, time) in MADE_THERE[
+        family
+    ].items():
         header = VideoHeader(frames, height, width, Fraction(str(rate)))
         patch = 14 if family == "Qwen2VL" else 16
         how = (Qwen2Video if family == "Qwen2VL" else Qwen3Video)(fps=fps)
@@ -149,11 +174,19 @@ def test_videos_are_sampled_as_transformers_own_processors_did(family: str) -> N
 
 @pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
 @pytest.mark.parametrize("ending", ["mp4", "mkv"])
-def test_decoded_frames_are_those_that_transformers_loads(codec: str, ending: str, tmp_path: Path) -> None:
+def test_decoded_frames_are_those_that_transformers_loads(
+    codec: str, ending: str, tmp_path: Path
+) -> None:
     """Pillow's bicubic filter here, torch's there: both of fixed point, and at most a few levels apart."""
     rng = np.random.default_rng(0)
-    path = write_video(tmp_path / f"a.{ending}", frames_of(rng, 41, 90, 130), 25, codec, key_every=7)
-    copy = path if ending == "mp4" else write_video(tmp_path / "a.mp4", frames_of(rng, 1, 90, 130), 25, codec)
+    path = write_video(
+        tmp_path / f"a.{ending}", frames_of(rng, 41, 90, 130), 25, codec, key_every=7
+    )
+    copy = (
+        path
+        if ending == "mp4"
+        else write_video(tmp_path / "a.mp4", frames_of(rng, 1, 90, 130), 25, codec)
+    )
     how = Qwen2Video(fps=5.0, min_pixels=28 * 28, max_pixels=28 * 28 * 6)
     encoder = VisionConfig(1, 8, 1, 8, 14, frames=2, videos=how)
     with path.open("rb") as file:
@@ -172,7 +205,11 @@ def test_decoded_frames_are_those_that_transformers_loads(codec: str, ending: st
         video, _ = load_video(str(copy), sample_indices_fn=lambda metadata: indices)
     size = qwen2_resize(90, 130, 28, how.min_pixels, how.max_pixels)
     frames = torch.from_numpy(video).permute(0, 3, 1, 2)
-    resized = torch.nn.functional.interpolate(frames, size, mode="bicubic", antialias=True).permute(0, 2, 3, 1).numpy()
+    resized = (
+        torch.nn.functional.interpolate(frames, size, mode="bicubic", antialias=True)
+        .permute(0, 2, 3, 1)
+        .numpy()
+    )
     assert ours.shape == resized.shape
     difference = np.abs(ours.astype(int) - resized)
     assert difference.max() <= 4
@@ -181,7 +218,9 @@ def test_decoded_frames_are_those_that_transformers_loads(codec: str, ending: st
 
 def folder_of(kind: str, rng: np.random.Generator, folder: Path) -> torch.nn.Module:
     """A checkpoint of drawn sizes with a real tokenizer, a chat template and processors."""
-    backend = byte_level((*QWEN_VL, GLM4_IMAGE, GLM4_VIDEO, *GLM4_MARKS) if kind == "glm4v" else QWEN_VL)
+    backend = byte_level(
+        (*QWEN_VL, GLM4_IMAGE, GLM4_VIDEO, *GLM4_MARKS) if kind == "glm4v" else QWEN_VL
+    )
     tokens = (GLM4_IMAGE, GLM4_VIDEO) if kind == "glm4v" else (IMAGE, VIDEO)
     names = ("image_token_id", "video_token_id")
     ids = {name: backend.token_to_id(token) for name, token in zip(names, tokens, strict=True)}
@@ -216,7 +255,10 @@ def folder_of(kind: str, rng: np.random.Generator, folder: Path) -> torch.nn.Mod
     }
     videos = {
         "video_processor_type": f"{family}VideoProcessor",
-        "size": {"shortest_edge": 2 * unit, "longest_edge": (7 if kind == "qwen2_5_vl" else 40) * unit},
+        "size": {
+            "shortest_edge": 2 * unit,
+            "longest_edge": (7 if kind == "qwen2_5_vl" else 40) * unit,
+        },
         "fps": 3,
         "image_mean": [0.5] * 3,
         "image_std": [0.25] * 3,
@@ -231,7 +273,9 @@ def folder_of(kind: str, rng: np.random.Generator, folder: Path) -> torch.nn.Mod
 def conversations(rng: np.random.Generator, folder: Path) -> list[list[dict[str, Any]]]:
     """Samples with a video, with two and an image between, with none, and with a video that ends a question."""
     paths = []
-    for number, (count, rate) in enumerate([(9, 10), (17, Fraction(30_000, 1001)), (24, 5), (7, 3)]):
+    for number, (count, rate) in enumerate(
+        [(9, 10), (17, Fraction(30_000, 1001)), (24, 5), (7, 3)]
+    ):
         frames = frames_of(rng, count, *(8 * rng.integers(3, 9, 2)))
         codec = ("mpeg4", "libx264")[number % 2]
         paths.append(write_video(folder / f"{number}.mp4", frames, rate, codec).name)
@@ -244,14 +288,19 @@ def conversations(rng: np.random.Generator, folder: Path) -> list[list[dict[str,
     image = {"type": "image", "path": "a.png"}
     return [
         [{"role": "user", "content": [video(0), text("What?")]}, answer("A cat.")],
-        [{"role": "user", "content": [text("See"), video(1), image, text("and"), video(2)]}, answer("Two.")],
+        [
+            {"role": "user", "content": [text("See"), video(1), image, text("and"), video(2)]},
+            answer("Two."),
+        ],
         [{"role": "user", "content": "How many?"}, answer("12 apples")],
         [{"role": "user", "content": [text("The dog?"), video(3)]}, answer("It looks.")],
     ]
 
 
 def source_of(folder: Path, model: ModelConfig, talks: list[list[dict[str, Any]]]) -> ChatSource:
-    (folder / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    (folder / "talks.jsonl").write_text(
+        "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
+    )
     cache = folder / "cache"
     source = MessagesSource(str(folder / "talks.jsonl"))
     reopen = partial(open_conversations, source, "train", cache, "data.sources.x")
@@ -286,7 +335,12 @@ class There:
         text = self.tokenizer.apply_chat_template(talk, tokenize=False)
         images, videos, seconds = [], [], []
         merged = self.vision.spatial_merge_size * self.vision.patch_size
-        parts = [part for message in talk if isinstance(message["content"], list) for part in message["content"]]
+        parts = [
+            part
+            for message in talk
+            if isinstance(message["content"], list)
+            for part in message["content"]
+        ]
         number = 0
         for part in (part for part in parts if part["type"] != "text"):
             if part["type"] == "image":
@@ -296,13 +350,18 @@ class There:
                 tokens = item.shape[0] // merged * (item.shape[1] // merged)
                 text = text.replace(self.tokens[0], "<image>" * tokens, 1)
                 continue
-            _, metadata = load_video(str(self.folder / part["video"]), sample_indices_fn=self.sample)
+            _, metadata = load_video(
+                str(self.folder / part["video"]), sample_indices_fn=self.sample
+            )
             count = math.ceil(len(metadata.frames_indices) / self.unit)
             patches = [self.source.item(index, number + k) for k in range(count)]
             number += len(patches)
             videos.append(np.concatenate(patches))
             seconds.append(self.unit / metadata.sampled_fps)
-            grid = [len(patches), *(side // self.vision.patch_size for side in patches[0].shape[1:3])]
+            grid = [
+                len(patches),
+                *(side // self.vision.patch_size for side in patches[0].shape[1:3]),
+            ]
             text = text.replace(self.tokens[1], self.written(grid, metadata), 1)
         # A frame of GLM-4.1V is as many tokens of an image.
         text = text.replace("<image>", self.tokens[0])
@@ -315,9 +374,15 @@ class There:
         for name, arrays in (("", images), ("_videos", videos)):
             if arrays:
                 sides = [
-                    [len(a) // self.unit, *(side // self.vision.patch_size for side in a.shape[1:3])] for a in arrays
+                    [
+                        len(a) // self.unit,
+                        *(side // self.vision.patch_size for side in a.shape[1:3]),
+                    ]
+                    for a in arrays
                 ]
-                made[f"pixel_values{name}"] = torch.cat([patches_there(a, self.vision) for a in arrays])
+                made[f"pixel_values{name}"] = torch.cat(
+                    [patches_there(a, self.vision) for a in arrays]
+                )
                 made["image_grid_thw" if not name else "video_grid_thw"] = torch.tensor(sides)
         if videos and self.kind == "qwen2_5_vl":
             made["second_per_grid_ts"] = torch.tensor(seconds)
@@ -338,7 +403,9 @@ class There:
         if self.kind == "qwen2_5_vl":
             return "<video>" * (math.prod(grid) // self.vision.spatial_merge_size**2)
         processor = SimpleNamespace(
-            video_processor=SimpleNamespace(merge_size=self.vision.spatial_merge_size, temporal_patch_size=self.unit),
+            video_processor=SimpleNamespace(
+                merge_size=self.vision.spatial_merge_size, temporal_patch_size=self.unit
+            ),
             vision_start_token="<|vision_start|>",
             vision_end_token="<|vision_end|>",
             video_token="<video>",
@@ -347,7 +414,9 @@ class There:
         given = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [metadata]}
         if self.kind == "glm4v":
             processor.image_token = "<video>"
-            processor.replace_frame_token_id = partial(Glm4vProcessor.replace_frame_token_id, processor)
+            processor.replace_frame_token_id = partial(
+                Glm4vProcessor.replace_frame_token_id, processor
+            )
             return Glm4vProcessor.replace_video_token(processor, given, 0)
         return Qwen3VLProcessor.replace_video_token(processor, given, 0)
 
@@ -355,14 +424,18 @@ class There:
 @pytest.mark.default_cases("qwen3_vl-0")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
-def test_packed_videos_are_what_transformers_makes_of_each(kind: str, seed: int, tmp_path: Path) -> None:
+def test_packed_videos_are_what_transformers_makes_of_each(
+    kind: str, seed: int, tmp_path: Path
+) -> None:
     """Tokens and positions equal, logits and gradients to 1e-4, of real files through our own loader."""
     rng = np.random.default_rng(seed)
     there = folder_of(kind, rng, tmp_path)
     talks = conversations(rng, tmp_path)
     if kind == "glm4v":  # there it takes no image beside a video
         image = talks[1][0]["content"].pop(2)
-        talks.append([{"role": "user", "content": [image]}, {"role": "assistant", "content": "Red."}])
+        talks.append(
+            [{"role": "user", "content": [image]}, {"role": "assistant", "content": "Red."}]
+        )
     ours, params, model = loaded(tmp_path)
     source = source_of(tmp_path, model, talks)
     batch = packed_source(model, source)
@@ -373,13 +446,24 @@ def test_packed_videos_are_what_transformers_makes_of_each(kind: str, seed: int,
         here = text.owner[0] == number
         media = text.slots["vision"][0, here] >= 0
         ids = given["input_ids"][0].numpy()
-        np.testing.assert_array_equal(np.isin(ids, [inputs.id(token) for token in inputs.tokens]), media)
+        np.testing.assert_array_equal(
+            np.isin(ids, [inputs.id(token) for token in inputs.tokens]), media
+        )
         np.testing.assert_array_equal(text.token[0, here][~media], ids[~media])
         grids = {k: v for k, v in given.items() if k.endswith("thw") or k == "second_per_grid_ts"}
         if text.position.ndim == 3:
-            wanted, _ = there.model.get_rope_index(given["input_ids"], given["mm_token_type_ids"], **grids)
+            wanted, _ = there.model.get_rope_index(
+                given["input_ids"], given["mm_token_type_ids"], **grids
+            )
             np.testing.assert_array_equal(text.position[0, here], wanted[:, 0].T.numpy())
-    check_packed(there, ours, params, batch, made, lambda model, given: model(**given, use_cache=False).logits[0])
+    check_packed(
+        there,
+        ours,
+        params,
+        batch,
+        made,
+        lambda model, given: model(**given, use_cache=False).logits[0],
+    )
 
 
 @pytest.mark.default_cases("0")
@@ -391,18 +475,26 @@ def test_internvl_has_a_numbered_tile_for_each_frame(seed: int, tmp_path: Path) 
     backend = byte_level(INTERNVL)
     words, image = backend.get_vocab_size(), backend.token_to_id("<IMG_CONTEXT>")
     text = decoder(rng, "qwen2", words)
-    config = transformers.InternVLConfig(vision_config=vision, text_config=text, image_token_id=image, **own)
+    config = transformers.InternVLConfig(
+        vision_config=vision, text_config=text, image_token_id=image, **own
+    )
     there = random_model(config, transformers.InternVLForConditionalGeneration)
     there.save_pretrained(tmp_path)
     save(tmp_path, backend, INTERNVL_HF, eos_token="<|im_end|>")
     side = vision.image_size[0]
-    same = {"size": {"height": side, "width": side}, "image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+    same = {
+        "size": {"height": side, "width": side},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.25] * 3,
+    }
     images = {"image_processor_type": "GotOcr2ImageProcessor", "min_patches": 1, "max_patches": 1}
     videos = {"video_processor_type": "InternVLVideoProcessor", "num_frames": 3}
     (tmp_path / "processor_config.json").write_text(
         json.dumps({"image_processor": images | same, "video_processor": videos | same})
     )
-    paths = [write_video(tmp_path / f"{k}.mp4", frames_of(rng, 10 + 7 * k, 32, 40), 10) for k in range(2)]
+    paths = [
+        write_video(tmp_path / f"{k}.mp4", frames_of(rng, 10 + 7 * k, 32, 40), 10) for k in range(2)
+    ]
     parts = lambda path: [{"type": "video", "video": path.name}, {"type": "text", "text": "What?"}]  # noqa: E731
     answer = {"role": "assistant", "content": "A cat."}
     talks = [[{"role": "user", "content": parts(path)}, answer] for path in paths]
@@ -419,24 +511,40 @@ def test_internvl_has_a_numbered_tile_for_each_frame(seed: int, tmp_path: Path) 
     made = []
     for index, talk in enumerate(talks):
         frames = [source.item(index, k)[0] for k in range(3 * (index != 1))]
-        pixels = torch.from_numpy(np.array(frames)).float().permute(0, 3, 1, 2) / 255 if frames else None
+        pixels = (
+            torch.from_numpy(np.array(frames)).float().permute(0, 3, 1, 2) / 255 if frames else None
+        )
         line = tokenizer.apply_chat_template(talk, tokenize=False)
         if frames:
-            written = InternVLProcessor.replace_video_token(processor, {"pixel_values_videos": [pixels]}, 0)
+            written = InternVLProcessor.replace_video_token(
+                processor, {"pixel_values_videos": [pixels]}, 0
+            )
             line = line.replace("<video>", written)
         given = {"input_ids": torch.tensor([tokenizer(line)["input_ids"]])}
         ids, here = given["input_ids"][0].numpy(), batch.text.owner[0] == index
         np.testing.assert_array_equal(batch.text.token[0, here], np.where(ids == image, 0, ids))
         made.append(given | ({"pixel_values": (pixels - 0.5) / 0.25} if frames else {}))
     assert [
-        sample_video(model.encoders["vision"], VideoHeader(n, 32, 40, Fraction(10))).indices.tolist() for n in (10, 17)
+        sample_video(
+            model.encoders["vision"], VideoHeader(n, 32, 40, Fraction(10))
+        ).indices.tolist()
+        for n in (10, 17)
     ] == [torch.arange(n / 3 / 2, n, n / 3).int().tolist() for n in (10, 17)]
-    check_packed(there, ours, params, batch, made, lambda model, given: model(**given, use_cache=False).logits[0])
+    check_packed(
+        there,
+        ours,
+        params,
+        batch,
+        made,
+        lambda model, given: model(**given, use_cache=False).logits[0],
+    )
 
 
 @pytest.mark.default_cases("1")
 @pytest.mark.parametrize("seed", range(6))
-def test_llava_onevision_has_a_quarter_of_the_tokens_of_each_frame_and_a_newline(seed: int, tmp_path: Path) -> None:
+def test_llava_onevision_has_a_quarter_of_the_tokens_of_each_frame_and_a_newline(
+    seed: int, tmp_path: Path
+) -> None:
     """Tokens equal, logits and gradients to 1e-4, of two videos and a text in one row."""
     rng = np.random.default_rng(seed)
     backend = byte_level(("<|im_start|>", "<|im_end|>", "<image>", "<video>"))
@@ -450,12 +558,23 @@ def test_llava_onevision_has_a_quarter_of_the_tokens_of_each_frame_and_a_newline
     there.save_pretrained(tmp_path)
     save(tmp_path, backend, LLAVA_ONEVISION, eos_token="<|im_end|>")
     side = vision.image_size
-    same = {"size": {"height": side, "width": side}, "image_mean": [0.5] * 3, "image_std": [0.25] * 3}
-    images = {"image_processor_type": "LlavaOnevisionImageProcessor", "image_grid_pinpoints": [[side, side]]}
+    same = {
+        "size": {"height": side, "width": side},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.25] * 3,
+    }
+    images = {
+        "image_processor_type": "LlavaOnevisionImageProcessor",
+        "image_grid_pinpoints": [[side, side]],
+    }
     videos = {"video_processor_type": "LlavaOnevisionVideoProcessor", "num_frames": 3}
     whole = {"processor_class": "LlavaOnevisionProcessor", "image_processor": images | same}
-    (tmp_path / "processor_config.json").write_text(json.dumps(whole | {"video_processor": videos | same}))
-    paths = [write_video(tmp_path / f"{k}.mp4", frames_of(rng, 10 + 7 * k, 32, 40), 10) for k in range(2)]
+    (tmp_path / "processor_config.json").write_text(
+        json.dumps(whole | {"video_processor": videos | same})
+    )
+    paths = [
+        write_video(tmp_path / f"{k}.mp4", frames_of(rng, 10 + 7 * k, 32, 40), 10) for k in range(2)
+    ]
     parts = lambda path: [{"type": "video", "video": path.name}, {"type": "text", "text": "What?"}]  # noqa: E731
     answer = {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}
     talks = [[{"role": "user", "content": parts(path)}, answer] for path in paths]
@@ -467,19 +586,32 @@ def test_llava_onevision_has_a_quarter_of_the_tokens_of_each_frame_and_a_newline
     made = []
     for index, talk in enumerate(talks):
         frames = [source.item(index, k)[0] for k in range(3 * (index != 1))]
-        pixels = torch.from_numpy(np.array(frames)).float().permute(0, 3, 1, 2) / 255 if frames else None
+        pixels = (
+            torch.from_numpy(np.array(frames)).float().permute(0, 3, 1, 2) / 255 if frames else None
+        )
         pooled = math.ceil(side // vision.patch_size / 2)
         line = tokenizer.apply_chat_template(talk, tokenize=False)
         line = line.replace("<video>", "<video>" * (3 * pooled**2 + 1))
         given = {"input_ids": torch.tensor([tokenizer(line)["input_ids"]])}
         ids, here = given["input_ids"][0].numpy(), batch.text.owner[0] == index
         np.testing.assert_array_equal(batch.text.token[0, here], np.where(ids == video, 0, ids))
-        made.append(given | ({"pixel_values_videos": (pixels[None] - 0.5) / 0.25} if frames else {}))
+        made.append(
+            given | ({"pixel_values_videos": (pixels[None] - 0.5) / 0.25} if frames else {})
+        )
     for count in (10, 17):
         ours_there = default_sample_indices_fn(VideoMetadata(count), num_frames=3)
         header = VideoHeader(count, 32, 40, Fraction(10))
-        np.testing.assert_array_equal(sample_video(model.encoders["vision"], header).indices, ours_there)
-    check_packed(there, ours, params, batch, made, lambda model, given: model(**given, use_cache=False).logits[0])
+        np.testing.assert_array_equal(
+            sample_video(model.encoders["vision"], header).indices, ours_there
+        )
+    check_packed(
+        there,
+        ours,
+        params,
+        batch,
+        made,
+        lambda model, given: model(**given, use_cache=False).logits[0],
+    )
 
 
 def test_a_folder_says_how_videos_are_sampled(tmp_path: Path) -> None:
@@ -526,7 +658,9 @@ def test_a_run_trains_on_videos_and_names_those_that_cannot_be_decoded(tmp_path:
     (line,) = (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(line)["sample"] == "chat[5]"
     assert "truncated video" in json.loads(line)["reason"]
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [entry["loss"] for entry in metrics if "loss" in entry]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

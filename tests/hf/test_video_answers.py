@@ -37,7 +37,9 @@ def answer_there(folder: Path, clip: Path, question: str = QUESTION) -> list[int
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
-    ids = tokenizer(text.replace(VIDEO, VIDEO * (int(np.prod(grid)) // encoder.connector.merge**2)))["input_ids"]
+    ids = tokenizer(
+        text.replace(VIDEO, VIDEO * (int(np.prod(grid)) // encoder.connector.merge**2))
+    )["input_ids"]
     ids = torch.tensor([ids])
     with torch.no_grad():
         answer = model.generate(
@@ -62,7 +64,9 @@ def seconds_per_patch(clip: Path, encoder) -> float:
 
 @pytest.mark.default_cases("0")
 @pytest.mark.parametrize("seed", range(4))
-def test_a_run_and_its_export_answer_about_clips_as_transformers_does_token_by_token(seed, tmp_path, capsys):
+def test_a_run_and_its_export_answer_about_clips_as_transformers_does_token_by_token(
+    seed, tmp_path, capsys
+):
     rng = np.random.default_rng(seed)
     folder_of("qwen2_5_vl", rng, tmp_path / "source")
     clips = [tmp_path / name for name in ("12-10.mp4", "20-5.mkv", "9-3.mp4")]
@@ -70,7 +74,9 @@ def test_a_run_and_its_export_answer_about_clips_as_transformers_does_token_by_t
         frames, rate = map(int, clip.stem.split("-"))
         write_video(clip, frames_of(rng, frames, *(8 * rng.integers(4, 9, 2))), rate)
     turns = [{"from": "human", "value": f"<video>{QUESTION}"}, {"from": "gpt", "value": "A cat."}]
-    (tmp_path / "data.json").write_text(json.dumps([{"video": clips[0].name, "conversations": turns}]))
+    (tmp_path / "data.json").write_text(
+        json.dumps([{"video": clips[0].name, "conversations": turns}])
+    )
     words = {"checkpoint": tmp_path / "source", "data": tmp_path / "data.json", "images": tmp_path, "device": "cpu",
              "training.precision": "float32", "run": tmp_path / "run"}  # fmt: skip
     moved_run(load("llava_style", [f"{name}={value}" for name, value in words.items()]), 0.05)
@@ -79,7 +85,17 @@ def test_a_run_and_its_export_answer_about_clips_as_transformers_does_token_by_t
     for clip in clips:
         wanted = answer_there(tmp_path / "out", clip)
         for folder in (tmp_path / "out", tmp_path / "run"):
-            ended = run(capsys, generate.main, folder, "--video", clip, QUESTION, "--json", "--max-tokens", TOKENS)
+            ended = run(
+                capsys,
+                generate.main,
+                folder,
+                "--video",
+                clip,
+                QUESTION,
+                "--json",
+                "--max-tokens",
+                TOKENS,
+            )
             assert ended.code == 0, ended.err
             tokens = json.loads(ended.out)["tokens"]
             # An end token ends ours alone.

@@ -42,7 +42,9 @@ def write_checkpoint(folder: Path, heads: int = 4) -> None:
         "depth": 3, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
         "window_size": 16, "fullatt_block_indexes": [0, 1, 2], "out_hidden_size": 64, "tokens_per_second": 2,
     }  # fmt: skip
-    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=True, **ids
+    )
     torch.manual_seed(0)
     transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
     save(folder, backend, QWEN2_VL, eos_token="<|im_end|>", pad_token="<|endoftext|>")
@@ -57,7 +59,9 @@ def write_checkpoint(folder: Path, heads: int = 4) -> None:
     images = {"image_processor_type": "Qwen2VLImageProcessor"}
     videos = {"video_processor_type": "Qwen2VLVideoProcessor", "fps": 2.0, "min_frames": 4}
     (folder / "processor_config.json").write_text(
-        json.dumps({"image_processor": images | bounds | same, "video_processor": videos | bounds | same})
+        json.dumps(
+            {"image_processor": images | bounds | same, "video_processor": videos | bounds | same}
+        )
     )
 
 
@@ -66,7 +70,9 @@ def write_clips(folder: Path, split: str, count: int, shuffled: bool = False) ->
     clips = CLIPS(split, 10 * count, shuffled)
     records = []
     for number in range(count):
-        frames = np.concatenate([clips.item(number, patch) for patch in range(2)]).repeat(3, axis=-1)
+        frames = np.concatenate([clips.item(number, patch) for patch in range(2)]).repeat(
+            3, axis=-1
+        )
         (folder / str(number)).mkdir(parents=True)
         write_video(folder / str(number) / "4-2.mkv", list(frames), 2, "ffv1")
         answer = {"from": "gpt", "value": clips.question(number).answer}
@@ -93,13 +99,32 @@ def test_a_tiny_qwen_learns_clips_in_their_order_and_its_export_answers_the_same
     right = {}
     for name in ("test", "shuffled"):
         data = write_clips(tmp_path / name, "test", ASKED, name == "shuffled")
-        ended = run(capsys, evaluate.main, tmp_path / "run", "--data", data, "--images", data.parent, "--json")
+        ended = run(
+            capsys,
+            evaluate.main,
+            tmp_path / "run",
+            "--data",
+            data,
+            "--images",
+            data.parent,
+            "--json",
+        )
         right[name] = json.loads(ended.out.splitlines()[-1])["asked"]["exact_match"]
     assert right["test"] >= 0.9
     assert right["shuffled"] <= 0.6
     export.export(tmp_path / "run", tmp_path / "out")
     for number in range(COMPARED):
         clip = tmp_path / "test" / str(number) / "4-2.mkv"
-        ended = run(capsys, generate.main, tmp_path / "out", "--video", clip, QUESTION, "--json", "--max-tokens", 8)
+        ended = run(
+            capsys,
+            generate.main,
+            tmp_path / "out",
+            "--video",
+            clip,
+            QUESTION,
+            "--json",
+            "--max-tokens",
+            8,
+        )
         tokens = json.loads(ended.out)["tokens"]
         assert tokens == answer_there(tmp_path / "out", clip, QUESTION)[: len(tokens)]

@@ -13,7 +13,14 @@ import pytest
 import torch
 import transformers
 from parity import leave_out_defaults, loaded, random_model
-from parity_samples import Given, check_packed, check_samples, check_ten_steps, is_text, packed_source
+from parity_samples import (
+    Given,
+    check_packed,
+    check_samples,
+    check_ten_steps,
+    is_text,
+    packed_source,
+)
 from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPVisionConfig,
@@ -42,7 +49,12 @@ TEXT = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3}
+TOWER = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+}
 TOWER |= {"image_size": SIDE, "patch_size": 4}
 QWEN2, LLAMA = transformers.Qwen2Config(**TEXT), transformers.LlamaConfig(**TEXT)
 
@@ -66,13 +78,18 @@ def theirs(tokens_per_image, token_types=False, prefix=False):
         images = [(part / 255 - MEAN) / STD for part in sample if not is_text(part)]
         inputs = {}
         if images:
-            inputs["pixel_values"] = torch.tensor(np.stack(images).transpose(0, 3, 1, 2), dtype=torch.float32)
+            inputs["pixel_values"] = torch.tensor(
+                np.stack(images).transpose(0, 3, 1, 2), dtype=torch.float32
+            )
         ids = torch.tensor(np.concatenate(tokens))[None].long()
         if token_types:  # by which Gemma knows which tokens are an image's
             inputs["token_type_ids"] = (ids == IMAGE).long()
-        if prefix:  # by which PaliGemma knows where the answer begins: its last part, or behind its first token
+        # by which PaliGemma knows where the answer begins: its last part, or behind its first token
+        if prefix:
             answer = len(tokens[-1]) if tokens[1:] else len(tokens[0]) - 1
-            inputs["token_type_ids"] = (torch.arange(ids.shape[1]) >= ids.shape[1] - answer).long()[None]
+            inputs["token_type_ids"] = (torch.arange(ids.shape[1]) >= ids.shape[1] - answer).long()[
+                None
+            ]
         return model(input_ids=ids, use_cache=False, **inputs).logits[0]
 
     return logits
@@ -93,7 +110,10 @@ def test_a_llava_whose_config_leaves_out_defaults_is_what_transformers_makes_of_
     if seed % 2:  # the class's own, which the config then leaves out
         vision.num_attention_heads, vision.hidden_size = 12, 24
     config = LlavaConfig(
-        vision_config=vision, text_config=drawn.any_decoder(rng, VOCAB), image_token_index=IMAGE, **own
+        vision_config=vision,
+        text_config=drawn.any_decoder(rng, VOCAB),
+        image_token_index=IMAGE,
+        **own,
     )
     model = random_model(config, LlavaForConditionalGeneration)
     side = vision.image_size
@@ -125,12 +145,16 @@ def test_gemma3_is_what_transformers_makes_of_it_and_its_images_attend_both_ways
     model = random_model(config, Gemma3ForConditionalGeneration)
     side = config.vision_config.image_size
     save(model, tmp_path, side)
-    check_samples(model, tmp_path, samples(side), theirs(config.mm_tokens_per_image, token_types=True))
+    check_samples(
+        model, tmp_path, samples(side), theirs(config.mm_tokens_per_image, token_types=True)
+    )
 
 
 @pytest.mark.default_cases("0")
 @pytest.mark.parametrize("seed", range(12))
-def test_paligemma_is_what_transformers_makes_of_it_and_its_prompts_attend_both_ways(seed, tmp_path):
+def test_paligemma_is_what_transformers_makes_of_it_and_its_prompts_attend_both_ways(
+    seed, tmp_path
+):
     rng = np.random.default_rng(seed)
     config = drawn.paligemma(rng, VOCAB, image_token_index=IMAGE)
     model = random_model(config, PaliGemmaForConditionalGeneration)
@@ -148,7 +172,9 @@ def test_ten_steps_of_gemma3_have_the_losses_that_torch_has(tmp_path):
     model = random_model(config, Gemma3ForConditionalGeneration)
     side = config.vision_config.image_size
     save(model, tmp_path, side)
-    check_ten_steps(model, tmp_path, samples(side), theirs(config.mm_tokens_per_image, token_types=True))
+    check_ten_steps(
+        model, tmp_path, samples(side), theirs(config.mm_tokens_per_image, token_types=True)
+    )
 
 
 def test_gemma3_with_images_longer_than_a_window_is_refused(tmp_path):
@@ -156,11 +182,16 @@ def test_gemma3_with_images_longer_than_a_window_is_refused(tmp_path):
     config.text_config.sliding_window, config.mm_tokens_per_image = 3, 4
     config.text_config.layer_types = ["sliding_attention"] * config.text_config.num_hidden_layers
     config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"mm_tokens_per_image=4 is more than text_config.sliding_window=3"):
+    with pytest.raises(
+        UserError, match=r"mm_tokens_per_image=4 is more than text_config.sliding_window=3"
+    ):
         from_hf(tmp_path)
 
 
-CLIP_CROP = {"image_processor_type": "CLIPImageProcessor", "crop_size": {"height": 12, "width": SIDE}}
+CLIP_CROP = {
+    "image_processor_type": "CLIPImageProcessor",
+    "crop_size": {"height": 12, "width": SIDE},
+}
 GOT = {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}}
 SMALLER_TILES = {"image_processor_type": "LlavaNextImageProcessor", "size": 8, "crop_size": 8}
 
@@ -168,7 +199,11 @@ SMALLER_TILES = {"image_processor_type": "LlavaNextImageProcessor", "size": 8, "
 @pytest.mark.parametrize(
     ("config", "processor", "made"),
     [
-        (LlavaConfig(vision_config=CLIPVisionConfig(**TOWER), text_config=LLAMA), CLIP_CROP, "12 x 16 pixels, 3 x 4"),
+        (
+            LlavaConfig(vision_config=CLIPVisionConfig(**TOWER), text_config=LLAMA),
+            CLIP_CROP,
+            "12 x 16 pixels, 3 x 4",
+        ),
         (CLIPVisionConfig(**TOWER), CLIP_CROP, "12 x 16 pixels, 3 x 4"),
         (
             InternVLConfig(vision_config=InternVLVisionConfig(**TOWER), text_config=QWEN2),
@@ -177,7 +212,9 @@ SMALLER_TILES = {"image_processor_type": "LlavaNextImageProcessor", "size": 8, "
         ),
         (InternVLVisionConfig(**TOWER), GOT, "32 x 32 pixels, 8 x 8"),
         (
-            transformers.LlavaNextConfig(vision_config=CLIPVisionConfig(**TOWER), text_config=LLAMA),
+            transformers.LlavaNextConfig(
+                vision_config=CLIPVisionConfig(**TOWER), text_config=LLAMA
+            ),
             SMALLER_TILES | {"image_grid_pinpoints": [[8, 16]]},
             "8 x 8 pixels, 2 x 2",
         ),
@@ -212,7 +249,9 @@ TOWERS = {  # where a tower's layers and its final norm lie, and tensors that it
         "post_layernorm",
     ),
     "internvl": (
-        InternVLConfig(vision_config=InternVLVisionConfig(**TOWER), text_config=QWEN2, vision_feature_layer=-2),
+        InternVLConfig(
+            vision_config=InternVLVisionConfig(**TOWER), text_config=QWEN2, vision_feature_layer=-2
+        ),
         "encoder.layer.2.mlp.fc1",
         "layernorm",
     ),
@@ -223,16 +262,28 @@ TOWERS = {  # where a tower's layers and its final norm lie, and tensors that it
 @pytest.mark.parametrize("kind", TOWERS)
 def test_tensors_that_no_feature_needs_are_let_be_by_their_exact_names(kind, tmp_path):
     config, last, final = TOWERS[kind]
-    model_of = InternVLForConditionalGeneration if kind == "internvl" else LlavaForConditionalGeneration
+    model_of = (
+        InternVLForConditionalGeneration if kind == "internvl" else LlavaForConditionalGeneration
+    )
     save(random_model(config, model_of), tmp_path)
     names = load_file(tmp_path / "model.safetensors")
-    tower = next(key for key in names if key.endswith(f"{last}.weight")).removesuffix(f"{last}.weight")
+    tower = next(key for key in names if key.endswith(f"{last}.weight")).removesuffix(
+        f"{last}.weight"
+    )
     unneeded = {f"{tower}{final}.weight", f"{tower}{final}.bias", f"{tower}{last}.weight"}
-    edit_tensors(tmp_path, lambda tensors: tensors.update({key: torch.ones(24) for key in unneeded}))
+    edit_tensors(
+        tmp_path, lambda tensors: tensors.update({key: torch.ones(24) for key in unneeded})
+    )
     loaded(tmp_path)
-    for stray in (f"{tower}{final}.scale", f"{tower}{last}.turn", f"{tower}{last.replace('2', '3')}.weight"):
+    for stray in (
+        f"{tower}{final}.scale",
+        f"{tower}{last}.turn",
+        f"{tower}{last.replace('2', '3')}.weight",
+    ):
         edit_tensors(tmp_path, lambda tensors, stray=stray: tensors.update({stray: torch.ones(24)}))
-        with pytest.raises(UserError, match=re.escape(f"1 tensors that this model lacks, such as {stray}")):
+        with pytest.raises(
+            UserError, match=re.escape(f"1 tensors that this model lacks, such as {stray}")
+        ):
             loaded(tmp_path)
         edit_tensors(tmp_path, lambda tensors, stray=stray: tensors.pop(stray))
 
@@ -245,8 +296,14 @@ def edit_tensors(folder, change):
 
 OPEN_NAMES = (
     (r"^vision_tower\.embeddings\.cls_token", "vision_model.embeddings.class_embedding"),
-    (r"^vision_tower\.embeddings\.patch_embeddings\.projection", "vision_model.embeddings.patch_embedding"),
-    (r"^vision_tower\.embeddings\.position_embeddings", "vision_model.embeddings.position_embedding"),
+    (
+        r"^vision_tower\.embeddings\.patch_embeddings\.projection",
+        "vision_model.embeddings.patch_embedding",
+    ),
+    (
+        r"^vision_tower\.embeddings\.position_embeddings",
+        "vision_model.embeddings.position_embedding",
+    ),
     (r"^vision_tower\.encoder\.layer\.", "vision_model.encoder.layers."),
     (r"\.attention\.projection_layer", ".attn.proj"),
     (r"\.attention\.([qk])_norm", r".attn.\1_norm"),
@@ -267,18 +324,43 @@ def open_layout(folder):
             key = re.sub(pattern, name, key)
         opened[key] = tensor
     for kind in ("weight", "bias"):
-        for query in [k for k in opened if k.endswith(f".attention.q_proj.{kind}") and k.startswith("vision_model")]:
+        for query in [
+            k
+            for k in opened
+            if k.endswith(f".attention.q_proj.{kind}") and k.startswith("vision_model")
+        ]:
             three = [opened.pop(query.replace("q_proj", f"{x}_proj")) for x in "qkv"]
             opened[query.replace("attention.q_proj", "attn.qkv")] = torch.cat(three)
     save_file(opened, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     vision = config["vision_config"]
     side = vision["image_size"][0]
-    vision |= {"image_size": side, "patch_size": vision["patch_size"][0], "model_type": "intern_vit_6b"}
-    vision |= {"qkv_bias": vision.pop("attention_bias"), "qk_normalization": vision.pop("use_qk_norm")}
-    opened = {"model_type": "internvl_chat", "llm_config": config["text_config"], "vision_config": vision}
-    opened |= {"downsample_ratio": 0.5, "ps_version": "v2", "select_layer": -1, "force_image_size": side}
-    opened |= {"min_dynamic_patch": 1, "max_dynamic_patch": 6, "use_thumbnail": True, "dynamic_image_size": True}
+    vision |= {
+        "image_size": side,
+        "patch_size": vision["patch_size"][0],
+        "model_type": "intern_vit_6b",
+    }
+    vision |= {
+        "qkv_bias": vision.pop("attention_bias"),
+        "qk_normalization": vision.pop("use_qk_norm"),
+    }
+    opened = {
+        "model_type": "internvl_chat",
+        "llm_config": config["text_config"],
+        "vision_config": vision,
+    }
+    opened |= {
+        "downsample_ratio": 0.5,
+        "ps_version": "v2",
+        "select_layer": -1,
+        "force_image_size": side,
+    }
+    opened |= {
+        "min_dynamic_patch": 1,
+        "max_dynamic_patch": 6,
+        "use_thumbnail": True,
+        "dynamic_image_size": True,
+    }
     (folder / "config.json").write_text(json.dumps(opened))
 
 
@@ -286,7 +368,9 @@ def test_a_size_that_opengvlabs_config_forces_on_another_tower_is_refused(tmp_pa
     config = {"model_type": "internvl_chat", "ps_version": "v2", "force_image_size": 336}
     config |= {"llm_config": {"model_type": "qwen2"}, "vision_config": {"image_size": 448}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"force_image_size=336 differs from vision_config\.image_size"):
+    with pytest.raises(
+        UserError, match=r"force_image_size=336 differs from vision_config\.image_size"
+    ):
         from_hf(tmp_path)
 
 
@@ -307,5 +391,7 @@ def test_opengvlabs_own_layout_is_the_same_model(tied, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, here, there)
     tower = opened.encoders["vision"]
     assert isinstance(tower.images, DynamicTiles)
-    assert replace(tower, images=AsIs(), mean=(0.5,), std=(0.5,)) == replace(own.encoders["vision"], videos=NoVideo())
+    assert replace(tower, images=AsIs(), mean=(0.5,), std=(0.5,)) == replace(
+        own.encoders["vision"], videos=NoVideo()
+    )
     assert opened.llm == own.llm

@@ -46,7 +46,9 @@ def test_what_is_written_is_what_the_library_reads(tmp_path):
         order.append(name)
         return values[name]
 
-    new = {n: NewTensor(names[v.dtype.name], v.shape, lambda n=n: make(n)) for n, v in values.items()}
+    new = {
+        n: NewTensor(names[v.dtype.name], v.shape, lambda n=n: make(n)) for n, v in values.items()
+    }
     write_tensors(tmp_path / "new.safetensors", new)
     assert order == list(values)
     found = load_file(tmp_path / "new.safetensors")
@@ -75,7 +77,9 @@ def test_changed_tensors_keep_their_type_and_leave_the_others_alone(folder, tmp_
         assert after[name].dtype == value.dtype
         np.testing.assert_array_equal(after[name], wanted)
     with pytest.raises(ValueError, match="does not go into"):
-        rewrite_tensors(folder, folder.path / "model.safetensors", out, lambda _: np.zeros(3, np.float32))
+        rewrite_tensors(
+            folder, folder.path / "model.safetensors", out, lambda _: np.zeros(3, np.float32)
+        )
 
 
 def test_other_files_are_copied_and_old_weights_are_not(folder, tmp_path):
@@ -90,8 +94,14 @@ def test_other_files_are_copied_and_old_weights_are_not(folder, tmp_path):
         (folder.path / name).parent.mkdir(exist_ok=True)
         (folder.path / name).write_bytes(b"\x00\xff" + name.encode())
     left = copy_beside(folder, tmp_path / "out")
-    assert left == ["adapter_model.safetensors", "original/consolidated.00.pth", "pytorch_model.bin"]
-    files = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert left == [
+        "adapter_model.safetensors",
+        "original/consolidated.00.pth",
+        "pytorch_model.bin",
+    ]
+    files = {
+        str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()
+    }
     assert files == kept
     for name in kept:
         assert (tmp_path / "out" / name).read_bytes() == (folder.path / name).read_bytes()

@@ -82,14 +82,17 @@ def test_samples_that_cannot_be_read_are_left_out_of_scores_and_loss_and_named(m
     evaluation = evaluator(model, source)
     assert evaluation.left_out == {"validation/torn[4]": "its file is missing"}
     (replies,) = evaluation.answer(params, "validation").values()
-    assert [a.sample for a in replies.answered] == [i for i in range(20) if i not in (4, source.torn)]
+    assert [a.sample for a in replies.answered] == [
+        i for i in range(20) if i not in (4, source.torn)
+    ]
     assert evaluation.left_out[torn].endswith("image file is truncated")
     assert set(replies.left_out) == {4, source.torn}
     scores = exact_match_by_group(replies.answered)
     assert {f"validation/{name}" for name in scores if name.startswith("exact")} <= set(
         evaluation.metrics("validation")
     )
-    assert "exact_match_torn" in scores  # of all questions without a family, which are those of a source
+    # of all questions without a family, which are those of a source
+    assert "exact_match_torn" in scores
     clean = [i for i in range(20) if i not in (4, source.torn)]
     alone = evaluator(model, source, samples={"validation/torn": clean})
     assert evaluation.loss(params)["loss"] == pytest.approx(alone.loss(params)["loss"], rel=1e-5)
@@ -103,7 +106,9 @@ def test_only_as_many_samples_are_looked_at_as_are_used(model):
 
 def test_where_bad_samples_are_fatal_one_that_cannot_be_read_is(model):
     fatal = replace(CONFIG, data=replace(CONFIG.data, on_bad_sample="raise"))
-    with pytest.raises(UserError, match=r"validation/torn\[4\] cannot be asked: its file is missing; mend it"):
+    with pytest.raises(
+        UserError, match=r"validation/torn\[4\] cannot be asked: its file is missing; mend it"
+    ):
         evaluator(model, Torn(), fatal)
 
 
@@ -122,9 +127,14 @@ def test_the_loss_of_a_split_is_that_of_the_training_step_without_dropout(model,
 
 @pytest.mark.parametrize(
     ("metric", "values", "exhausted"),
-    [("validation/loss", (3.0, 2.0, 2.5, 2.0), True), ("validation/exact_match_image", (0.1, 0.4, 0.2), False)],
+    [
+        ("validation/loss", (3.0, 2.0, 2.5, 2.0), True),
+        ("validation/exact_match_image", (0.1, 0.4, 0.2), False),
+    ],
 )
-def test_the_best_value_is_the_lowest_of_a_loss_and_the_highest_of_a_match(metric, values, exhausted):
+def test_the_best_value_is_the_lowest_of_a_loss_and_the_highest_of_a_match(
+    metric, values, exhausted
+):
     tracked = BestMetric(metric, patience=2)
     for step, value in enumerate(values, start=1):
         tracked.update(step, {metric: value})
@@ -153,7 +163,10 @@ def test_training_keeps_the_best_checkpoint_and_ends_when_nothing_improves(folde
     assert "best   validation/loss" in out
     assert saved_steps(folder / "checkpoints") == [2, 6]
     assert json.loads((folder / "test.json").read_text())["step"] == 6
-    first, last = (json.loads(run(capsys, evaluate.main, folder, "--json", f"--step={step}").out) for step in (2, 6))
+    first, last = (
+        json.loads(run(capsys, evaluate.main, folder, "--json", f"--step={step}").out)
+        for step in (2, 6)
+    )
     assert (first.pop("step"), last.pop("step")) == (2, 6)
     assert first == pytest.approx(last, rel=1e-5)
     again = run(capsys, train.main, "--resume", folder).out
@@ -166,7 +179,9 @@ def test_a_metric_that_no_evaluation_gives_is_refused_with_those_there_are(tmp_p
     words = (f"run={tmp_path / 'run'}", "training.evaluate_every=2", "training.keep_best=loss")
     ended = run(capsys, train.main, TINY_MEDIA, *words)
     assert ended.code == 2
-    assert "training.keep_best=loss: evaluations of this run give validation/exact_match_" in ended.err
+    assert (
+        "training.keep_best=loss: evaluations of this run give validation/exact_match_" in ended.err
+    )
 
 
 def test_media_are_looked_up_again_and_in_the_folder_of_their_own_run(tmp_path, monkeypatch):
@@ -175,10 +190,17 @@ def test_media_are_looked_up_again_and_in_the_folder_of_their_own_run(tmp_path, 
     folders = [tmp_path / name for name in ("first", "second")]
     for folder in folders:
         save_questions(folder, 4)
-    words = [f"checkpoint={checkpoint}", "data=data.json", "images=images", f"data.cache={tmp_path / 'cache'}"]
+    words = [
+        f"checkpoint={checkpoint}",
+        "data=data.json",
+        "images=images",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
     config = load("llava_style", [*words, "data.sources.chat.test=data.json"])
 
-    def unreadable(folder: Path, opened: Callable[..., dict[str, Source]] = evaluation_sources) -> list[int]:
+    def unreadable(
+        folder: Path, opened: Callable[..., dict[str, Source]] = evaluation_sources
+    ) -> list[int]:
         monkeypatch.chdir(folder)
         (source,) = opened(config, "test" if opened is open_sources else ("test",), folder).values()
         return list(select_usable(range(4), source.facts, 4)[1])
@@ -186,6 +208,7 @@ def test_media_are_looked_up_again_and_in_the_folder_of_their_own_run(tmp_path, 
     photo = folders[0] / "images" / "2.jpg"
     photo.rename(tmp_path / "away.jpg")
     assert [unreadable(folder) for folder in folders] == [[2], []]
-    assert unreadable(folders[0], open_sources) == [2]  # as it was looked up there, though the other came later
+    # as it was looked up there, though the other came later
+    assert unreadable(folders[0], open_sources) == [2]
     (tmp_path / "away.jpg").rename(photo)
     assert [unreadable(folder) for folder in folders] == [[], []]

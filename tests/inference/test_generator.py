@@ -30,7 +30,10 @@ MESHES = {
     "data x tensor": (MeshConfig(data=4, tensor=2), DRAWN),
     "data x fsdp x tensor": (MeshConfig(data=2, fsdp=2, tensor=2), Sampling()),
     "rows over devices": (MeshConfig(data=2, context=2, tensor=2), Sampling()),
-    "tokens divided between layers": (MeshConfig(data=4, tensor=2, sequence_parallel="overlap"), DRAWN),
+    "tokens divided between layers": (
+        MeshConfig(data=4, tensor=2, sequence_parallel="overlap"),
+        DRAWN,
+    ),
     "encoders over all": (MeshConfig(data=2, tensor=2, encoders="data"), DRAWN),
 }
 
@@ -66,7 +69,9 @@ def generator(model: Model, source, mesh: MeshConfig | None = None, **own) -> Ge
 
 
 @pytest.mark.default_cases("windows and caps")
-@pytest.mark.parametrize("change", ["plain", "windows and caps", "adapters", "blockwise, scanned with a border"])
+@pytest.mark.parametrize(
+    "change", ["plain", "windows and caps", "adapters", "blockwise, scanned with a border"]
+)
 def test_the_cache_gives_what_a_full_forward_pass_for_every_token_gives(few, change):
     config, source = few
     config = replace(config, model=changed(config, change))
@@ -74,7 +79,9 @@ def test_the_cache_gives_what_a_full_forward_pass_for_every_token_gives(few, cha
     params = random_params(model)
     room = max(answer_tokens(source, i) for i in range(len(source)))
     wanted = greedy_tokens(model, params, source, range(12), room)
-    here = generator(model, source, max_tokens=room).answers(params, QuestionPrompts(source), range(12))
+    here = generator(model, source, max_tokens=room).answers(
+        params, QuestionPrompts(source), range(12)
+    )
     assert [a.text for a in here] == [decode_answer(source, wanted[i]) for i in range(12)]
     assert len({a.text for a in here}) > 4
 
@@ -83,11 +90,23 @@ def changed(config: Config, how: str):
     llm = config.model.llm
     match how:
         case "windows and caps":
-            llm = replace(llm, layers=3, window=5, windowed=(0, 2), attention_cap=4.0, logit_cap=9.0, post_norms=True)
+            llm = replace(
+                llm,
+                layers=3,
+                window=5,
+                windowed=(0, 2),
+                attention_cap=4.0,
+                logit_cap=9.0,
+                post_norms=True,
+            )
         case "blockwise, scanned with a border":
-            llm = replace(llm, layers=4, attention="blockwise", remat=("none", "none", "full", "full"))
+            llm = replace(
+                llm, layers=4, attention="blockwise", remat=("none", "none", "full", "full")
+            )
         case "adapters":
-            return replace(config.model, lora={"all": LoraConfig(("llm.layers.*", "*.connector.*"), 2)})
+            return replace(
+                config.model, lora={"all": LoraConfig(("llm.layers.*", "*.connector.*"), 2)}
+            )
     return replace(config.model, llm=llm)
 
 
@@ -98,7 +117,9 @@ def test_a_mesh_writes_what_one_device_writes(few, where):
     model = Model.build(config.model, jnp.float32)
     params = random_params(model)
     numbers = [3, 17, 0, 9, 22, 5, 1]
-    alone = generator(model, source, sampling=sampling).answers(params, QuestionPrompts(source), numbers)
+    alone = generator(model, source, sampling=sampling).answers(
+        params, QuestionPrompts(source), numbers
+    )
     spread = generator(model, source, mesh, sampling=sampling, batch_limits=BatchLimits(rows=2))
     made = make_mesh(mesh, jax.devices()[: 4 if mesh.encoders == "data" else 8])
     held = jax.device_put(params, parameter_shardings(model, made, ShardingRules.of(mesh)))
@@ -127,7 +148,11 @@ def test_the_cache_stays_where_it_lies(few):
     for leaf in jax.tree.leaves(cache.layers):
         shard = leaf.sharding.shard_shape(leaf.shape)
         assert (shard[-4] * 4, shard[-2] * 2) == (leaf.shape[-4], leaf.shape[-2])
-    step = jax.jit(lambda p, t, c: on_mesh(model.step, p, t, c)).lower(params, tokens[:, 0], cache).compile()
+    step = (
+        jax.jit(lambda p, t, c: on_mesh(model.step, p, t, c))
+        .lower(params, tokens[:, 0], cache)
+        .compile()
+    )
     gathered = re.findall(r"= (\S+) all-gather\(", step.as_text())
     assert not [shape for shape in gathered if ",17," in shape], gathered
 
@@ -138,10 +163,14 @@ def test_what_is_drawn_does_not_depend_on_what_else_is_asked(few):
     model = Model.build(config.model, jnp.float32)
     params = random_params(model)
     sampling = Sampling(1.0, seed=2)
-    together = generator(model, source, sampling=sampling).answers(params, QuestionPrompts(source), range(8))
+    together = generator(model, source, sampling=sampling).answers(
+        params, QuestionPrompts(source), range(8)
+    )
     apart = generator(model, source, sampling=sampling, batch_limits=BatchLimits(rows=1))
     assert apart.answers(params, QuestionPrompts(source), [6, 2]) == [together[6], together[2]]
-    other = generator(model, source, sampling=Sampling(1.0, seed=3)).answers(params, QuestionPrompts(source), range(8))
+    other = generator(model, source, sampling=Sampling(1.0, seed=3)).answers(
+        params, QuestionPrompts(source), range(8)
+    )
     assert other != together
 
 

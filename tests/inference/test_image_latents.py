@@ -35,11 +35,17 @@ def drawing(tmp_path):
 def test_images_to_be_made_are_not_read(drawing):
     config, source = drawing
     spoiled: dict[int, str] = {}
-    batches = [batch for _, batch in PromptRows(source, config.model, Topology(), 0).batches(spoiled=spoiled)]
+    batches = [
+        batch
+        for _, batch in PromptRows(source, config.model, Topology(), 0).batches(spoiled=spoiled)
+    ]
     assert not spoiled
     values = [batch.items["picture"].values for batch in batches]
     assert all(value.dtype == np.float32 and not value.any() for value in values)
-    assert sum(int((batch.items["picture"].item >= 0).sum()) for batch in batches) == 8 * 12 // 16 + 16 * 8 // 16
+    assert (
+        sum(int((batch.items["picture"].item >= 0).sum()) for batch in batches)
+        == 8 * 12 // 16 + 16 * 8 // 16
+    )
 
 
 def test_sampled_latents_are_decoded_by_the_vae(drawing, monkeypatch):
@@ -60,7 +66,9 @@ def test_sampled_latents_are_decoded_by_the_vae(drawing, monkeypatch):
     images = sorted(sampler.images(params, source), key=lambda image: image.prompt)
     assert [image.pixels.shape for image in images] == [(8, 12, 3), (16, 8, 3)]
     for image in images:
-        (latents,) = [latents for latents, picture in decoded if np.array_equal(picture, image.pixels)]
+        (latents,) = [
+            latents for latents, picture in decoded if np.array_equal(picture, image.pixels)
+        ]
         height, width, _ = image.pixels.shape
         assert latents.shape == (height // 2, width // 2, 4)
         assert latents.std() > 0.1

@@ -33,7 +33,11 @@ def sampled(model, params, limits=None, mesh=None, **sampling):
     mesh = mesh or MeshConfig(data=1)
     devices = jax.devices()[: mesh.data * mesh.context * mesh.tensor]
     sampler = ImageSampler(
-        model, make_mesh(mesh, devices), ShardingRules.of(mesh), ImageSampling(steps=3, **sampling), limits
+        model,
+        make_mesh(mesh, devices),
+        ShardingRules.of(mesh),
+        ImageSampling(steps=3, **sampling),
+        limits,
     )
     source = drawings("test")
     images = list(sampler.images(params, Selection([(source, n) for n in range(5)])))
@@ -79,7 +83,8 @@ def test_a_sheet_holds_every_image_with_borders_between_them():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"), [({"steps": 0}, "steps=0"), ({"guidance": -1.0}, "guidance=-1"), ({"seed": -1}, "seed=-1")]
+    ("wrong", "said"),
+    [({"steps": 0}, "steps=0"), ({"guidance": -1.0}, "guidance=-1"), ({"seed": -1}, "seed=-1")],
 )
 def test_impossible_settings_are_refused_by_name(wrong, said):
     with pytest.raises(UserError, match=said):

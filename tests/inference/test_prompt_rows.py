@@ -33,13 +33,17 @@ class Pictures:
 
     def sample(self, index: int) -> Sample:
         items = [Item("vision", k) for k in range(index % 3)]
-        return Sample((*items, Text(np.full(index + 1, index, np.int32), np.zeros(index + 1, np.float32))))
+        return Sample(
+            (*items, Text(np.full(index + 1, index, np.int32), np.zeros(index + 1, np.float32)))
+        )
 
     def item(self, index: int, number: int) -> np.ndarray:
         return np.full((*self.images(index)[number], 3), index, np.uint8)
 
 
-@pytest.mark.parametrize("topology", [Topology(), Topology(4), Topology(2, encoders_per_rank=2)], ids=str)
+@pytest.mark.parametrize(
+    "topology", [Topology(), Topology(4), Topology(2, encoders_per_rank=2)], ids=str
+)
 def test_every_prompt_has_a_row_with_its_own_items(topology):
     rows, seen = PromptRows(Pictures(), MODEL, topology, 7, BatchLimits(rows=4)), []
     for lies, batch in rows.batches():
@@ -60,7 +64,9 @@ def test_every_prompt_has_a_row_with_its_own_items(topology):
             if tokens:
                 items, rank = batch.items["vision"], row * topology.ranks // count
                 per_rank = len(items.values) // topology.ranks
-                own = items.values[rank * per_rank : (rank + 1) * per_rank].reshape(-1, 4, items.values.shape[-1])
+                own = items.values[rank * per_rank : (rank + 1) * per_rank].reshape(
+                    -1, 4, items.values.shape[-1]
+                )
                 mine = own[where[where >= 0]]
                 assert set(np.unique(mine)) <= {0, prompt}
         assert ("vision" in batch.items) == any(n % 3 for n in lies if n >= 0)
@@ -71,12 +77,18 @@ def test_rows_are_few_where_prompts_are_long():
     rows = PromptRows(Pictures(), MODEL, Topology(), 30, BatchLimits(rows=64, tokens=160))
     for lies, batch in rows.batches():
         assert len(lies) * (batch.text.token.shape[1] + 30) <= 160 or len(lies) == 1
-    assert rows.longest == max(i + 1 + sum(-(-h // 4) * (w // 4) for h, w in Pictures().images(i)) for i in range(40))
+    assert rows.longest == max(
+        i + 1 + sum(-(-h // 4) * (w // 4) for h, w in Pictures().images(i)) for i in range(40)
+    )
 
 
 def test_some_prompts_are_asked_in_the_order_given():
     rows = PromptRows(Selection([(Pictures(), 31), (Pictures(), 2)]), MODEL, Topology(), 4)
-    found = {int(n): int(batch.text.token[row].max()) for lies, batch in rows.batches() for row, n in enumerate(lies)}
+    found = {
+        int(n): int(batch.text.token[row].max())
+        for lies, batch in rows.batches()
+        for row, n in enumerate(lies)
+    }
     assert found == {0: 31, 1: 2}
 
 

@@ -27,7 +27,9 @@ def alone(source: EmbeddedDataset | QuestionPrompts, sample: int):
     """One sample in a microbatch of its own."""
     index = build_index({"it": source}, CONFIG.model.encoders)
     parts = index.parts(np.array([sample]))
-    plan = plan_of(parts, np.zeros(len(parts.module), np.int32), (256, 512, 512), np.array([sample]))
+    plan = plan_of(
+        parts, np.zeros(len(parts.module), np.int32), (256, 512, 512), np.array([sample])
+    )
     return pack_microbatch(plan, Arrays.of(CONFIG.model), reader_of({"it": source}, index))
 
 
@@ -40,11 +42,16 @@ def test_a_prompt_is_packed_as_its_sample_is_in_training_up_to_the_answer():
         end = int((trained.text.sample[0] >= 0).sum()) - answer
         assert int((asked.text.sample[0] >= 0).sum()) == end
         for field in ("token", "position", "kind", "sees", "span", "sample", "pos"):
-            got, expected = getattr(asked.text, field)[0, :end], getattr(trained.text, field)[0, :end]
+            got, expected = (
+                getattr(asked.text, field)[0, :end],
+                getattr(trained.text, field)[0, :end],
+            )
             np.testing.assert_array_equal(got, expected, err_msg=field)
         for encoder, items in trained.items.items():
             np.testing.assert_array_equal(asked.items[encoder].values, items.values)
-            np.testing.assert_array_equal(asked.text.slots[encoder][0, :end], trained.text.slots[encoder][0, :end])
+            np.testing.assert_array_equal(
+                asked.text.slots[encoder][0, :end], trained.text.slots[encoder][0, :end]
+            )
 
 
 def test_a_selection_has_the_samples_of_several_sources_in_their_order():
@@ -53,7 +60,9 @@ def test_a_selection_has_the_samples_of_several_sources_in_their_order():
     assert len(chosen) == 2
     assert chosen.facts(0) == second.facts(5)
     assert chosen.facts(1) == first.facts(3)
-    np.testing.assert_array_equal(chosen.sample(1).segments[-1].tokens, first.sample(3).segments[-1].tokens)
+    np.testing.assert_array_equal(
+        chosen.sample(1).segments[-1].tokens, first.sample(3).segments[-1].tokens
+    )
     assert chosen.fingerprint() != Selection([(second, 5), (first, 4)]).fingerprint()
 
 
@@ -73,5 +82,7 @@ def test_samples_behind_the_last_one_used_are_not_looked_at():
 def test_the_facts_of_a_prompt_are_its_tokens(sample):
     prompts = QuestionPrompts(some())
     assert prompts.facts(sample).text_tokens == sum(
-        len(segment.tokens) for segment in prompts.sample(sample).segments if hasattr(segment, "tokens")
+        len(segment.tokens)
+        for segment in prompts.sample(sample).segments
+        if hasattr(segment, "tokens")
     )

@@ -33,7 +33,9 @@ def scores_there(sampling: Sampling, logits: np.ndarray) -> np.ndarray:
     scores = TemperatureLogitsWarper(sampling.temperature)(None, torch.tensor(logits))
     if sampling.top_k:
         scores = TopKLogitsWarper(sampling.top_k)(None, scores)
-    return (TopPLogitsWarper(sampling.top_p)(None, scores) if sampling.top_p < 1 else scores).numpy()
+    return (
+        TopPLogitsWarper(sampling.top_p)(None, scores) if sampling.top_p < 1 else scores
+    ).numpy()
 
 
 @pytest.mark.parametrize("sampling", KINDS)
@@ -53,7 +55,8 @@ def test_each_token_is_drawn_as_often_as_its_share(sampling):
     assert not count[share == 0].any()
     likely = share * DRAWS >= 5
     chi2 = ((count - share * DRAWS)[likely] ** 2 / (share * DRAWS)[likely]).sum()
-    # With n degrees of freedom, n + 4 sqrt(2 n) is hardly ever exceeded by chance; the seeds are fixed.
+    # With n degrees of freedom, n + 4 sqrt(2 n) is hardly ever exceeded by chance; the seeds are
+    # fixed.
     free = max(likely.sum() - 1, 1)
     assert chi2 < free + 4 * np.sqrt(2 * free)
 
@@ -61,7 +64,10 @@ def test_each_token_is_drawn_as_often_as_its_share(sampling):
 def test_a_row_draws_by_its_number_its_place_and_the_seed_alone():
     logits = jnp.tile(LOGITS, (64, 1))
     rows = jnp.arange(64, dtype=jnp.int32)
-    draw = lambda seed, rows, place: np.asarray(choose(Sampling(1.0, seed=seed), logits[: len(rows)], rows, place))  # noqa: E731
+
+    def draw(seed: int, rows: jnp.ndarray, place: int) -> np.ndarray:
+        return np.asarray(choose(Sampling(1.0, seed=seed), logits[: len(rows)], rows, place))
+
     first = draw(0, rows, 3)
     np.testing.assert_array_equal(first, draw(0, rows, 3))
     np.testing.assert_array_equal(first[[7, 60, 2]], draw(0, jnp.array([7, 60, 2], jnp.int32), 3))

@@ -40,7 +40,9 @@ def test_anls_is_the_similarity_to_the_nearest_right_answer_from_a_half_on(said,
     [(0, 0.0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1.0), (10, 1.0)],
 )
 def test_vqa_accuracy_counts_the_people_who_agree_each_left_out_in_turn(agreeing, wanted):
-    assert one(vqa_accuracy, "red", *["red"] * agreeing, *["blue"] * (10 - agreeing)) == pytest.approx(wanted)
+    assert one(
+        vqa_accuracy, "red", *["red"] * agreeing, *["blue"] * (10 - agreeing)
+    ) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,9 @@ def test_media_stand_before_a_question_that_has_no_places():
 
 
 def test_media_stand_in_the_places_that_a_question_has():
-    asked = make_prompt("Is <image> in <audio>, or <image>?", {"image": [b"1", b"2"], "audio": [b"3"]})
+    asked = make_prompt(
+        "Is <image> in <audio>, or <image>?", {"image": [b"1", b"2"], "audio": [b"3"]}
+    )
     assert asked.media == (b"1", b"3", b"2")
     (message,) = asked.conversation.messages
     assert message.parts == ("Is ", PICTURE, " in ", CLIP, ", or ", PICTURE, "?")
@@ -52,16 +54,22 @@ def test_a_question_that_cannot_be_asked_is_refused(question, message):
 
 def encoded(height: int, width: int) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)).save(file, "PNG")
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)).save(
+        file, "PNG"
+    )
     return file.getvalue()
 
 
 def test_a_prompt_ends_where_its_answer_begins_and_its_items_are_as_facts_say(tmp_path):
-    save(tmp_path, byte_level(QWEN_VL), QWEN2_VL, eos_token="<|im_end|>", image_token="<|image_pad|>")
+    save(
+        tmp_path, byte_level(QWEN_VL), QWEN2_VL, eos_token="<|im_end|>", image_token="<|image_pad|>"
+    )
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     chat = load_chat(ChatFormat(str(tmp_path)))
     vision = VisionConfig(1, 32, 2, 48, 4, images=SmartResize(4, 2, 64, 4096))
-    first = make_prompt("What is <image>, and <image>?", {"image": [encoded(30, 20), encoded(90, 64)]})
+    first = make_prompt(
+        "What is <image>, and <image>?", {"image": [encoded(30, 20), encoded(90, 64)]}
+    )
     broken = UserPrompt(first.conversation, (first.media[0], first.media[1][:30]))
     prompts = UserPromptSource([first, make_prompt("What?", {}), broken], chat, {"eyes": vision})
     facts, sample = prompts.facts(0), prompts.sample(0)

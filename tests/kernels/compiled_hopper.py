@@ -26,7 +26,11 @@ def compile_case(mesh: Mesh, heads: int, kv_heads: int, width: int, cap: float) 
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, mask: MaskSpec) -> jax.Array:
         plan = plan_tiles(mask, plan_blocks(mask, tiles))
-        return hopper_attention(q, k, v, plan, Scores(width**-0.5, cap, tiles)).astype(jnp.float32).sum()
+        return (
+            hopper_attention(q, k, v, plan, Scores(width**-0.5, cap, tiles))
+            .astype(jnp.float32)
+            .sum()
+        )
 
     def struct(shape: tuple[int, ...], dtype: type) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))

@@ -20,7 +20,9 @@ CASES = {
 }
 
 
-def temporary_bytes(mesh: Mesh, length: int, heads: int, kv_heads: int, width: int, max_block: int = MAX_BLOCK) -> int:
+def temporary_bytes(
+    mesh: Mesh, length: int, heads: int, kv_heads: int, width: int, max_block: int = MAX_BLOCK
+) -> int:
     tiles = tiles_for(width, length, max_block)
     scores = Scores(width**-0.5, 0.0, tiles)
 

@@ -32,7 +32,9 @@ def random_mask(rng: np.random.Generator, rows: int, length: int) -> MaskSpec:
     return MaskSpec(*(None if x is None else jnp.asarray(x, jnp.int32) for x in fields))
 
 
-def exact_attention(q, k, v, weight, mask: MaskSpec, scale: float, cap: float) -> tuple[np.ndarray, ...]:
+def exact_attention(
+    q, k, v, weight, mask: MaskSpec, scale: float, cap: float
+) -> tuple[np.ndarray, ...]:
     """Compute the output, and the gradients of its sum weighted by `weight`, in float64 and with all scores at once.
 
     In float32 `dense_attention` is itself up to 2e-5 from this.
@@ -76,7 +78,8 @@ def test_outputs_and_gradients_are_those_of_attention_in_float64(seed):
     cap = float(rng.choice([0, 1.5]))
     mask = random_mask(rng, 2, length)
     q, k, v, weight = (
-        jnp.asarray(rng.normal(size=(2, length, n, width)), jnp.float32) for n in (heads, kv_heads, kv_heads, heads)
+        jnp.asarray(rng.normal(size=(2, length, n, width)), jnp.float32)
+        for n in (heads, kv_heads, kv_heads, heads)
     )
 
     @jax.jit
@@ -100,7 +103,9 @@ def test_every_allowed_pair_is_listed_and_no_whole_pair_has_a_masked_one(sizes):
         mask = pad_mask(random_mask(rng, 2, 90), 96)
         q_size, k_size = sizes
         whole, live = map(np.asarray, block_pairs(mask, mask, q_size, k_size))
-        by_block = np.asarray(allowed(mask, mask)).reshape(2, 96 // q_size, q_size, 96 // k_size, k_size)
+        by_block = np.asarray(allowed(mask, mask)).reshape(
+            2, 96 // q_size, q_size, 96 // k_size, k_size
+        )
         by_block = by_block.transpose(0, 1, 3, 2, 4).reshape(*whole.shape, -1)
         assert not (by_block.any(-1) & ~live).any()
         assert not (whole & ~by_block.all(-1)).any()
@@ -119,16 +124,28 @@ def test_most_pairs_in_the_blocks_that_causal_rows_visit_are_allowed():
         lengths = lengths[np.cumsum(lengths) <= 16_384]
         useful += int((lengths * (lengths + 1) // 2).sum())
         rows.append(
-            np.pad(np.repeat(np.arange(len(lengths)), lengths), (0, 16_384 - lengths.sum()), constant_values=-1)
+            np.pad(
+                np.repeat(np.arange(len(lengths)), lengths),
+                (0, 16_384 - lengths.sum()),
+                constant_values=-1,
+            )
         )
     sample = jnp.asarray(np.stack(rows), jnp.int32)
     ones = jnp.ones_like(sample)
-    mask = MaskSpec(sample, jnp.broadcast_to(jnp.arange(16_384), sample.shape), 0 * ones, ones, ones)
+    mask = MaskSpec(
+        sample, jnp.broadcast_to(jnp.arange(16_384), sample.shape), 0 * ones, ones, ones
+    )
     tiles = tiles_for(128, 16_384)
     plan = jax.jit(lambda mask: plan_blocks(mask, tiles))(mask)
     shares = {}
-    for name, lists in (("forward", plan.forward), ("d_query", plan.d_query), ("d_key", plan.d_key)):
-        shares[name] = useful / (int(lists.count[..., 1].sum()) * getattr(tiles, name).q * getattr(tiles, name).k)
+    for name, lists in (
+        ("forward", plan.forward),
+        ("d_query", plan.d_query),
+        ("d_key", plan.d_key),
+    ):
+        shares[name] = useful / (
+            int(lists.count[..., 1].sum()) * getattr(tiles, name).q * getattr(tiles, name).k
+        )
     print(shares)
     assert min(shares.values()) >= 0.75
 
@@ -137,5 +154,10 @@ def test_a_pair_that_is_wrongly_called_whole_is_found():
     mask = random_mask(np.random.default_rng(0), 1, 64)
     whole, live = block_pairs(mask, mask, 16, 16)
     wrong = whole | live
-    by_block = np.asarray(allowed(mask, mask)).reshape(1, 4, 16, 4, 16).transpose(0, 1, 3, 2, 4).reshape(1, 4, 4, -1)
+    by_block = (
+        np.asarray(allowed(mask, mask))
+        .reshape(1, 4, 16, 4, 16)
+        .transpose(0, 1, 3, 2, 4)
+        .reshape(1, 4, 4, -1)
+    )
     assert (np.asarray(wrong) & ~by_block.all(-1)).any()

@@ -10,7 +10,15 @@ from test_flash_attention import exact_attention, random_mask
 
 from mmjax.kernels import masked_tiles
 from mmjax.kernels.flash_attention import Scores, plan_blocks
-from mmjax.kernels.masked_tiles import KEYS, OLDEST_JAX, QUERIES, TILE, TileLists, plan_tiles, unsupported
+from mmjax.kernels.masked_tiles import (
+    KEYS,
+    OLDEST_JAX,
+    QUERIES,
+    TILE,
+    TileLists,
+    plan_tiles,
+    unsupported,
+)
 from mmjax.kernels.masks import MaskSpec, allowed, pad_mask
 from mmjax.kernels.tiles import tiles_for
 
@@ -53,7 +61,10 @@ def test_packed_samples_windows_and_items_have_room_and_kinds_at_random_have_not
     one = np.ones_like(pos)
 
     def fits(sample, span=0 * pos, sees=one, kind=one, reach=None) -> bool:
-        fields = (x if x is None else jnp.asarray(x, jnp.int32) for x in (sample, pos, span, kind, sees, reach))
+        fields = (
+            x if x is None else jnp.asarray(x, jnp.int32)
+            for x in (sample, pos, span, kind, sees, reach)
+        )
         plan = jax.jit(lambda mask: plan_tiles(mask, plan_blocks(mask, TILES)))(MaskSpec(*fields))
         return bool(plan.by_query.fits.all() & plan.by_key.fits.all())
 
@@ -79,7 +90,13 @@ def test_packed_samples_windows_and_items_have_room_and_kinds_at_random_have_not
     ],
 )
 def test_the_reason_is_named_why_attention_runs_in_triton(reason, changes, monkeypatch):
-    hopper = {"capability": "9.0", "length": 4096, "head_width": 128, "itemsize": 2, "max_block": 128}
+    hopper = {
+        "capability": "9.0",
+        "length": 4096,
+        "head_width": 128,
+        "itemsize": 2,
+        "max_block": 128,
+    }
     monkeypatch.setattr(jax, "__version_info__", OLDEST_JAX)
     assert unsupported(**hopper) is None
     if reason.startswith("JAX"):
@@ -88,7 +105,9 @@ def test_the_reason_is_named_why_attention_runs_in_triton(reason, changes, monke
     assert unsupported(**hopper | changes) == reason
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="JAX cannot interpret Mosaic GPU kernels before version 0.11.2")
+@pytest.mark.skipif(
+    not INTERPRETED, reason="JAX cannot interpret Mosaic GPU kernels before version 0.11.2"
+)
 @pytest.mark.default_cases("0", "1")
 @pytest.mark.parametrize("seed", range(8))
 def test_outputs_and_gradients_are_those_of_attention_in_float64(seed, monkeypatch):
@@ -114,7 +133,9 @@ def test_outputs_and_gradients_are_those_of_attention_in_float64(seed, monkeypat
         out, pull_back = jax.vjp(lambda *x: hopper_attention(*x, plan, scores), q, k, v)
         return out, *pull_back(weight)
 
-    exact = exact_attention(*(np.asarray(x, np.float32) for x in (q, k, v, weight)), mask, scores.scale, cap)
+    exact = exact_attention(
+        *(np.asarray(x, np.float32) for x in (q, k, v, weight)), mask, scores.scale, cap
+    )
     for found, wanted in zip(ours(q, k, v), exact, strict=True):
         error = np.abs(np.asarray(found, np.float64) - wanted).max() / np.abs(wanted).max()
         assert error < 0.008  # of operands in bfloat16

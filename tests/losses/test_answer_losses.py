@@ -69,7 +69,9 @@ def test_losses_of_pairs_and_their_gradients_are_those_of_torch(text, kind):
     reference, trained = text.loss_inputs["reference_log_probs"], text.weight > 0
 
     def ours(log_probs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        losses, values = dpo.token_losses(log_probs, reference, jax.tree.map(jnp.asarray, text), config)
+        losses, values = dpo.token_losses(
+            log_probs, reference, jax.tree.map(jnp.asarray, text), config
+        )
         return jnp.where(trained, text.weight * losses, 0).sum(), values
 
     (loss, values), gradient = jax.value_and_grad(ours, has_aux=True)(log_probs_of(text))
@@ -79,7 +81,9 @@ def test_losses_of_pairs_and_their_gradients_are_those_of_torch(text, kind):
         for number in range(3 - row):
             ratios = []
             for bit in (CHOSEN, REJECTED):
-                here = torch.tensor((text.sample[row] == number) & (text.kind[row] == bit) & trained[row])
+                here = torch.tensor(
+                    (text.sample[row] == number) & (text.kind[row] == bit) & trained[row]
+                )
                 ratio = (there[row] - torch.tensor(reference[row]))[here]
                 ratios.append(ratio.mean() if kind == "sigmoid_norm" else ratio.sum())
             total = total - torch.nn.functional.logsigmoid(config.beta * (ratios[0] - ratios[1]))
@@ -97,7 +101,9 @@ def test_losses_by_odds_of_pairs_and_their_gradients_are_those_of_torch(text):
     log_probs = -np.abs(log_probs_of(text))
 
     def ours(log_probs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        losses, values = orpo.token_losses(log_probs, jnp.zeros(()), jax.tree.map(jnp.asarray, text), config)
+        losses, values = orpo.token_losses(
+            log_probs, jnp.zeros(()), jax.tree.map(jnp.asarray, text), config
+        )
         return jnp.where(trained, text.weight * losses, 0).sum(), values
 
     (loss, values), gradient = jax.value_and_grad(ours, has_aux=True)(log_probs)
@@ -105,10 +111,17 @@ def test_losses_by_odds_of_pairs_and_their_gradients_are_those_of_torch(text):
     total = torch.zeros((), dtype=torch.float64)
     for row in range(ROWS):
         for number in range(3 - row):
-            of_answers = [(text.sample[row] == number) & (text.kind[row] == bit) & trained[row] for bit in ANSWERS]
+            of_answers = [
+                (text.sample[row] == number) & (text.kind[row] == bit) & trained[row]
+                for bit in ANSWERS
+            ]
             better, worse = (there[row][here].double().mean() for here in of_answers)
             odds = [x.exp() / (1 - x.exp()) for x in (better, worse)]
-            total = total - better - config.beta * torch.nn.functional.logsigmoid(torch.log(odds[0] / odds[1]))
+            total = (
+                total
+                - better
+                - config.beta * torch.nn.functional.logsigmoid(torch.log(odds[0] / odds[1]))
+            )
     total.backward()
     np.testing.assert_allclose(loss, total.item(), rtol=1e-5)
     np.testing.assert_allclose(gradient, there.grad.numpy(), rtol=1e-4, atol=1e-6)
@@ -119,13 +132,17 @@ def test_losses_by_odds_of_pairs_and_their_gradients_are_those_of_torch(text):
 @pytest.mark.parametrize("shift", [-1.0, 1.0], ids=["divergence below 0", "divergence above 0"])
 def test_losses_of_judged_answers_and_their_gradients_are_those_of_torch(text, kind, shift):
     config = Kto(0.7, kind, desirable_weight=1.5, undesirable_weight=0.8, reference="stored")
-    label = np.where((text.sample + np.arange(ROWS)[:, None]) % 2 == 0, 1.0, -1.0).astype(np.float32)
+    label = np.where((text.sample + np.arange(ROWS)[:, None]) % 2 == 0, 1.0, -1.0).astype(
+        np.float32
+    )
     text = text._replace(loss_inputs=text.loss_inputs | {"labels": label})
     trained, reference = text.weight > 0, text.loss_inputs["reference_log_probs"]
     log_probs = log_probs_of(text) + np.float32(shift) * ((text.kind == REJECTED) & trained)
 
     def ours(log_probs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        losses, values = kto.token_losses(log_probs, reference, jax.tree.map(jnp.asarray, text), config)
+        losses, values = kto.token_losses(
+            log_probs, reference, jax.tree.map(jnp.asarray, text), config
+        )
         return jnp.where(trained, text.weight * losses, 0).sum(), values
 
     (loss, values), gradient = jax.value_and_grad(ours, has_aux=True)(log_probs)
@@ -135,13 +152,17 @@ def test_losses_of_judged_answers_and_their_gradients_are_those_of_torch(text, k
     for row in range(ROWS):
         for number in range(3 - row):
             for of_answer, bit in zip(ratios, ANSWERS, strict=True):
-                here = torch.tensor((text.sample[row] == number) & (text.kind[row] == bit) & trained[row])
+                here = torch.tensor(
+                    (text.sample[row] == number) & (text.kind[row] == bit) & trained[row]
+                )
                 of_answer.append((there[row] - torch.tensor(reference[row]))[here].sum())
             labels.append(float(label[row][text.sample[row] == number][0]))
     own, others = map(torch.stack, ratios)
     divergence = others.mean().detach().clamp(min=0) if kind == "kto" else 0.0
     of_kind = torch.tensor([1.5 if value > 0 else 0.8 for value in labels])
-    total = (of_kind * (1 - torch.sigmoid(config.beta * torch.tensor(labels) * (own - divergence)))).sum()
+    total = (
+        of_kind * (1 - torch.sigmoid(config.beta * torch.tensor(labels) * (own - divergence)))
+    ).sum()
     total.backward()
     np.testing.assert_allclose(loss, total.item(), rtol=1e-5)
     np.testing.assert_allclose(gradient, there.grad.numpy(), atol=1e-6)
@@ -166,7 +187,9 @@ def test_odds_of_an_answer_that_is_certain_are_finite(text):
     here = jax.tree.map(jnp.asarray, text)
 
     def loss(log_probs: jax.Array) -> jax.Array:
-        return jnp.where(text.weight > 0, orpo.token_losses(log_probs, certain, here, Orpo())[0], 0).sum()
+        return jnp.where(
+            text.weight > 0, orpo.token_losses(log_probs, certain, here, Orpo())[0], 0
+        ).sum()
 
     value, gradient = jax.value_and_grad(loss)(certain)
     assert np.isfinite(value)
@@ -179,7 +202,9 @@ def test_losses_of_rollouts_and_their_gradients_are_those_of_torch(text, beta):
     inputs = {name: torch.tensor(x) for name, x in text.loss_inputs.items()}
 
     def ours(log_probs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        losses, values = grpo.token_losses(log_probs, text.loss_inputs["reference_log_probs"], text, config)
+        losses, values = grpo.token_losses(
+            log_probs, text.loss_inputs["reference_log_probs"], text, config
+        )
         return (text.weight * losses).sum(), values
 
     (loss, values), gradient = jax.value_and_grad(ours, has_aux=True)(log_probs_of(text))
@@ -189,7 +214,9 @@ def test_losses_of_rollouts_and_their_gradients_are_those_of_torch(text, beta):
     advantage = inputs["advantages"]
     losses = -torch.minimum(ratio * advantage, bounded * advantage)
     difference = inputs["reference_log_probs"] - there
-    total = (torch.tensor(text.weight) * (losses + beta * (difference.exp() - difference - 1))).sum()
+    total = (
+        torch.tensor(text.weight) * (losses + beta * (difference.exp() - difference - 1))
+    ).sum()
     total.backward()
     np.testing.assert_allclose(loss, total.item(), rtol=1e-5)
     np.testing.assert_allclose(gradient, there.grad.numpy(), atol=1e-6)

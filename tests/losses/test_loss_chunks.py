@@ -37,11 +37,15 @@ from mmjax.runtime.executor import Executor
 ALONE, SHARED = MESHES["one device"], MESHES["data=2 x fsdp=2 x tensor=2"]
 
 
-def config(chunks: int, tied: bool = True, precision: str = "float32", encoders: bool = True) -> Config:
+def config(
+    chunks: int, tied: bool = True, precision: str = "float32", encoders: bool = True
+) -> Config:
     base = tiny_config()
     llm = replace(base.model.llm, tied=tied)
     model = replace(base.model, llm=llm) if encoders else ModelConfig(llm)
-    return replace(base, model=model, training=replace(base.training, loss_chunks=chunks, precision=precision))
+    return replace(
+        base, model=model, training=replace(base.training, loss_chunks=chunks, precision=precision)
+    )
 
 
 def of_text(batch: Microbatch) -> Microbatch:
@@ -52,7 +56,9 @@ def of_text(batch: Microbatch) -> Microbatch:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory) -> Callable[[Topology], list[tuple[Microbatch, ...]]]:
     """The first steps, as they are planned for these ranks."""
-    return cache(lambda topology: load_steps(config(1), tmp_path_factory.mktemp("data"), 10, topology))
+    return cache(
+        lambda topology: load_steps(config(1), tmp_path_factory.mktemp("data"), 10, topology)
+    )
 
 
 @cache
@@ -81,8 +87,13 @@ def rounding(loaded, first) -> Callable[[bool], float]:
     @cache
     def run(tied: bool) -> float:
         with optimized():
-            executor, batch = make_executor(config(1, tied, encoders=False), ALONE), of_text(loaded(ONE_RANK)[0][0])
-            found = gradients(executor, state_with(executor, parameters(tied, encoders=False)), [batch])
+            executor, batch = (
+                make_executor(config(1, tied, encoders=False), ALONE),
+                of_text(loaded(ONE_RANK)[0][0]),
+            )
+            found = gradients(
+                executor, state_with(executor, parameters(tied, encoders=False)), [batch]
+            )
         return worst_leaf(found.gradients, first(1, tied)[1])[0]
 
     return run
@@ -91,7 +102,9 @@ def rounding(loaded, first) -> Callable[[bool], float]:
 @pytest.mark.default_cases("4-tied")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("chunks", [2, 4, VOCAB])
-def test_loss_and_every_gradient_are_those_of_the_whole_logits_to_their_own_rounding(first, rounding, chunks, tied):
+def test_loss_and_every_gradient_are_those_of_the_whole_logits_to_their_own_rounding(
+    first, rounding, chunks, tied
+):
     (found, gradient), (wanted, whole) = first(chunks, tied), first(1, tied)
     assert found == pytest.approx(wanted, rel=1e-6)
     assert rounding(tied) < 3e-6
@@ -109,7 +122,9 @@ def test_in_bfloat16_they_are_as_close_as_rounding_allows(first):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_on_data_fsdp_and_tensor_they_are_those_of_one_device_and_nothing_is_replicated(loaded, tied):
+def test_on_data_fsdp_and_tensor_they_are_those_of_one_device_and_nothing_is_replicated(
+    loaded, tied
+):
     alone, shared = make_executor(config(2, tied), ALONE), make_executor(config(2, tied), SHARED)
     wanted = gradients(alone, state_with(alone, parameters(tied)), loaded(ONE_RANK)[0])
     with stderr_of() as written:
@@ -124,12 +139,15 @@ def test_on_data_fsdp_and_tensor_they_are_those_of_one_device_and_nothing_is_rep
 def test_ten_updates_give_the_losses_of_the_whole_logits(loaded):
     def losses(chunks: int) -> np.ndarray:
         executor = make_executor(config(chunks), ALONE)
-        return train(config(chunks), executor, state_with(executor, parameters(True)), loaded(ONE_RANK)).losses
+        return train(
+            config(chunks), executor, state_with(executor, parameters(True)), loaded(ONE_RANK)
+        ).losses
 
     np.testing.assert_allclose(losses(4), losses(1), rtol=1e-5)
 
 
-ROWS, LENGTH, LARGE = 8, 24, 1408  # sizes that nothing else in the program has, on a device or whole
+# sizes that nothing else in the program has, on a device or whole
+ROWS, LENGTH, LARGE = 8, 24, 1408
 
 
 def wide_text() -> tuple[Config, Microbatch]:
@@ -143,9 +161,17 @@ def wide_text() -> tuple[Config, Microbatch]:
 
 def compiled(mesh: MeshConfig, chunks: int) -> tuple[Executor, str]:
     made, batch = wide_text()
-    executor = make_executor(replace(made, training=replace(made.training, loss_chunks=chunks)), mesh)
+    executor = make_executor(
+        replace(made, training=replace(made.training, loss_chunks=chunks)), mesh
+    )
     trainable = executor.states[0].abstract.trainable
-    args = trainable, {}, jax.eval_shape(executor.zeros)[0], *executor.put(batch), {"llm": np.float32(1)}
+    args = (
+        trainable,
+        {},
+        jax.eval_shape(executor.zeros)[0],
+        *executor.put(batch),
+        {"llm": np.float32(1)},
+    )
     return executor, executor.programs[0].forward_backward.lower(*args).compile().as_text()
 
 
@@ -156,14 +182,19 @@ def shapes(program: str) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.default_cases("2 x 2 x 2")
-@pytest.mark.parametrize("mesh", [ALONE, MESHES["fsdp=8"], SHARED], ids=["one device", "fsdp=8", "2 x 2 x 2"])
+@pytest.mark.parametrize(
+    "mesh", [ALONE, MESHES["fsdp=8"], SHARED], ids=["one device", "fsdp=8", "2 x 2 x 2"]
+)
 def test_no_device_ever_holds_float32_logits_of_its_whole_vocabulary(mesh):
     for chunks in (1, 4):
         executor, program = compiled(mesh, chunks)
         ranks, tensor = mesh.data * mesh.fsdp, mesh.tensor
         positions, vocab = ROWS // ranks * LENGTH, LARGE // tensor
         rows = {(ROWS // ranks, LENGTH), (positions,)}
-        logits = {n: {tuple(sorted((*(r for r in of if r > 1), vocab // n))) for of in rows} for n in (1, 4)}
+        logits = {
+            n: {tuple(sorted((*(r for r in of if r > 1), vocab // n))) for of in rows}
+            for n in (1, 4)
+        }
         assert bool(shapes(program) & logits[1]) == (chunks == 1)
         assert bool(shapes(program) & logits[4]) == (chunks == 4)
         assert executor.objective.chunks == chunks

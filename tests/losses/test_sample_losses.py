@@ -24,7 +24,11 @@ def packed(rng: np.random.Generator, rows: int, length: int, first: int = 0):
                 break
             weight = rng.integers(0, 3, end - at).astype(np.float32)
             loss = weight * rng.uniform(0.1, 5, end - at).astype(np.float32)
-            text.sample[row, at:end], text.owner[row, at:end], text.weight[row, at:end] = number, owner, weight
+            text.sample[row, at:end], text.owner[row, at:end], text.weight[row, at:end] = (
+                number,
+                owner,
+                weight,
+            )
             losses[row, at:end] = loss
             if weight.any():
                 means[owner] = float(loss.sum() / weight.sum())
@@ -52,7 +56,9 @@ def test_over_microbatches_the_worst_of_all_stay():
     samples, losses, means = jnp.zeros(MAX_WORST, jnp.int32), jnp.zeros(MAX_WORST), {}
     for part, text, of in parts:
         more, theirs, _ = worst_samples(jnp.asarray(part), jax.tree.map(jnp.asarray, text))
-        samples, losses = highest_losses(jnp.concatenate([samples, more]), jnp.concatenate([losses, theirs]))
+        samples, losses = highest_losses(
+            jnp.concatenate([samples, more]), jnp.concatenate([losses, theirs])
+        )
         means |= of
     wanted = dict(sorted(means.items(), key=lambda pair: -pair[1])[:MAX_WORST])
     assert told((samples, losses)).keys() == wanted.keys()
@@ -64,7 +70,9 @@ def test_samples_whose_loss_is_not_finite_come_first_and_are_counted_and_taint_n
     bad = sorted(means)[3], sorted(means)[9]
     for sample, value in zip(bad, (np.nan, np.inf), strict=True):
         losses[(text.owner == sample) & (text.weight > 0)] = value
-    samples, highest, not_finite = worst_samples(jnp.asarray(losses), jax.tree.map(jnp.asarray, text))
+    samples, highest, not_finite = worst_samples(
+        jnp.asarray(losses), jax.tree.map(jnp.asarray, text)
+    )
     assert int(not_finite) == 2
     assert set(np.asarray(samples[:2]).tolist()) == set(bad)
     assert np.isinf(np.asarray(highest[:2])).all()

@@ -19,7 +19,10 @@ def step_loss(logits, text, total, sources):
     return step_losses.step_loss(cross_entropy.token_losses(logits, text), text, total, sources)
 
 
-token_losses, in_chunks = jax.jit(cross_entropy.token_losses), jax.jit(cross_entropy.losses_in_chunks, static_argnums=3)
+token_losses, in_chunks = (
+    jax.jit(cross_entropy.token_losses),
+    jax.jit(cross_entropy.losses_in_chunks, static_argnums=3),
+)
 
 
 @pytest.fixture
@@ -56,14 +59,18 @@ def reference(logits: np.ndarray, text: TextBatch) -> np.ndarray:
 
 
 def test_a_tokens_loss_is_its_weighted_cross_entropy(logits, text):
-    np.testing.assert_allclose(token_losses(logits, text), reference(logits, text), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        token_losses(logits, text), reference(logits, text), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_bfloat16_logits_are_summed_in_float32(logits, text):
     half = logits.astype(jnp.bfloat16)
     found = token_losses(half, text)
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, reference(half.astype(np.float32), text), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        found, reference(half.astype(np.float32), text), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_tokens_without_a_weight_cost_exactly_nothing_whatever_is_predicted_there(logits, text):
@@ -97,7 +104,9 @@ def test_the_parts_of_a_step_add_up_to_its_loss_however_unequal_their_weights(lo
 def factors() -> tuple[np.ndarray, np.ndarray]:
     """Activations and a table whose scores lie between -15 and 15."""
     rng = np.random.default_rng(2)
-    return 2 * rng.standard_normal((ROWS, LENGTH, WIDTH), np.float32), rng.standard_normal((VOCAB, WIDTH), np.float32)
+    return 2 * rng.standard_normal((ROWS, LENGTH, WIDTH), np.float32), rng.standard_normal(
+        (VOCAB, WIDTH), np.float32
+    )
 
 
 def gradients(hidden, table, text, chunks):
@@ -113,7 +122,9 @@ def test_a_loss_in_chunks_is_that_of_all_logits_with_its_gradients(chunks, facto
 
 
 def test_one_chunk_is_the_loss_of_the_whole_logits_to_the_bit(factors, text):
-    whole = jax.jit(lambda hidden, table: cross_entropy.token_losses(logits_of(hidden, table), text))
+    whole = jax.jit(
+        lambda hidden, table: cross_entropy.token_losses(logits_of(hidden, table), text)
+    )
     np.testing.assert_array_equal(in_chunks(*factors, text, 1), whole(*factors))
 
 
@@ -127,7 +138,9 @@ def test_in_bfloat16_chunks_add_the_activations_gradient_in_float32(factors, tex
         for gradient, wanted in zip(gradients(*half, text, chunks), exact, strict=True):
             assert gradient.dtype == jnp.bfloat16
             # Two roundings: of each part's gradient, and of the sum.
-            np.testing.assert_allclose(gradient.astype(jnp.float32), wanted, atol=2**-7 * np.abs(wanted).max())
+            np.testing.assert_allclose(
+                gradient.astype(jnp.float32), wanted, atol=2**-7 * np.abs(wanted).max()
+            )
 
 
 def test_in_chunks_too_tokens_without_a_weight_cost_exactly_nothing(factors, text):
@@ -141,6 +154,11 @@ def test_in_chunks_too_tokens_without_a_weight_cost_exactly_nothing(factors, tex
 
 
 def test_scores_too_large_for_an_exponential_are_summed_across_chunks(text):
-    hidden, table = np.ones((ROWS, LENGTH, 1), np.float32), np.linspace(-400, 400, VOCAB, dtype=np.float32)[:, None]
-    np.testing.assert_allclose(in_chunks(hidden, table, text, 4), in_chunks(hidden, table, text, 1), rtol=1e-6)
+    hidden, table = (
+        np.ones((ROWS, LENGTH, 1), np.float32),
+        np.linspace(-400, 400, VOCAB, dtype=np.float32)[:, None],
+    )
+    np.testing.assert_allclose(
+        in_chunks(hidden, table, text, 4), in_chunks(hidden, table, text, 1), rtol=1e-6
+    )
     assert np.isfinite(gradients(hidden, table, text, 4)[1]).all()

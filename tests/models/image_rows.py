@@ -20,6 +20,10 @@ def rows_of_images(rows: Sequence[Sequence[Size]], length: int) -> ItemBatch:
         for number, (height, width) in enumerate(sizes):
             here = slice(at, at + height * width)
             item[row, here] = number
-            coordinates[row, here, 1:] = np.stack(np.indices((height, width)), axis=-1).reshape(-1, 2)
+            coordinates[row, here, 1:] = np.stack(np.indices((height, width)), axis=-1).reshape(
+                -1, 2
+            )
             at += height * width
-    return ItemBatch(np.zeros((*item.shape, 0), np.float32), item, coordinates, item, np.zeros_like(item))
+    return ItemBatch(
+        np.zeros((*item.shape, 0), np.float32), item, coordinates, item, np.zeros_like(item)
+    )

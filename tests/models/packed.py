@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch
-from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, LogMel, ModelConfig, VisionConfig
+from mmjax.config import (
+    AudioConfig,
+    ConnectorConfig,
+    DecoderConfig,
+    LogMel,
+    ModelConfig,
+    VisionConfig,
+)
 from mmjax.config.model import layers_of
 from mmjax.config.unit_stages import LayerRange
 from mmjax.models.decoder import logits_of
@@ -54,7 +61,9 @@ def tiny(
 def build(config=None, cuts=None, seed=0):
     """A float32 model and random parameters, biases and scales too; the same for any run borders."""
     model = Model.build(tiny() if config is None else config, jnp.float32, cuts)
-    shapes = unstack_layers(model.abstract, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype))
+    shapes = unstack_layers(
+        model.abstract, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    )
     rng = np.random.default_rng(seed)
 
     def born(path, leaf):
@@ -104,7 +113,9 @@ def positions(segment, merge=2):
             for y in range(top, top + merge):
                 for x in range(left, left + merge):
                     inside = y < height and x < width
-                    pixels = np.float32(127.5) * (content[y, x] + 1) if inside else 0 * content[0, 0]
+                    pixels = (
+                        np.float32(127.5) * (content[y, x] + 1) if inside else 0 * content[0, 0]
+                    )
                     values.append(pixels)  # of 0..255, so that the encoder sees the content
                     valid.append(inside)
                     coordinates.append((0, y, x))
@@ -133,7 +144,11 @@ def pack(rows, lengths, items="causal", encoders=("vision", "audio"), merge=2, o
             start = t
             for segment in sample:
                 text = segment.kind == "text"
-                size = len(segment.content) if text else len(positions(segment)[1]) // _group(segment.kind, merge)
+                size = (
+                    len(segment.content)
+                    if text
+                    else len(positions(segment)[1]) // _group(segment.kind, merge)
+                )
                 here = slice(t, t + size)
                 span += not text
                 if text:
@@ -178,7 +193,9 @@ def _pack_items(name, rows, owners, length, merge):
             here = slice(used, used + len(values))
             item = np.where(valid, count, -1)
             offset = before + np.arange(len(values))
-            for array, content in zip(packed[-1], (values, item, owner, offset, coordinates), strict=True):
+            for array, content in zip(
+                packed[-1], (values, item, owner, offset, coordinates), strict=True
+            ):
                 array[here] = content
             group = _group(name, merge)
             first = ((len(packed) - 1) * length + used) // group
@@ -186,7 +203,9 @@ def _pack_items(name, rows, owners, length, merge):
             used, count, before = used + len(values), count + 1, before + len(values)
     assert len(packed) <= len(rows), f"{name} needs {len(packed)} rows of {length}"
     packed += [empty] * (len(rows) - len(packed))
-    values, item, owner, offset, coordinates = (jnp.asarray(np.stack(x)) for x in zip(*packed, strict=True))
+    values, item, owner, offset, coordinates = (
+        jnp.asarray(np.stack(x)) for x in zip(*packed, strict=True)
+    )
     ints = (x.astype(jnp.int32) for x in (item, coordinates, owner, offset))
     batch = ItemBatch(values, *ints)
     return batch, slots
@@ -221,10 +240,14 @@ def assert_trees_close(got, expected, tolerance=1e-5):
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         error, scale = np.abs(a - b).max(), np.abs(b).max()
-        assert error <= tolerance * max(scale, 1e-6), f"{jax.tree_util.keystr(path)}: {error} of {scale}"
+        assert error <= tolerance * max(scale, 1e-6), (
+            f"{jax.tree_util.keystr(path)}: {error} of {scale}"
+        )
 
 
 def cut_tower(model, tower, cuts):
     """A stage of its own for the layers between two cuts of a tower."""
     ends = (0, *cuts, layers_of(model.config, tower))
-    return [Stage.of_layers(model, [LayerRange(tower, *layers)]) for layers in itertools.pairwise(ends)]
+    return [
+        Stage.of_layers(model, [LayerRange(tower, *layers)]) for layers in itertools.pairwise(ends)
+    ]

@@ -23,7 +23,9 @@ def as_mask(rows):
     """Rows of (sample, span, kind, sees) per token as a MaskSpec."""
     table = np.array(rows, np.int32)
     pos = np.broadcast_to(np.arange(table.shape[1], dtype=np.int32), table.shape[:2])
-    return MaskSpec(*map(jnp.asarray, (table[..., 0], pos, table[..., 1], table[..., 2], table[..., 3])))
+    return MaskSpec(
+        *map(jnp.asarray, (table[..., 0], pos, table[..., 1], table[..., 2], table[..., 3]))
+    )
 
 
 def by_hand(mask):
@@ -37,7 +39,10 @@ def by_hand(mask):
                 if sample[r, q] < 0 or sample[r, q] != sample[r, k]:
                     continue
                 inside = span[r, q] != 0 and span[r, q] == span[r, k]
-                before = 0 <= pos[r, q] - pos[r, k] < reach[r, q] and (int(sees[r, q]) & int(kind[r, k])) != 0
+                before = (
+                    0 <= pos[r, q] - pos[r, k] < reach[r, q]
+                    and (int(sees[r, q]) & int(kind[r, k])) != 0
+                )
                 ok[r, q, k] = inside or before
     return ok
 
@@ -47,12 +52,29 @@ T = (0, 0, TEXT, ALL)  # sample, span, kind, sees
 ROWS = {
     "plain causal": [[(s, 0, TEXT, ALL) for s in (0, 0, 0, 1, 1, 2, -1, -1)]],
     "bidirectional in an item": [
-        [T, *[(0, 1, IMAGE, ALL)] * 2, *[(0, 2, IMAGE, ALL)] * 2, T, (1, 1, IMAGE, ALL), (-1, 0, 0, 0)]
+        [
+            T,
+            *[(0, 1, IMAGE, ALL)] * 2,
+            *[(0, 2, IMAGE, ALL)] * 2,
+            T,
+            (1, 1, IMAGE, ALL),
+            (-1, 0, 0, 0),
+        ]
     ],
     "isolated items": [
-        [T, *[(0, 1, IMAGE, 0)] * 2, (0, 2, IMAGE, 0), T, (0, 0, TEXT, TEXT), (1, 1, IMAGE, 0), (1, 0, TEXT, ALL)]
+        [
+            T,
+            *[(0, 1, IMAGE, 0)] * 2,
+            (0, 2, IMAGE, 0),
+            T,
+            (0, 0, TEXT, TEXT),
+            (1, 1, IMAGE, 0),
+            (1, 0, TEXT, ALL),
+        ]
     ],
-    "question branches": [[T, *[(0, 1, IMAGE, ALL)] * 2, *[(0, 0, 4, ALL | 4)] * 2, *[(0, 0, 8, ALL | 8)] * 3]],
+    "question branches": [
+        [T, *[(0, 1, IMAGE, ALL)] * 2, *[(0, 0, 4, ALL | 4)] * 2, *[(0, 0, 8, ALL | 8)] * 3]
+    ],
 }
 
 
@@ -63,7 +85,9 @@ def test_mask_spec_allows_what_a_loop_over_its_definition_allows(name):
 
 
 def test_the_papers_kinds_of_mask_look_as_they_should():
-    causal, items, isolated, branches = (np.asarray(allowed(m, m)[0]) for m in map(as_mask, ROWS.values()))
+    causal, items, isolated, branches = (
+        np.asarray(allowed(m, m)[0]) for m in map(as_mask, ROWS.values())
+    )
     assert causal[:3, :3].tolist() == np.tri(3, dtype=bool).tolist()
     assert not causal[3:, :3].any()
     assert not causal[6:].any()
@@ -82,7 +106,11 @@ def test_random_mask_specs_allow_what_the_loop_allows_after_any_permutation(seed
     rng = np.random.default_rng(seed)
     length = 17
     fields = [np.sort(rng.integers(-1, 4, length)), np.arange(length), rng.integers(0, 3, length)]
-    fields += [1 << rng.integers(0, 3, length), rng.integers(0, 8, length), rng.integers(1, length, length)]
+    fields += [
+        1 << rng.integers(0, 3, length),
+        rng.integers(0, 8, length),
+        rng.integers(1, length, length),
+    ]
     order = rng.permutation(length)
     mask = MaskSpec(*(jnp.asarray(f[order], jnp.int32)[None] for f in fields))
     np.testing.assert_array_equal(allowed(mask, mask), by_hand(mask))
@@ -90,7 +118,10 @@ def test_random_mask_specs_allow_what_the_loop_allows_after_any_permutation(seed
 
 def random_case(seed, length, heads, kv_heads, dtype=jnp.float32, rows=2):
     rng = np.random.default_rng(seed)
-    q, k, v = (jnp.asarray(rng.normal(size=(rows, length, n, 8)), dtype) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(rows, length, n, 8)), dtype)
+        for n in (heads, kv_heads, kv_heads)
+    )
     sample = np.sort(rng.integers(0, 4, (rows, length)), axis=1)
     sample[:, length - length // 8 :] = -1
     span = np.where(rng.random((rows, length)) < 0.5, 1 + np.arange(length) // 7, 0)
@@ -109,7 +140,9 @@ def random_case(seed, length, heads, kv_heads, dtype=jnp.float32, rows=2):
         (53, 16, 4, 2, 9, Scoring(0.7, 1.5)),
     ],
 )
-def test_blockwise_equals_dense_in_values_and_gradients(length, block, heads, kv_heads, window, scoring):
+def test_blockwise_equals_dense_in_values_and_gradients(
+    length, block, heads, kv_heads, window, scoring
+):
     q, k, v, mask = random_case(length, length, heads, kv_heads)
     if window:
         mask = mask._replace(reach=jnp.full_like(mask.pos, window))
@@ -196,7 +229,9 @@ def test_other_samples_change_not_one_bit(backend):
 
 def test_blockwise_keeps_no_scores_for_the_backward_pass():
     q, k, v, mask = random_case(6, 512, 2, 2, rows=1)
-    kept = jax.eval_shape(lambda q: jax.vjp(lambda q: blockwise_attention(q, k, v, mask, mask, 64), q)[1], q)
+    kept = jax.eval_shape(
+        lambda q: jax.vjp(lambda q: blockwise_attention(q, k, v, mask, mask, 64), q)[1], q
+    )
     assert max(x.size for x in jax.tree.leaves(kept)) <= q.size
 
 
@@ -206,8 +241,12 @@ def test_heads_that_do_not_divide_are_refused():
         attention(q, k, v, mask, "dense")
 
 
-@pytest.mark.parametrize(("backend", "encoders"), [("blockwise", "tensor"), ("flash", "tensor"), ("blockwise", "data")])
-def test_on_a_mesh_each_device_visits_its_own_rows_and_heads_and_nothing_is_exchanged(backend, encoders):
+@pytest.mark.parametrize(
+    ("backend", "encoders"), [("blockwise", "tensor"), ("flash", "tensor"), ("blockwise", "data")]
+)
+def test_on_a_mesh_each_device_visits_its_own_rows_and_heads_and_nothing_is_exchanged(
+    backend, encoders
+):
     config = MeshConfig(data=2, fsdp=2, tensor=2, encoders=encoders)
     mesh, rules = make_mesh(config, jax.devices()[:8]), ShardingRules.of(config)
     axes = ("data", "fsdp", "tensor") if encoders == "data" else ("data", "fsdp")
@@ -221,7 +260,9 @@ def test_on_a_mesh_each_device_visits_its_own_rows_and_heads_and_nothing_is_exch
     rows = NamedSharding(mesh, PartitionSpec(axes))
     placed = (*(jax.device_put(x, heads) for x in (q, k, v)), jax.device_put(mask, rows))
     with activations_on(mesh, rules), encoding():
-        program = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=4).lower(*placed, backend).compile()
+        program = (
+            jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=4).lower(*placed, backend).compile()
+        )
     for ours, theirs in zip(program(*placed), wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
     assert not re.search(r"all-(reduce|gather|to-all)", program.as_text())

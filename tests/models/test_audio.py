@@ -10,9 +10,9 @@ from mmjax.models.encoders import sinusoids, taps
 def convolution(x, weight, stride):
     """XLA's own convolution of kernel 3 with one frame of zero padding on either side."""
     kernel = weight.reshape(3, x.shape[-1], -1)
-    return jax.lax.conv_general_dilated(x[None], kernel, (stride,), [(1, 1)], dimension_numbers=("NWC", "WIO", "NWC"))[
-        0
-    ]
+    return jax.lax.conv_general_dilated(
+        x[None], kernel, (stride,), [(1, 1)], dimension_numbers=("NWC", "WIO", "NWC")
+    )[0]
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -26,7 +26,9 @@ def test_taps_of_packed_clips_are_each_clips_own_convolution(stride):
     weight = rng.normal(size=(18, 4)).astype(np.float32)
     packed = taps(jnp.asarray(x), jnp.asarray(item), stride)[0] @ weight
     for i, n in enumerate(lengths):
-        alone = convolution(jnp.asarray(x[0, starts[i] : starts[i] + n]), jnp.asarray(weight), stride)
+        alone = convolution(
+            jnp.asarray(x[0, starts[i] : starts[i] + n]), jnp.asarray(weight), stride
+        )
         first = starts[i] // stride
         np.testing.assert_allclose(packed[first : first + len(alone)], alone, atol=1e-5)
         assert (packed[first + len(alone) : starts[i + 1] // stride] == 0).all()
@@ -36,7 +38,9 @@ def test_sinusoids_are_whispers():
     table = np.asarray(sinusoids(jnp.arange(7)[None], 8))[0]
     scales = np.exp(-np.log(10000) / 3 * np.arange(4))
     angles = np.arange(7)[:, None] * scales
-    np.testing.assert_allclose(table, np.concatenate([np.sin(angles), np.cos(angles)], 1), atol=1e-5)
+    np.testing.assert_allclose(
+        table, np.concatenate([np.sin(angles), np.cos(angles)], 1), atol=1e-5
+    )
 
 
 def test_a_clips_place_in_the_row_does_not_matter_but_the_order_of_its_frames_does():

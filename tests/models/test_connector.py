@@ -21,7 +21,9 @@ def test_merged_image_tokens_carry_their_row_and_column():
     x = jnp.tile(random_rows(4), (1, 2, 1))
     out = with_positions(x, jnp.zeros((1, 8), jnp.int32), jnp.asarray(coordinates))
     y, x_table = (with_positions.positions[name].weight[...] for name in ("y", "x"))
-    np.testing.assert_allclose(out[0, 1] - out[0, 0], y[1] + x_table[3] - y[0] - x_table[0], atol=1e-5)
+    np.testing.assert_allclose(
+        out[0, 1] - out[0, 0], y[1] + x_table[3] - y[0] - x_table[0], atol=1e-5
+    )
 
 
 def test_merged_audio_tokens_carry_their_time():
@@ -42,4 +44,6 @@ def test_padded_members_of_a_group_count_as_zeros():
 
 def test_a_row_that_does_not_divide_into_groups_is_refused():
     with pytest.raises(ValueError, match="6 positions do not divide into groups of 4"):
-        connector(2, 0, (1, 2))(random_rows(6), jnp.zeros((1, 6), jnp.int32), jnp.zeros((1, 6, 3), jnp.int32))
+        connector(2, 0, (1, 2))(
+            random_rows(6), jnp.zeros((1, 6), jnp.int32), jnp.zeros((1, 6, 3), jnp.int32)
+        )

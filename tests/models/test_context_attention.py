@@ -73,10 +73,14 @@ def test_rows_over_several_devices_attend_as_on_one(mesh, form, backend, window)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
-def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+def ragged_all_to_all(
+    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
+):
     """Do on CPUs, which have no such collective, what JAX documents of it; NaN where the sizes of two do not agree."""
     per_device = len(send_sizes) // jax.lax.axis_size(axis_name)
-    of_me = partial(jax.lax.dynamic_slice_in_dim, start_index=jax.lax.axis_index(axis_name) * per_device)
+    of_me = partial(
+        jax.lax.dynamic_slice_in_dim, start_index=jax.lax.axis_index(axis_name) * per_device
+    )
     agreed = (jax.lax.all_to_all(recv_sizes, axis_name, 0, 0, tiled=True) == send_sizes).all()
     place = jnp.arange(len(output))
     sent = jax.lax.all_gather((operand, input_offsets, send_sizes, output_offsets), axis_name)
@@ -94,7 +98,9 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     [(MeshConfig(context=2, data=1), "flash", 20), (MeshConfig(context=4, data=2), "blockwise", 0)],
     ids=["2", "data 2 x 4"],
 )
-def test_keys_that_no_query_of_a_device_may_attend_are_not_needed_there(monkeypatch, mesh, backend, window):
+def test_keys_that_no_query_of_a_device_may_attend_are_not_needed_there(
+    monkeypatch, mesh, backend, window
+):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     devices = mesh.context * max(1, mesh.data)
     *arrays, mask = shuffled(random_case(devices + window, 64, 4, 2), 5, 8)
@@ -115,8 +121,12 @@ def test_a_device_is_sent_hardly_more_than_its_queries_may_attend():
     rank = distribute_samples(block_work(mask, block), block_samples(mask, block), devices)
     order = token_order(rank, length, block)[0]
     of_row = MaskSpec(*(jnp.asarray(field[order][None]) for field in mask))
-    with activations_on(make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), RAGGED):
-        plan = jax.jit(lambda mask: plan_attention(mask, "blockwise", 8, (4, 2), jnp.dtype("float32")))(of_row)
+    with activations_on(
+        make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), RAGGED
+    ):
+        plan = jax.jit(
+            lambda mask: plan_attention(mask, "blockwise", 8, (4, 2), jnp.dtype("float32"))
+        )(of_row)
     owner = np.repeat(rank, block)
     attended = visible_keys(mask, owner, devices) & (owner != np.arange(devices)[:, None])
     assert attended.sum() <= plan.needed.size.sum() <= 1.05 * attended.sum()
@@ -127,7 +137,9 @@ def test_a_ragged_exchange_is_compiled_for_gpus_and_returns_gradients_in_float32
     """Each piece of keys and of values arrives in forward and in backward, and its gradients return once."""
     devices = 4
     q, k, v, mask = random_case(0, 64, 4, 2, jnp.bfloat16, rows=1)
-    with activations_on(make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), RAGGED):
+    with activations_on(
+        make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), RAGGED
+    ):
         program = gradients("blockwise", DEFAULT_SCORING).trace(q, k, v, mask, jnp.ones(q.shape))
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     sent = re.findall(r"@ragged_all_to_all.*-> tensor<[\dx]+x(\w+)>", text)
@@ -147,12 +159,17 @@ def test_keys_of_every_device_arrive_once_in_few_pieces(devices):
 def test_only_keys_and_values_travel_and_their_gradients_return_in_float32():
     rows, length, heads, kv_heads, devices = 1, 64, 4, 2, 4
     q, k, v, mask = random_case(0, length, heads, kv_heads, jnp.bfloat16, rows=rows)
-    with activations_on(make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), ShardingRules()):
+    with activations_on(
+        make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), ShardingRules()
+    ):
         lowered = gradients("blockwise", DEFAULT_SCORING).lower(q, k, v, mask, jnp.ones(q.shape))
     text = lowered.as_text()
     sent = re.findall(r"collective_permute.*-> tensor<([\dx]+)x(\w+)>", text)
     assert not re.search(r"all_gather|all_to_all|reduce_scatter", text)
-    sizes = {kind: sum(prod(map(int, shape.split("x"))) for shape, of in sent if of == kind) for _, kind in sent}
+    sizes = {
+        kind: sum(prod(map(int, shape.split("x"))) for shape, of in sent if of == kind)
+        for _, kind in sent
+    }
     of_others = (devices - 1) * rows * length // devices
     channels = 2 * kv_heads * q.shape[3]
     # Forward and backward each bring keys and values; their gradients go back once.

@@ -12,7 +12,9 @@ def test_a_token_sees_what_came_before_and_nothing_after():
     model, params = build(tiny(encoders=()))
     batch = text_batch(12)
     token = batch.text.token
-    changed = batch._replace(text=batch.text._replace(token=token.at[0, 6].set((token[0, 6] + 1) % 23)))
+    changed = batch._replace(
+        text=batch.text._replace(token=token.at[0, 6].set((token[0, 6] + 1) % 23))
+    )
     run = jax.jit(model.logits)
     a, b = np.asarray(run(params, batch))[0], np.asarray(run(params, changed))[0]
     np.testing.assert_array_equal(a[:6], b[:6])
@@ -24,7 +26,10 @@ def test_tied_and_untied_share_everything_but_the_output_table():
     untied, params = build(tiny(layers=1, encoders=(), tied=False))
     assert "table" not in tied_params["llm"]["head"]
     assert params["llm"]["head"]["table"]["weight"].shape == params["llm"]["embed"]["weight"].shape
-    same = {**tied_params["llm"], "head": {**tied_params["llm"]["head"], "table": tied_params["llm"]["embed"]}}
+    same = {
+        **tied_params["llm"],
+        "head": {**tied_params["llm"]["head"], "table": tied_params["llm"]["embed"]},
+    }
     batch = text_batch(5, 9)
     run = lambda model: jax.jit(jax.value_and_grad(lambda p: token_losses(model, p, batch).sum()))  # noqa: E731
     loss, gradients = run(tied)(tied_params)

@@ -19,7 +19,9 @@ from mmjax.models.diffusion_transformer import DiffusionTransformer, ImageBlocks
 from mmjax.models.layer_stacks import plan_stacks
 from mmjax.parallel.sharding import ShardingRules, activations_on, encoding, make_mesh, sharding
 
-CONFIG = DiffusionTransformerConfig(2, 24, 2, 40, condition_width=7, min_patches=6, queries=3, micro_conditions=True)
+CONFIG = DiffusionTransformerConfig(
+    2, 24, 2, 40, condition_width=7, min_patches=6, queries=3, micro_conditions=True
+)
 ROWS = [[(2, 4), (3, 3), (1, 6), (5, 7)], [(4, 2), (2, 3)]]
 LENGTH = 64
 
@@ -27,7 +29,9 @@ LENGTH = 64
 def build(config=CONFIG, dtype=jnp.float32, remat="none", seed=0):
     """The graph of the transformer and its parameters, the same for any policy; none of them zero."""
     plan = plan_stacks(config.layers, remat)
-    module = nnx.eval_shape(lambda: DiffusionTransformer(config, plan, jnp.dtype(dtype), nnx.Rngs(0)))
+    module = nnx.eval_shape(
+        lambda: DiffusionTransformer(config, plan, jnp.dtype(dtype), nnx.Rngs(0))
+    )
     graph, state = nnx.split(module)
     rng = np.random.default_rng(seed)
 
@@ -44,7 +48,9 @@ def inputs(config=CONFIG, rows=ROWS, length=LENGTH, seed=0):
     images = config.most_images(length)
     latents = rng.normal(size=(len(rows), length, config.patch_values)).astype(np.float32)
     time = rng.uniform(size=(len(rows), images)).astype(np.float32)
-    condition = rng.normal(size=(len(rows), images * config.queries, config.condition_width)).astype(np.float32)
+    condition = rng.normal(
+        size=(len(rows), images * config.queries, config.condition_width)
+    ).astype(np.float32)
     return jax.tree.map(jnp.asarray, (latents, items, time, condition))
 
 
@@ -55,7 +61,9 @@ def velocity(graph, state, *given):
 
 @partial(jax.jit, static_argnums=0)
 def gradients(graph, state, *given):
-    return jax.grad(lambda state: jnp.sum(jnp.sin(nnx.merge(graph, state)(*given).astype(jnp.float32))))(state)
+    return jax.grad(
+        lambda state: jnp.sum(jnp.sin(nnx.merge(graph, state)(*given).astype(jnp.float32)))
+    )(state)
 
 
 def alone(config, given, row, number):
@@ -66,7 +74,12 @@ def alone(config, given, row, number):
     single = inputs(config, [[ROWS[row][number]]], LENGTH, seed=9)
     latents = single[0].at[0, : len(here)].set(latents[row, here])
     time = single[2].at[0, 0].set(time[row, number])
-    return (latents, single[1], time, single[3].at[0, : config.queries].set(condition[row, tokens])), here
+    return (
+        latents,
+        single[1],
+        time,
+        single[3].at[0, : config.queries].set(condition[row, tokens]),
+    ), here
 
 
 def largest_difference(config=CONFIG):
@@ -79,7 +92,9 @@ def largest_difference(config=CONFIG):
         for number in range(len(sizes)):
             single, here = alone(config, given, row, number)
             wanted = np.asarray(velocity(graph, state, *single))[0, : len(here)]
-            differences.append(np.abs(together[row, here] - wanted).max() / max(1, np.abs(wanted).max()))
+            differences.append(
+                np.abs(together[row, here] - wanted).max() / max(1, np.abs(wanted).max())
+            )
     return max(differences)
 
 
@@ -94,8 +109,11 @@ def test_images_with_less_text_than_others_see_only_what_they_have():
     graph, state = build(config)
     latents, items, time, condition = inputs(replace(CONFIG, queries=5))
     by_image = condition.reshape(len(ROWS), -1, 5, config.condition_width)
-    lacking = by_image.at[:, ::2, :3].set(0).reshape(condition.shape)  # every other image has its queries alone
-    some, none = (np.asarray(velocity(graph, state, latents, items, time, c)) for c in (lacking, condition))
+    # every other image has its queries alone
+    lacking = by_image.at[:, ::2, :3].set(0).reshape(condition.shape)
+    some, none = (
+        np.asarray(velocity(graph, state, latents, items, time, c)) for c in (lacking, condition)
+    )
     queries = by_image[:, :, 3:].reshape(len(ROWS), -1, config.condition_width)
     bare = build(replace(config, text_tokens=0))[0]
     alone = np.asarray(velocity(bare, state, latents, items, time, queries))
@@ -107,7 +125,9 @@ def test_images_with_less_text_than_others_see_only_what_they_have():
 
 def spoil_self_attention(monkeypatch):
     monkeypatch.setattr(
-        diffusion_transformer, "encoder_mask", lambda item: original_mask(jnp.where(item < 0, item, item // 2))
+        diffusion_transformer,
+        "encoder_mask",
+        lambda item: original_mask(jnp.where(item < 0, item, item // 2)),
     )
 
 
@@ -172,7 +192,9 @@ def test_what_is_recomputed_gives_the_same_gradients(policy):
     given = inputs()
     wanted, found = (gradients(*build(remat=remat), *given) for remat in ("none", policy))
     for (path, a), b in zip(jax.tree.leaves_with_path(wanted), jax.tree.leaves(found), strict=True):
-        np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * max(1, np.abs(a).max()), err_msg=str(path))
+        np.testing.assert_allclose(
+            b, a, rtol=0, atol=1e-5 * max(1, np.abs(a).max()), err_msg=str(path)
+        )
 
 
 @pytest.mark.exhaustive
@@ -186,7 +208,10 @@ def test_on_a_mesh_with_tensor_parallelism_it_is_that_of_one_device(way):
     is_parameter = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     shardings = jax.tree.map(layout, state, is_leaf=is_parameter)
     placed = jax.tree.map(
-        lambda x, where: x.replace(jax.device_put(x[...], where)), state, shardings, is_leaf=is_parameter
+        lambda x, where: x.replace(jax.device_put(x[...], where)),
+        state,
+        shardings,
+        is_leaf=is_parameter,
     )
 
     def loss(state, *given):
@@ -197,14 +222,21 @@ def test_on_a_mesh_with_tensor_parallelism_it_is_that_of_one_device(way):
     found, output = jax.jit(jax.grad(loss, has_aux=True))(placed, *given)
     np.testing.assert_allclose(output, velocity(graph, state, *given), rtol=0, atol=1e-5)
     for (path, a), b in zip(
-        jax.tree.leaves_with_path(gradients(graph, state, *given)), jax.tree.leaves(found), strict=True
+        jax.tree.leaves_with_path(gradients(graph, state, *given)),
+        jax.tree.leaves(found),
+        strict=True,
     ):
-        np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * max(1, np.abs(a).max()), err_msg=str(path))
+        np.testing.assert_allclose(
+            b, a, rtol=0, atol=1e-5 * max(1, np.abs(a).max()), err_msg=str(path)
+        )
 
 
 def test_bfloat16_is_close_to_float32():
     given = inputs()
-    wanted, found = (np.asarray(velocity(*build(dtype=t), *given), np.float32) for t in (jnp.float32, jnp.bfloat16))
+    wanted, found = (
+        np.asarray(velocity(*build(dtype=t), *given), np.float32)
+        for t in (jnp.float32, jnp.bfloat16)
+    )
     assert np.abs(found - wanted).mean() < 0.03 * np.abs(wanted).mean()
 
 
@@ -215,7 +247,11 @@ def test_a_row_too_short_for_an_image_is_refused():
 
 def test_rows_may_be_missing():
     graph, state = build()
-    assert velocity(graph, state, *(jax.tree.map(lambda x: x[:0], inputs()))).shape == (0, LENGTH, CONFIG.patch_values)
+    assert velocity(graph, state, *(jax.tree.map(lambda x: x[:0], inputs()))).shape == (
+        0,
+        LENGTH,
+        CONFIG.patch_values,
+    )
 
 
 def test_blocks_give_every_position_its_own_image():

@@ -36,13 +36,20 @@ def dropping(rate=0.3, towers=("llm", "vision", "audio"), **options):
     """The tiny model's config with dropout in these towers."""
     config = tiny(**options)
     llm = replace(config.llm, dropout=rate * ("llm" in towers))
-    encoders = {name: replace(c, dropout=rate * (name in towers)) for name, c in config.encoders.items()}
+    encoders = {
+        name: replace(c, dropout=rate * (name in towers)) for name, c in config.encoders.items()
+    }
     return replace(config, llm=llm, encoders=encoders)
 
 
 def samples():
     rng = np.random.default_rng(0)
-    layouts = [[2, (2, 3), 3, ("audio", 5), 2], [6], [1, ("audio", 9), (3, 3), (1, 2), 4], [(2, 2), 2, ("audio", 2), 1]]
+    layouts = [
+        [2, (2, 3), 3, ("audio", 5), 2],
+        [6],
+        [1, ("audio", 9), (3, 3), (1, 2), 4],
+        [(2, 2), 2, ("audio", 2), 1],
+    ]
     return [random_sample(rng, layout) for layout in layouts]
 
 
@@ -54,10 +61,13 @@ def dropped(x, owner, offset, noise, tower="llm", layer=0, site=ATTENTION, rate=
 def mask(noise=NOISE, owner=5, offset=0, length=256, width=32, **place):
     """Which of the values of a sample's positions from `offset` on stay, bool [length, width]."""
     ids = np.full((1, length), owner, np.int32), offset + np.arange(length, dtype=np.int32)[None]
-    return np.asarray(dropped(np.ones((1, length, width), np.float32), *ids, noise, **place))[0] != 0
+    return (
+        np.asarray(dropped(np.ones((1, length, width), np.float32), *ids, noise, **place))[0] != 0
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- the mask
+# --------------------------------------------------------------------------------------------------
+# the mask
 
 
 @settings(max_examples=25)
@@ -69,7 +79,9 @@ def test_a_positions_mask_moves_with_it(order, owner, step):
     noise, order = np.array([1, step], np.uint32), np.array(order)
 
     def masks(owner, offset):
-        return np.asarray(dropped(np.ones((*owner.shape, 8), np.float32), owner, offset, noise, layer=1)).reshape(48, 8)
+        return np.asarray(
+            dropped(np.ones((*owner.shape, 8), np.float32), owner, offset, noise, layer=1)
+        ).reshape(48, 8)
 
     in_order = masks(owners[None], offsets[None])
     moved = masks(owners[order].reshape(2, 24), offsets[order].reshape(2, 24))
@@ -89,7 +101,17 @@ def test_a_positions_mask_moves_with_it(order, owner, step):
         {"layer": 1},
         {"site": MLP_SITE},
     ],
-    ids=["seed", "step", "seed for step", "tower", "sample", "far sample", "offset", "layer", "site"],
+    ids=[
+        "seed",
+        "step",
+        "seed for step",
+        "tower",
+        "sample",
+        "far sample",
+        "offset",
+        "layer",
+        "site",
+    ],
 )
 def test_masks_of_other_seeds_steps_towers_samples_offsets_layers_and_sites_are_independent(other):
     one, two = mask(), mask(**other)
@@ -107,7 +129,9 @@ def test_masks_of_neighbouring_positions_are_independent():
 def test_the_rate_is_what_was_asked_for_and_the_mean_is_preserved(rate):
     values, width = 1024, 64
     ids = np.zeros((1, values), np.int32), np.arange(values, dtype=np.int32)[None]
-    left = np.asarray(dropped(np.full((1, values, width), 3, np.float32), *ids, NOISE, rate=rate), np.float64)[0]
+    left = np.asarray(
+        dropped(np.full((1, values, width), 3, np.float32), *ids, NOISE, rate=rate), np.float64
+    )[0]
     np.testing.assert_allclose(np.unique(left), [0, 3 / (1 - rate)], rtol=1e-6)
     sigma = (rate * (1 - rate) / left.size) ** 0.5
     assert abs((left != 0).mean() - (1 - rate)) < 4 * sigma
@@ -125,7 +149,8 @@ def test_half_precision_is_scaled_in_single_precision_and_given_back_as_it_was()
     assert set(np.unique(left).tolist()) == {0.0, float(expected)}
 
 
-# --------------------------------------------------------------------------------------------------------- the model
+# --------------------------------------------------------------------------------------------------
+# the model
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +166,11 @@ SAMPLES, IDS = samples(), [40, 7, 2**20, 0]
 def packed(*rows):
     """Rows of samples by their number, with their ids; always two rows."""
     rows = [*rows, *[()] * (2 - len(rows))]
-    return pack([[SAMPLES[i] for i in row] for row in rows], LENGTHS, owners=[[IDS[i] for i in row] for row in rows])
+    return pack(
+        [[SAMPLES[i] for i in row] for row in rows],
+        LENGTHS,
+        owners=[[IDS[i] for i in row] for row in rows],
+    )
 
 
 def test_a_sample_drops_the_same_wherever_and_with_whomever_it_is_packed(everywhere):
@@ -162,10 +191,16 @@ def test_every_step_run_and_sample_drops_other_values(everywhere):
     same = logits(params, batch, NOISE)
     np.testing.assert_array_equal(logits(params, batch, NOISE.copy()), same)
     others = [logits(params, batch, np.array(noise, np.uint32)) for noise in ((7, 4), (8, 3))]
-    renamed = batch.items | {n: b._replace(owner=b.owner + (b.owner >= 0)) for n, b in batch.items.items()}
-    others += [logits(params, batch._replace(items=batch.items | {n: renamed[n]}), NOISE) for n in renamed]
+    renamed = batch.items | {
+        n: b._replace(owner=b.owner + (b.owner >= 0)) for n, b in batch.items.items()
+    }
+    others += [
+        logits(params, batch._replace(items=batch.items | {n: renamed[n]}), NOISE) for n in renamed
+    ]
     owner = batch.text.owner
-    others.append(logits(params, batch._replace(text=batch.text._replace(owner=owner + (owner >= 0))), NOISE))
+    others.append(
+        logits(params, batch._replace(text=batch.text._replace(owner=owner + (owner >= 0))), NOISE)
+    )
     for other in others:
         assert np.abs(np.asarray(other - same)[np.asarray(owner) >= 0]).max() > 0.01
 
@@ -207,7 +242,10 @@ def whole():
     """(numbered parameters, a batch, its losses and gradients) of one run of three layers."""
     model, params = build(dropping(**DEEP))
     rng = np.random.default_rng(3)
-    rows = [[random_sample(rng, [2, (2, 3), 4]), random_sample(rng, [5])], [random_sample(rng, [1, (3, 3), (1, 2), 3])]]
+    rows = [
+        [random_sample(rng, [2, (2, 3), 4]), random_sample(rng, [5])],
+        [random_sample(rng, [1, (3, 3), (1, 2), 3])],
+    ]
     batch = pack(rows, {"llm": 24, "vision": 24}, encoders=("vision",))
     run = gradient_of(lambda p, noise: model.logits(p, batch, noise), batch.text)
     return unstack_layers(params), batch, run(params)
@@ -220,7 +258,9 @@ def assert_same(got, expected):
 
 def test_run_borders_and_recomputation_change_nothing(whole):
     numbered, batch, expected = whole
-    model = Model.build(dropping(**DEEP, remat=("full", "attention", "attention")), jnp.float32, {"vision": (2,)})
+    model = Model.build(
+        dropping(**DEEP, remat=("full", "attention", "attention")), jnp.float32, {"vision": (2,)}
+    )
     run = gradient_of(lambda p, noise: model.logits(p, batch, noise), batch.text)
     assert_same(run(stack_layers(numbered, model.runs)), expected)
 
@@ -269,12 +309,15 @@ def test_a_frozen_tower_drops_as_any_other():
     assert program(replace(config, encoders=encoders), NOISE) == program(config, NOISE)
 
 
-# ---------------------------------------------------------------------------------------------------------- the mesh
+# --------------------------------------------------------------------------------------------------
+# the mesh
 
 
 def test_on_a_mesh_every_device_makes_its_own_keys_and_drops_the_same():
     devices = np.array(jax.devices()).reshape(2, 2, 1, 1, 2)
-    mesh = Mesh(devices, ("data", "fsdp", "expert", "tensor", "context"), axis_types=(AxisType.Auto,) * 5)
+    mesh = Mesh(
+        devices, ("data", "fsdp", "expert", "tensor", "context"), axis_types=(AxisType.Auto,) * 5
+    )
     owner = np.tile(np.arange(8, dtype=np.int32)[:, None], 16)
     offset = np.tile(np.arange(16, dtype=np.int32), (8, 1))
     x = np.random.default_rng(0).normal(size=(8, 16, 4)).astype(np.float32)
@@ -283,7 +326,9 @@ def test_on_a_mesh_every_device_makes_its_own_keys_and_drops_the_same():
     def on_mesh(x, owner, offset, noise):
         with activations_on(mesh, ShardingRules()):
             return drop(
-                constrain(x, "rows", "length", "width"), tower_dropout(noise, "llm", 0.5, owner, offset), MLP_SITE
+                constrain(x, "rows", "length", "width"),
+                tower_dropout(noise, "llm", 0.5, owner, offset),
+                MLP_SITE,
             )
 
     where = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "context"))

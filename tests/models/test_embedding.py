@@ -25,9 +25,15 @@ MESHES = {
 def drawn(dtype=jnp.float32, vocab: int = VOCAB, rows: int = ROWS):
     """A table, tokens of which some are rare, one is every second and one never comes, and a gradient."""
     rng = np.random.default_rng(0)
-    token = np.where(rng.random((rows, LENGTH)) < 0.5, 3, rng.integers(0, vocab - 1, (rows, LENGTH)))
+    token = np.where(
+        rng.random((rows, LENGTH)) < 0.5, 3, rng.integers(0, vocab - 1, (rows, LENGTH))
+    )
     d_x = jnp.asarray(rng.normal(size=(rows, LENGTH, WIDTH)), dtype)
-    return jnp.asarray(rng.normal(size=(vocab, WIDTH)), jnp.float32), jnp.asarray(token, jnp.int32), d_x
+    return (
+        jnp.asarray(rng.normal(size=(vocab, WIDTH)), jnp.float32),
+        jnp.asarray(token, jnp.int32),
+        d_x,
+    )
 
 
 def dense_gradient(token, d_x, vocab: int = VOCAB) -> np.ndarray:
@@ -44,7 +50,9 @@ def compiled_on(mesh_config: MeshConfig, table, token, d_x):
     """The compiled program of both passes with table and tokens in their shards, and its arguments."""
     mesh, rules = make_mesh(mesh_config, jax.devices()), ShardingRules.of(mesh_config)
     axes = ("vocab", "embed"), ("rows", "length"), ("rows", "length", "width")
-    at = [sharding(mesh, rules, x.shape, of) for x, of in zip((table, token, d_x), axes, strict=True)]
+    at = [
+        sharding(mesh, rules, x.shape, of) for x, of in zip((table, token, d_x), axes, strict=True)
+    ]
     args = [jax.device_put(x, place) for x, place in zip((table, token, d_x), at, strict=True)]
     with activations_on(mesh, rules):
         return jax.jit(both_passes, out_shardings=(at[2], at[0])).lower(*args).compile(), args
@@ -78,9 +86,13 @@ def test_on_a_mesh_it_is_that_of_one_device_and_nobody_has_the_table_or_the_toke
         # Sorted over all ranks, tokens are added in the order of one device.
         np.testing.assert_array_equal(found, wanted)
     np.testing.assert_allclose(found, wanted, atol=1e-6 * np.abs(wanted).max())
-    # The whole width is there of a device's own tokens, and of the table only where its columns are not cut.
+    # The whole width is there of a device's own tokens, and of the table only where its columns are
+    # not cut.
     own = ROWS // (mesh.data * mesh.fsdp) * LENGTH
-    shapes = [[int(n) for n in dims.split(",")] for dims in re.findall(r"f32\[([\d,]+)\]", program.as_text())]
+    shapes = [
+        [int(n) for n in dims.split(",")]
+        for dims in re.findall(r"f32\[([\d,]+)\]", program.as_text())
+    ]
     vectors = max(prod(shape) // WIDTH for shape in shapes if WIDTH in shape)
     assert vectors == (own if mesh.fsdp > 1 else VOCAB)
 

@@ -29,7 +29,9 @@ def layer(config: ExpertsConfig) -> Experts:
 def sparse(layers=(0, 1, 2), **changes):
     """A tiny LLM of three layers, in some of which there are experts."""
     config = tiny(layers=3, encoders=())
-    return replace(config, llm=replace(config.llm, experts=replace(EXPERTS, layers=layers), **changes))
+    return replace(
+        config, llm=replace(config.llm, experts=replace(EXPERTS, layers=layers), **changes)
+    )
 
 
 def rows_of(seed=0, length=20):
@@ -56,7 +58,9 @@ def by_token(module: Experts, x: np.ndarray, valid: np.ndarray) -> tuple[np.ndar
             chosen = np.argsort(-probability)[: config.per_token]
             shares = probability[chosen] / (probability[chosen].sum() if config.normalized else 1)
             for expert, share in zip(chosen, shares, strict=True):
-                out[place] += share * (silu(token @ gate[expert]) * (token @ up[expert])) @ down[expert]
+                out[place] += (
+                    share * (silu(token @ gate[expert]) * (token @ up[expert])) @ down[expert]
+                )
                 counts[expert] += 1
         if module.shared is not None:
             shared = [weight(m) for m in (module.shared.gate, module.shared.up, module.shared.down)]
@@ -67,8 +71,12 @@ def by_token(module: Experts, x: np.ndarray, valid: np.ndarray) -> tuple[np.ndar
 
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("per_token", [1, 2, 6])
-def test_a_token_gets_its_experts_outputs_by_their_weights_and_padding_gets_none(per_token, normalized):
-    module = layer(replace(EXPERTS, per_token=per_token, normalized=normalized, shared_width=12 * normalized))
+def test_a_token_gets_its_experts_outputs_by_their_weights_and_padding_gets_none(
+    per_token, normalized
+):
+    module = layer(
+        replace(EXPERTS, per_token=per_token, normalized=normalized, shared_width=12 * normalized)
+    )
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 11, WIDTH)).astype(np.float32)
     valid = rng.random((2, 11)) < 0.7
@@ -108,7 +116,9 @@ def test_gradients_are_those_of_all_experts_computed_of_all_tokens():
         kept = jnp.where(probability >= jax.lax.top_k(probability, 2)[0][..., -1:], probability, 0)
         share = jnp.where(valid[..., None], kept / kept.sum(-1, keepdims=True), 0)
         into = lambda name: jnp.einsum("btd,edf->btef", x, p[name]["weight"])  # noqa: E731
-        y = jnp.einsum("btef,efd->bted", jax.nn.silu(into("gate")) * into("up"), p["down"]["weight"])
+        y = jnp.einsum(
+            "btef,efd->bted", jax.nn.silu(into("gate")) * into("up"), p["down"]["weight"]
+        )
         return (jnp.einsum("bted,bte->btd", y, share) * direction).sum()
 
     found, wanted = (jax.jit(jax.grad(f, (0, 1)))(params, x) for f in (ours, theirs))
@@ -144,7 +154,11 @@ def test_losses_and_gradients_are_the_same_under_any_remat_policy(layers):
 
         def loss(params, model=model):
             routing = model_outputs(model, params, batch).routing
-            return token_losses(model, params, batch).mean() + balance_loss(routing) + 0.1 * z_loss(routing)
+            return (
+                token_losses(model, params, batch).mean()
+                + balance_loss(routing)
+                + 0.1 * z_loss(routing)
+            )
 
         value, gradient = jax.jit(jax.value_and_grad(loss))(params)
         found.append((value, unstack_layers(gradient)))
@@ -171,5 +185,7 @@ def test_the_balance_loss_is_least_where_all_experts_get_the_same():
     full = lambda shape, value: jnp.full(shape, value, jnp.float32)  # noqa: E731
     even = Routing(full((2, 4), 6), full((2, 4), 3), full(2, 0), full(2, 12), full(2, 1))
     assert float(balance_loss(even)) == pytest.approx(2)  # experts of a token
-    uneven = even._replace(tokens=jnp.array([[12.0, 12, 0, 0]] * 2), probability=jnp.array([[6.0, 6, 0, 0]] * 2))
+    uneven = even._replace(
+        tokens=jnp.array([[12.0, 12, 0, 0]] * 2), probability=jnp.array([[6.0, 6, 0, 0]] * 2)
+    )
     assert float(balance_loss(uneven)) == pytest.approx(4)

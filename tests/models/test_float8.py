@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_run import gradients, load_steps, make_executor, scattered, state_with, tiny_config, worst_leaf
+from tiny_run import (
+    gradients,
+    load_steps,
+    make_executor,
+    scattered,
+    state_with,
+    tiny_config,
+    worst_leaf,
+)
 
 from mmjax.config import DeltaNetConfig, ExpertsConfig, MeshConfig
 from mmjax.data.plan.placement import Topology
@@ -88,7 +96,11 @@ def test_nothing_is_kept_for_the_gradient_of_frozen_weights():
 def linears(model: Model, name: str) -> dict[str, bool]:
     """Whether each linear layer below stored layers of the LLM multiplies in FP8, by its path."""
     layers = model.module({}).llm.layers.runs[name]
-    return {".".join(map(str, path)): x.float8 for path, x in nnx.iter_modules(layers) if isinstance(x, Linear)}
+    return {
+        ".".join(map(str, path)): x.float8
+        for path, x in nnx.iter_modules(layers)
+        if isinstance(x, Linear)
+    }
 
 
 def test_linear_layers_of_all_layers_but_the_first_and_the_last_multiply_in_float8():
@@ -96,13 +108,18 @@ def test_linear_layers_of_all_layers_but_the_first_and_the_last_multiply_in_floa
         tiny_config().model.llm,
         layers=4,
         fp8="linears",
-        delta_net=DeltaNetConfig(layers=(0, 1), key_heads=2, value_heads=2, key_width=8, value_width=8),
+        delta_net=DeltaNetConfig(
+            layers=(0, 1), key_heads=2, value_heads=2, key_width=8, value_width=8
+        ),
         experts=ExpertsConfig(layers=(2,), count=4, per_token=2, width=16, shared_width=16),
     )
     model = Model.build(replace(tiny_config().model, llm=llm, encoders={}), jnp.float32)
     assert not any((linears(model, "0") | linears(model, "3")).values())
     delta, sparse = linears(model, "1"), linears(model, "2")
-    assert {name for name, float8 in delta.items() if not float8} == {"delta_net.beta", "delta_net.decay"}
+    assert {name for name, float8 in delta.items() if not float8} == {
+        "delta_net.beta",
+        "delta_net.decay",
+    }
     assert {name for name, float8 in sparse.items() if not float8} == {"experts.shared_gate"}
     assert sparse["attention.query"]
     assert sparse["experts.shared.up"]
@@ -112,9 +129,14 @@ def test_operands_that_are_cut_over_devices_round_by_the_largest_value_of_all():
     x, w, _, d_y, _ = operands()
     mesh = make_mesh(MeshConfig(2, fsdp=2), jax.devices()[:4])
     outputs, backward = jax.vjp(float8_products, x, w)
-    cut = [jax.device_put(a, NamedSharding(mesh, PartitionSpec(axis))) for a, axis in ((x, "data"), (w, "fsdp"))]
+    cut = [
+        jax.device_put(a, NamedSharding(mesh, PartitionSpec(axis)))
+        for a, axis in ((x, "data"), (w, "fsdp"))
+    ]
     outputs_of_cut, backward_of_cut = jax.vjp(jax.jit(float8_products), *cut)
-    pairs = zip((*outputs_of_cut, *backward_of_cut((d_y,))), (*outputs, *backward((d_y,))), strict=True)
+    pairs = zip(
+        (*outputs_of_cut, *backward_of_cut((d_y,))), (*outputs, *backward((d_y,))), strict=True
+    )
     for got, expected in pairs:
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
@@ -122,7 +144,9 @@ def test_operands_that_are_cut_over_devices_round_by_the_largest_value_of_all():
 @pytest.mark.exhaustive
 def test_ranks_round_by_the_largest_values_of_all(tmp_path):
     base = tiny_config()
-    config = replace(base, model=replace(base.model, llm=replace(base.model.llm, layers=3, fp8="linears")))
+    config = replace(
+        base, model=replace(base.model, llm=replace(base.model.llm, layers=3, fp8="linears"))
+    )
     one, many = make_executor(config, MeshConfig(1)), make_executor(config, MeshConfig(2, fsdp=2))
     parameters = scattered(one)
     (batches,), (divided,) = (load_steps(config, tmp_path, 1, Topology(n, n, n)) for n in (1, 4))

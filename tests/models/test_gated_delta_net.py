@@ -35,7 +35,9 @@ from mmjax.runtime.state import parameter_shardings
 WIDTH, EPS = 32, 1e-6
 
 
-def layer_pair(config: DeltaNetConfig, rng: np.random.Generator) -> tuple[GatedDeltaNet, Qwen3_5GatedDeltaNet]:
+def layer_pair(
+    config: DeltaNetConfig, rng: np.random.Generator
+) -> tuple[GatedDeltaNet, Qwen3_5GatedDeltaNet]:
     """Make one layer here and there, its decays and gates wider than they are at first."""
     there = Qwen3_5GatedDeltaNet(
         Qwen3_5TextConfig(
@@ -57,7 +59,10 @@ def layer_pair(config: DeltaNetConfig, rng: np.random.Generator) -> tuple[GatedD
                 drawn *= 1.5 * parameter[0].numel() ** -0.5
             parameter.copy_(torch.tensor(drawn))
     here = GatedDeltaNet(config, WIDTH, EPS, "silu", nnx.Rngs(0))
-    nnx.update(here, nnx.State(as_ours(config, {n: p.detach().numpy() for n, p in there.named_parameters()})))
+    nnx.update(
+        here,
+        nnx.State(as_ours(config, {n: p.detach().numpy() for n, p in there.named_parameters()})),
+    )
     return here, there
 
 
@@ -66,9 +71,14 @@ def as_ours(config: DeltaNetConfig, tensors: dict[str, np.ndarray]) -> dict:
     keys = config.key_heads * config.key_width
     query, key, value = np.split(tensors["in_proj_qkv.weight"].T, [keys, 2 * keys], axis=1)
     filters = np.split(tensors["conv1d.weight"][:, 0].T, [keys, 2 * keys], axis=1)
-    linears = {name: tensors[f"in_proj_{x}.weight"].T for name, x in (("gate", "z"), ("beta", "b"), ("decay", "a"))}
+    linears = {
+        name: tensors[f"in_proj_{x}.weight"].T
+        for name, x in (("gate", "z"), ("beta", "b"), ("decay", "a"))
+    }
     linears |= {"query": query, "key": key, "value": value, "output": tensors["out_proj.weight"].T}
-    linears |= {f"{name}_filter": x for name, x in zip(("query", "key", "value"), filters, strict=True)}
+    linears |= {
+        f"{name}_filter": x for name, x in zip(("query", "key", "value"), filters, strict=True)
+    }
     ours = {name: {"weight": jnp.asarray(x)} for name, x in linears.items()}
     return ours | {
         "a_log": jnp.asarray(tensors["A_log"]),
@@ -124,7 +134,9 @@ def test_a_packed_sample_gives_what_it_gives_alone_in_transformers(seed):
 
 
 @pytest.mark.parametrize("function", ["gated_delta_rule", "causal_convolution"])
-def test_a_state_or_a_convolution_that_reaches_into_the_next_sample_is_caught(function, monkeypatch):
+def test_a_state_or_a_convolution_that_reaches_into_the_next_sample_is_caught(
+    function, monkeypatch
+):
     whole = getattr(gated_delta_net, function)
     at = 5 if function == "gated_delta_rule" else 2  # the place of `sample` among the arguments
 
@@ -147,7 +159,9 @@ def token_loop(q, k, v, g, beta, sample):
     for row in range(len(v)):
         state = np.zeros((*k.shape[2:], v.shape[-1]))
         for t in range(v.shape[1]):
-            state = state * (np.exp(g[row, t])[:, None, None] * (t == 0 or sample[row, t] == sample[row, t - 1]))
+            state = state * (
+                np.exp(g[row, t])[:, None, None] * (t == 0 or sample[row, t] == sample[row, t - 1])
+            )
             change = beta[row, t][:, None] * (v[row, t] - np.einsum("hk,hkv->hv", k[row, t], state))
             state = state + k[row, t][..., None] * change[:, None]
             out[row, t] = np.einsum("hk,hkv->hv", q[row, t], state)
@@ -161,9 +175,12 @@ def test_chunks_give_what_a_loop_over_tokens_gives_in_float64(keys):
     q, k = rng.normal(size=(2, 1, length, 2, 16))
     v = rng.normal(size=(1, length, 4, 8))
     g = -np.exp(rng.normal(0, 2, (1, length, 4)))
-    g[:, ::20] = -300  # as large as decays may be: differences of sums over a chunk would lose the small ones
+    # as large as decays may be: differences of sums over a chunk would lose the small ones
+    g[:, ::20] = -300
     beta = 1 / (1 + np.exp(-rng.normal(0, 2, (1, length, 4))))
-    sample = np.searchsorted([1, 64, 65, 127, 140], np.arange(length), side="right")[None].astype(np.int32)
+    sample = np.searchsorted([1, 64, 65, 127, 140], np.arange(length), side="right")[None].astype(
+        np.int32
+    )
     if keys == "repeated":
         k[:] = k[:, :1]
         g, beta = 0 * g - 1e-3, 0 * beta + 0.99
@@ -195,14 +212,17 @@ def test_tokens_one_by_one_behind_a_padded_prompt_give_what_the_whole_gives():
     sample = np.where(np.arange(75) < lengths[:, None], 0, -1).astype(np.int32)
     _, state = jax.jit(lambda x: here(x, Context(encoder_mask(jnp.asarray(sample)))))(x[:, :75])
     context = Context(encoder_mask(jnp.zeros((2, 1), jnp.int32)))
-    step = jax.jit(lambda x, state: here(x, context, KVCacheView(state, context.mask, jnp.int32(0))))
+    step = jax.jit(
+        lambda x, state: here(x, context, KVCacheView(state, context.mask, jnp.int32(0)))
+    )
     for t in range(4):
         out, state = step(x[np.arange(2), lengths + t][:, None], state)
         wanted = np.asarray(whole)[np.arange(2), lengths + t]
         np.testing.assert_allclose(out[:, 0], wanted, rtol=0, atol=1e-5 * np.abs(whole).max())
 
 
-# ------------------------------------------------------------------------------------------------ in a decoder
+# ------------------------------------------------------------------------------------------------
+# in a decoder
 
 
 def test_layers_of_several_kinds_are_one_scan_over_their_periods():
@@ -212,7 +232,9 @@ def test_layers_of_several_kinds_are_one_scan_over_their_periods():
     # A cut inside a period, and what is left of one at the end.
     stacks = plan_stacks(9, "none", (2,), kinds)
     assert [(s.start, s.stop, s.period) for s in stacks] == [(0, 2, 1), (2, 8, 3), (8, 9, 1)]
-    assert [layer for s in stacks for part in s.parts.values() for layer in part if s.period == 1] == [0, 1, 8]
+    assert [
+        layer for s in stacks for part in s.parts.values() for layer in part if s.period == 1
+    ] == [0, 1, 8]
 
 
 def hybrid(layers=6, **own):
@@ -225,13 +247,18 @@ def hybrid(layers=6, **own):
 
 def test_adapters_stand_beside_the_projections_of_both_kinds_of_layers():
     config = replace(hybrid(), lora={"all": LoraConfig(("llm.*",), 2)})
-    leaves = jax.tree.leaves_with_path(unstack_layers(Model.build(config, jnp.float32).abstract, shape_of_layer))
+    leaves = jax.tree.leaves_with_path(
+        unstack_layers(Model.build(config, jnp.float32).abstract, shape_of_layer)
+    )
     found = {".".join(key.key for key in path): leaf.shape for path, leaf in leaves}
     adapters = {name: shape for name, shape in found.items() if ".lora." in name}
     names = {".".join(name.split(".")[3:-2]) for name in adapters}
     linears = ("query", "key", "value", "gate", "beta", "decay", "output")
     attention = ("query", "key", "value", "output")
-    wanted = {*(f"delta_net.{name}" for name in linears), *(f"attention.{name}" for name in attention)}
+    wanted = {
+        *(f"delta_net.{name}" for name in linears),
+        *(f"attention.{name}" for name in attention),
+    }
     assert names == wanted | {"mlp.gate", "mlp.up", "mlp.down"}
     assert "llm.layers.2.attention.query.lora.a" in adapters
     assert "llm.layers.2.delta_net.query.lora.a" not in adapters
@@ -244,24 +271,37 @@ def shape_of_layer(leaf, _):
 
 def test_what_does_not_read_samples_in_order_is_refused_in_one_line():
     model = hybrid()
-    with pytest.raises(UserError, match=r"mesh\.context=2: a gated delta net .* use mesh.context=1"):
+    with pytest.raises(
+        UserError, match=r"mesh\.context=2: a gated delta net .* use mesh.context=1"
+    ):
         check_layout("mesh", MeshConfig(context=2), model)
     with pytest.raises(UserError, match=r"mesh.tensor=4 does not divide model.llm.kv_heads=2"):
         check_layout("mesh", MeshConfig(tensor=4), model)
     more = replace(model, llm=replace(model.llm, kv_heads=4))
-    with pytest.raises(UserError, match=r"mesh.tensor=4 does not divide model.llm.delta_net.key_heads=2"):
+    with pytest.raises(
+        UserError, match=r"mesh.tensor=4 does not divide model.llm.delta_net.key_heads=2"
+    ):
         check_layout("mesh", MeshConfig(tensor=4), more)
     with pytest.raises(
-        UserError, match=r"model\.llm\.items=isolated: a gated delta net reads a sample's tokens in order"
+        UserError,
+        match=r"model\.llm\.items=isolated: a gated delta net reads a sample's tokens in order",
     ):
         check_model(replace(model, llm=replace(model.llm, items="isolated")))
     net = replace(model.llm.delta_net, layers=(0, 9))
-    with pytest.raises(UserError, match=r"model.llm.delta_net.layers names layer \[9\], there are 0 to 5"):
+    with pytest.raises(
+        UserError, match=r"model.llm.delta_net.layers names layer \[9\], there are 0 to 5"
+    ):
         check_model(replace(model, llm=replace(model.llm, delta_net=net)))
     arrays = Arrays.of(model)
     text = [Text(np.ones(3, np.int32), np.zeros(3, np.float32), branch) for branch in (0, 1)]
     with pytest.raises(ValueError, match="it has a branch 1, and a gated delta net"):
-        write_sample(stretch(empty_text((1, 6), arrays, {}), 0, slice(0, 6)), Sample(tuple(text)), arrays, [], 0)
+        write_sample(
+            stretch(empty_text((1, 6), arrays, {}), 0, slice(0, 6)),
+            Sample(tuple(text)),
+            arrays,
+            [],
+            0,
+        )
 
 
 def batch_of(rng):
@@ -272,7 +312,9 @@ def batch_of(rng):
 def loss_and_gradient(config, cuts=None):
     model, params = build(config, cuts)
     batch = batch_of(np.random.default_rng(0))
-    loss, gradient = jax.jit(jax.value_and_grad(lambda p: token_losses(model, p, batch).sum()))(params)
+    loss, gradient = jax.jit(jax.value_and_grad(lambda p: token_losses(model, p, batch).sum()))(
+        params
+    )
     return loss, unstack_layers(gradient)
 
 
@@ -282,7 +324,8 @@ def test_stacks_and_remat_change_nothing():
     remat = ("none", "full", "full", "full", "full", "products")
     found = loss_and_gradient(hybrid(remat=remat), {"llm": (1,)})
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
-    # Gradients of random layers over each other enlarge rounding, by the norms of short keys above all.
+    # Gradients of random layers over each other enlarge rounding, by the norms of short keys above
+    # all.
     assert_trees_close(found[1], wanted[1], 1e-4)
 
 
@@ -290,8 +333,9 @@ def test_stacks_and_remat_change_nothing():
 @pytest.mark.parametrize("sequence_parallel", ["off", "on"])
 def test_on_a_mesh_with_tensor_parallelism_it_is_that_of_one_device(sequence_parallel):
     config = hybrid(layers=3)
-    # An early token of a sample has an output near 0, whose norm enlarges rounding: with an epsilon of 1e-6, the last
-    # bit of the parameters moves gradients of one device by up to 8e-5 of the largest; with this one, by up to 6e-6.
+    # An early token of a sample has an output near 0, whose norm enlarges rounding: with an epsilon
+    # of 1e-6, the last bit of the parameters moves gradients of one device by up to 8e-5 of the
+    # largest; with this one, by up to 6e-6.
     config = replace(config, llm=replace(config.llm, norm_eps=1e-2))
     model, params = build(config)
     batch = batch_of(np.random.default_rng(0))
@@ -299,7 +343,10 @@ def test_on_a_mesh_with_tensor_parallelism_it_is_that_of_one_device(sequence_par
     wanted = jax.jit(function)(params, batch)
     mesh_config = MeshConfig(data=1, fsdp=2, tensor=2, sequence_parallel=sequence_parallel)
     mesh, rules = make_mesh(mesh_config, jax.devices()[:4]), ShardingRules.of(mesh_config)
-    placed = jax.device_put(params, parameter_shardings(model, mesh, rules)), jax.device_put(batch, rows_sharding(mesh))
+    placed = (
+        jax.device_put(params, parameter_shardings(model, mesh, rules)),
+        jax.device_put(batch, rows_sharding(mesh)),
+    )
 
     def on_mesh(params, batch):
         with activations_on(mesh, rules):

@@ -11,13 +11,22 @@ from jax.extend.core import jaxprs_in_params
 from packed import assert_trees_close, build, model_outputs, pack, random_sample, tiny, token_losses
 
 from mmjax.config import Remat
-from mmjax.models.layer_stacks import LayerStack, plan_stacks, split_scanned, stack_layers, unstack_layers
+from mmjax.models.layer_stacks import (
+    LayerStack,
+    plan_stacks,
+    split_scanned,
+    stack_layers,
+    unstack_layers,
+)
 from mmjax.models.model import Model
 
 
 def test_runs_break_where_the_policy_changes_and_where_they_are_cut():
     assert plan_stacks(4, "none") == (LayerStack(0, 4, "none"),)
-    assert plan_stacks(4, ("none", "none", "full", "full")) == (LayerStack(0, 2, "none"), LayerStack(2, 4, "full"))
+    assert plan_stacks(4, ("none", "none", "full", "full")) == (
+        LayerStack(0, 2, "none"),
+        LayerStack(2, 4, "full"),
+    )
     assert plan_stacks(4, "full", cuts=(1, 3)) == (
         LayerStack(0, 1, "full"),
         LayerStack(1, 3, "full"),
@@ -67,7 +76,9 @@ def test_layers_keep_their_values_through_another_set_of_run_borders():
     moved = stack_layers(unstack_layers(params), other.runs)
     assert set(moved["llm"]["layers"]["runs"]) == {"0:2", "2:5"}
     rng = np.random.default_rng(0)
-    batch = pack([[random_sample(rng, [2, (2, 3), 4])]], {"llm": 12, "vision": 16}, encoders=("vision",))
+    batch = pack(
+        [[random_sample(rng, [2, (2, 3), 4])]], {"llm": 12, "vision": 16}, encoders=("vision",)
+    )
     expected = jax.jit(one.logits)(params, batch)
     np.testing.assert_allclose(jax.jit(other.logits)(moved, batch), expected, atol=1e-5, rtol=1e-5)
 
@@ -108,7 +119,9 @@ def test_every_mix_of_remat_policies_gives_equal_gradients(backend):
     batch = pack([samples], {"llm": 40, "vision": 16}, encoders=encoders)
     gradients = []
     for mix in MIXES:
-        model, params = build(tiny(backend, layers=3, vision_layers=3, remat=mix, encoders=encoders))
+        model, params = build(
+            tiny(backend, layers=3, vision_layers=3, remat=mix, encoders=encoders)
+        )
         gradient = jax.jit(jax.grad(lambda p, m=model: token_losses(m, p, batch).sum()))(params)
         gradients.append(unstack_layers(gradient))
     for found in gradients[1:]:
@@ -121,10 +134,14 @@ def squares(model, batch):
 
 
 def test_gradients_added_to_sums_inside_the_scan_are_those_of_autodiff():
-    config = tiny(layers=3, vision_layers=3, remat=("full", "full", "products"), encoders=("vision",))
+    config = tiny(
+        layers=3, vision_layers=3, remat=("full", "full", "products"), encoders=("vision",)
+    )
     model, params = build(config)
     batch = pack(
-        [[random_sample(np.random.default_rng(0), [9, (2, 3), 4])]], {"llm": 24, "vision": 16}, encoders=("vision",)
+        [[random_sample(np.random.default_rng(0), [9, (2, 3), 4])]],
+        {"llm": 24, "vision": 16},
+        encoders=("vision",),
     )
     scanned, _ = split_scanned(params)
     assert set(scanned["llm"]["layers"]["runs"]) == {"0:2"}
@@ -151,7 +168,11 @@ def test_gradients_added_inside_the_scan_need_no_second_tree_of_them():
     model = Model.build(config, jnp.float32)
     batch = pack([[random_sample(np.random.default_rng(0), [8])]], {"llm": 8}, encoders=())
     sums, _ = split_scanned(model.abstract)
-    program = jax.jit(jax.grad(squares(model, batch), 1), donate_argnums=1).lower(model.abstract, sums).compile()
+    program = (
+        jax.jit(jax.grad(squares(model, batch), 1), donate_argnums=1)
+        .lower(model.abstract, sums)
+        .compile()
+    )
     size = sum(4 * x.size for x in jax.tree.leaves(sums))
     assert program.memory_analysis().alias_size_in_bytes >= size
     assert program.memory_analysis().temp_size_in_bytes < size / 4
@@ -165,7 +186,10 @@ def residual_bytes(remat, backend="dense"):
 
 
 def test_remat_keeps_less_the_more_it_computes_again():
-    kept = [residual_bytes(remat) for remat in ("none", "products", "attention_mlp", "attention", "full")]
+    kept = [
+        residual_bytes(remat)
+        for remat in ("none", "products", "attention_mlp", "attention", "full")
+    ]
     scores = 3 * 4 * 256 * 256 * 4  # layers, heads, queries, keys, bytes
     assert kept[0] - kept[1] > scores
     assert kept == sorted(set(kept), reverse=True)
@@ -181,14 +205,30 @@ def scan_equations(jaxpr, inside=False):
                 yield from scan_equations(inner, inside or equation.primitive.name == "scan")
 
 
-COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "select_n", "sort", "cumsum", "reduce_or", "reduce_and"}
+COMPARISONS = {
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "and",
+    "or",
+    "select_n",
+    "sort",
+    "cumsum",
+    "reduce_or",
+    "reduce_and",
+}
 
 
 def mask_work(backend, remat):
     """Names of what scans over layers with and without windows do to integers of many tokens, and keep of them."""
     config = tiny(backend, layers=3, vision_layers=3, remat=remat, encoders=("vision",))
     vision = replace(config.encoders["vision"], window=4, windowed=(0, 2))
-    config = replace(config, llm=replace(config.llm, window=5, windowed=(1,)), encoders={"vision": vision})
+    config = replace(
+        config, llm=replace(config.llm, window=5, windowed=(1,)), encoders={"vision": vision}
+    )
     model, params = build(config)
     sample = random_sample(np.random.default_rng(0), [9, (6, 6), 4])
     batch = pack([[sample]], {"llm": 24, "vision": 36}, encoders=("vision",))
@@ -197,7 +237,9 @@ def mask_work(backend, remat):
         jax.make_jaxpr(jax.grad(lambda p: token_losses(model, p, batch).sum()))(params).jaxpr
     ):
         name = equation.primitive.name
-        values = equation.invars if name in COMPARISONS else equation.outvars if name == "scan" else ()
+        values = (
+            equation.invars if name in COMPARISONS else equation.outvars if name == "scan" else ()
+        )
         if any(v.aval.size >= 24 and v.aval.dtype.kind in "ib" for v in values):
             found.add(name)
     return found

@@ -53,16 +53,23 @@ def split_module(module):
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_an_mlp_keeps_the_outputs_of_its_first_products_and_has_the_gradients_of_its_formula(activation, gated):
+def test_an_mlp_keeps_the_outputs_of_its_first_products_and_has_the_gradients_of_its_formula(
+    activation, gated
+):
     function, params = split_module(MLP(8, 12, 8, activation, nnx.Rngs(0), gated=gated))
     x, act = random_array(2, 3, 8), ACTIVATIONS[activation]
 
     def formula(params, x):
-        gate, up, down = (params[name]["weight"][...] if name in params else None for name in ("gate", "up", "down"))
+        gate, up, down = (
+            params[name]["weight"][...] if name in params else None
+            for name in ("gate", "up", "down")
+        )
         return (act(x @ gate) * (x @ up) if gated else act(x @ up)) @ down
 
     def gradients(function):
-        return jax.tree.leaves(jax.jit(jax.grad(lambda *args: (function(*args) ** 2).sum(), (0, 1)))(params, x))
+        return jax.tree.leaves(
+            jax.jit(jax.grad(lambda *args: (function(*args) ** 2).sum(), (0, 1)))(params, x)
+        )
 
     for found, wanted in zip(gradients(function), gradients(formula), strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-6 * np.abs(wanted).max())
@@ -91,14 +98,18 @@ def test_a_norm_has_the_gradients_of_its_formula(norm):
         return y + params["bias"][...] if norm is LayerNorm else y
 
     def gradients(function):
-        return jax.tree.leaves(jax.jit(jax.grad(lambda *args: (function(*args) ** 3).sum(), (0, 1)))(params, x))
+        return jax.tree.leaves(
+            jax.jit(jax.grad(lambda *args: (function(*args) ** 3).sum(), (0, 1)))(params, x)
+        )
 
     for found, wanted in zip(gradients(function), gradients(formula), strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-6 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_an_mlp_padded_for_a_gpu_has_the_outputs_and_gradients_of_one_that_is_not(gated, monkeypatch):
+def test_an_mlp_padded_for_a_gpu_has_the_outputs_and_gradients_of_one_that_is_not(
+    gated, monkeypatch
+):
     mlp = MLP(16, 36, 16, "silu", nnx.Rngs(0), gated=gated, biases=("gate", "up", "down"))
     mlp.up.bias[...] += 0.5
     for linear in (mlp.up, mlp.down):
@@ -113,4 +124,6 @@ def test_an_mlp_padded_for_a_gpu_has_the_outputs_and_gradients_of_one_that_is_no
     assert layers.hidden_padding(36) == 0
     monkeypatch.setattr(layers, "platform", lambda: "cuda")
     assert [layers.hidden_padding(width) for width in (36, 3420, 3424)] == [92, 36, 0]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), results(), expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), results(), expected
+    )

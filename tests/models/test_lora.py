@@ -61,7 +61,9 @@ def test_a_model_with_adapters_is_born_with_the_weights_and_logits_of_the_model_
             np.testing.assert_array_equal(leaf, own.pop(path))
     assert not own
     given = batch()
-    np.testing.assert_array_equal(jax.jit(model.logits)(with_, given), jax.jit(plain.logits)(without, given))
+    np.testing.assert_array_equal(
+        jax.jit(model.logits)(with_, given), jax.jit(plain.logits)(without, given)
+    )
 
 
 @pytest.mark.default_cases("products")
@@ -77,15 +79,22 @@ def test_adapters_compute_what_their_product_added_to_the_weights_does(remat):
     own, changes = leaves(gradients), leaves(theirs)
     for path, leaf in leaves(params).items():
         if path[-2] == "lora" and path[-1] == "a":
-            of, weight = ATTENTION if leaf.shape[-1] == ATTENTION.rank else REST, changes[(*path[:-2], "weight")]
+            of, weight = (
+                ATTENTION if leaf.shape[-1] == ATTENTION.rank else REST,
+                changes[(*path[:-2], "weight")],
+            )
             b = leaves(params)[(*path[:-1], "b")]
             assert_trees_close(own[path], lora_scale(of) * weight @ jnp.swapaxes(b, -1, -2), 1e-4)
-            assert_trees_close(own[(*path[:-1], "b")], lora_scale(of) * jnp.swapaxes(leaf, -1, -2) @ weight, 1e-4)
+            assert_trees_close(
+                own[(*path[:-1], "b")], lora_scale(of) * jnp.swapaxes(leaf, -1, -2) @ weight, 1e-4
+            )
 
 
 @pytest.mark.exhaustive
 def test_adapters_do_not_depend_on_runs_and_are_stored_layer_by_layer():
-    whole, cut = (Model.build(adapted(layers=4), jnp.float32, cuts) for cuts in (None, {"llm": (1, 3)}))
+    whole, cut = (
+        Model.build(adapted(layers=4), jnp.float32, cuts) for cuts in (None, {"llm": (1, 3)})
+    )
     one, other = (unstack_layers(m.init(jax.random.key(2))) for m in (whole, cut))
     jax.tree.map(np.testing.assert_array_equal, one, other)
     a = [one["llm"]["layers"][str(i)]["attention"]["query"]["lora"]["a"] for i in range(4)]
@@ -94,7 +103,9 @@ def test_adapters_do_not_depend_on_runs_and_are_stored_layer_by_layer():
 
 
 def test_adapters_are_trainable_where_their_module_is_frozen_and_groups_of_their_own():
-    model = Model.build(replace(tiny(), lora={"one": LoraConfig(("llm.*", "vision.connector.*"))}), jnp.float32)
+    model = Model.build(
+        replace(tiny(), lora={"one": LoraConfig(("llm.*", "vision.connector.*"))}), jnp.float32
+    )
     assert model.frozen == {"llm", "vision.connector"}
     trainable, frozen = partition(model.abstract, model.frozen)
     assert {parameter_group(path) for path in leaves(trainable)} == {
@@ -109,7 +120,11 @@ def test_adapters_are_trainable_where_their_module_is_frozen_and_groups_of_their
 def test_an_encoder_may_be_called_lora():
     model = Model.build(replace(tiny(), encoders={"lora": tiny().encoders["vision"]}), jnp.float32)
     assert partition(model.abstract, {"lora"})[0].keys() == {"llm", "connectors"}
-    assert {parameter_group(path) for path in leaves(model.abstract)} == {"llm", "lora", "lora.connector"}
+    assert {parameter_group(path) for path in leaves(model.abstract)} == {
+        "llm",
+        "lora",
+        "lora.connector",
+    }
 
 
 def test_adapters_lie_on_the_mesh_like_the_weights_beside_them():
@@ -129,4 +144,7 @@ def test_adapters_follow_adam_in_a_group_of_their_own_also_under_muon(config):
     optimizer = make_optimizer(config, model.axes)
     groups = {optimizer.group_of(path) for path in leaves(model.abstract) if "lora" in path}
     ending = "/other" if isinstance(config, Muon) else ""
-    assert groups == {f"{m}.lora{ending}" for m in ("llm", "vision", "audio", "vision.connector", "audio.connector")}
+    assert groups == {
+        f"{m}.lora{ending}"
+        for m in ("llm", "vision", "audio", "vision.connector", "audio.connector")
+    }

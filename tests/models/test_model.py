@@ -24,7 +24,9 @@ AXES = ("data", "fsdp", "expert", "tensor", "context")
 
 
 def mesh_of(devices, data, fsdp, tensor=1):
-    return Mesh(np.array(devices).reshape(data, fsdp, 1, tensor, 1), AXES, axis_types=(AxisType.Auto,) * 5)
+    return Mesh(
+        np.array(devices).reshape(data, fsdp, 1, tensor, 1), AXES, axis_types=(AxisType.Auto,) * 5
+    )
 
 
 def shardings(mesh, axes, shapes):
@@ -62,7 +64,10 @@ def test_parameters_are_born_sharded_without_ever_being_whole_on_a_device():
 
 def test_modules_are_named_and_partitioned_by_what_is_frozen():
     model = Model.build(tiny(), jnp.float32)
-    named = {module_of(tuple(k.key for k in path)) for path, _ in jax.tree.leaves_with_path(model.abstract)}
+    named = {
+        module_of(tuple(k.key for k in path))
+        for path, _ in jax.tree.leaves_with_path(model.abstract)
+    }
     assert named == {"llm", "vision", "vision.connector", "audio", "audio.connector"}
     trainable, frozen = partition(model.abstract, {"llm", "vision", "audio.connector"})
     assert set(trainable) == {"encoders", "connectors"}
@@ -70,14 +75,18 @@ def test_modules_are_named_and_partitioned_by_what_is_frozen():
     assert set(frozen["connectors"]) == {"audio"}
     assert merge(trainable, frozen) == model.abstract
     assert partition(model.abstract, set()) == (model.abstract, {})
-    with pytest.raises(ValueError, match=r"cannot freeze 'visoin': the model has audio, audio\.connector, llm"):
+    with pytest.raises(
+        ValueError, match=r"cannot freeze 'visoin': the model has audio, audio\.connector, llm"
+    ):
         partition(model.abstract, {"visoin"})
 
 
 def test_impossible_models_are_refused():
     with pytest.raises(ValueError, match="no encoder may be called 'llm'"):
         Model.build(type(tiny())(tiny().llm, {"llm": tiny().encoders["vision"]}), jnp.float32)
-    with pytest.raises(ValueError, match="cuts for 'sight', which is no tower; there are llm, vision, audio"):
+    with pytest.raises(
+        ValueError, match="cuts for 'sight', which is no tower; there are llm, vision, audio"
+    ):
         Model.build(tiny(), jnp.float32, {"sight": (1,)})
     with pytest.raises(ValueError, match="llm cannot be cut before layer 1"):
         cut_tower(Model.build(tiny(), jnp.float32), "llm", (1,))
@@ -94,7 +103,10 @@ def test_stages_chained_over_disjoint_meshes_give_the_loss_and_gradients_of_the_
     cuts = {"llm": (1,), "vision": (1, 2)}
     model, params = build(tiny(layers=2, vision_layers=3, encoders=("vision",)), cuts)
     rng = np.random.default_rng(0)
-    rows = [[random_sample(rng, [2, (3, 3), 4]), random_sample(rng, [1, (1, 5), (2, 2), 3])] for _ in range(2)]
+    rows = [
+        [random_sample(rng, [2, (3, 3), 4]), random_sample(rng, [1, (1, 5), (2, 2), 3])]
+        for _ in range(2)
+    ]
     batch = pack(rows, {"llm": 24, "vision": 32}, encoders=("vision",))
     whole = jax.jit(jax.value_and_grad(lambda p: token_losses(model, p, batch).sum()))(params)
 
@@ -146,7 +158,9 @@ def test_a_gradient_step_on_a_mesh_of_three_axes_never_replicates_involuntarily(
 
     params = jax.tree.map(on_mesh, model.abstract, shardings(mesh, model.axes, model.abstract))
     axes = ("rows", "length", None)
-    batch = jax.tree.map(lambda x: on_mesh(x, sharding(mesh, rules, x.shape, axes[: x.ndim])), batch)
+    batch = jax.tree.map(
+        lambda x: on_mesh(x, sharding(mesh, rules, x.shape, axes[: x.ndim])), batch
+    )
 
     def loss(params, batch):
         with activations_on(mesh, rules):
@@ -164,7 +178,9 @@ def test_a_gradient_step_on_a_mesh_of_three_axes_never_replicates_involuntarily(
 
 def test_stages_of_a_deepstack_give_what_the_whole_model_gives():
     config = tiny(encoders=("vision",), vision_layers=4, layers=4)
-    config = replace(config, encoders={"vision": replace(config.encoders["vision"], deepstack=(2, 3))})
+    config = replace(
+        config, encoders={"vision": replace(config.encoders["vision"], deepstack=(2, 3))}
+    )
     cuts = {"llm": (1, 2, 3), "vision": (1, 2, 3)}
     model, params = build(config, cuts)
     sample = random_sample(np.random.default_rng(0), [2, (3, 4), 3])
@@ -172,6 +188,8 @@ def test_stages_of_a_deepstack_give_what_the_whole_model_gives():
     made = {}
     for tower in ("vision", "llm"):
         for stage in cut_tower(model, tower, cuts[tower]):
-            made |= stage_outputs(stage, stage.select(params), {name: made.pop(name) for name in stage.inputs}, batch)
+            made |= stage_outputs(
+                stage, stage.select(params), {name: made.pop(name) for name in stage.inputs}, batch
+            )
     assert set(made) == {"logits"}
     np.testing.assert_allclose(made["logits"], model.logits(params, batch), atol=1e-5)

@@ -9,7 +9,20 @@ from packed import assert_trees_close, build, pack, random_sample, tiny, token_l
 import mmjax.models.encoders
 from mmjax.models.model import Model
 
-GRIDS = [(1, 1), (1, 5), (5, 1), (2, 2), (2, 3), (3, 2), (3, 3), (4, 2), (1, 8), (3, 5), (2, 7), (5, 4)]
+GRIDS = [
+    (1, 1),
+    (1, 5),
+    (5, 1),
+    (2, 2),
+    (2, 3),
+    (3, 2),
+    (3, 3),
+    (4, 2),
+    (1, 8),
+    (3, 5),
+    (2, 7),
+    (5, 4),
+]
 CLIPS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 17, 22]
 LENGTHS = {"llm": 96, "vision": 160, "audio": 128}
 
@@ -54,7 +67,9 @@ def test_a_packed_row_gives_each_sample_what_it_gets_alone(items, backend):
         for n, sample in enumerate(row):
             gradients, logits = run(params, pack([[sample], []], LENGTHS, items))
             mine = np.asarray(together.text.sample[r]) == n
-            np.testing.assert_allclose(packed_logits[r][mine], logits[0][: mine.sum()], atol=1e-5, rtol=1e-5)
+            np.testing.assert_allclose(
+                packed_logits[r][mine], logits[0][: mine.sum()], atol=1e-5, rtol=1e-5
+            )
             alone_gradients = jax.tree.map(np.add, alone_gradients, gradients)
             if all(segment.kind == "text" for segment in sample):
                 encoders = jax.tree.leaves([gradients["encoders"], gradients["connectors"]])
@@ -79,7 +94,11 @@ def replaced(samples, index):
     changed = []
     for segment in samples[index]:
         content = segment.content
-        other = rng.integers(1, 23, content.shape) if segment.kind == "text" else 50 * rng.normal(size=content.shape)
+        other = (
+            rng.integers(1, 23, content.shape)
+            if segment.kind == "text"
+            else 50 * rng.normal(size=content.shape)
+        )
         changed.append(type(segment)(segment.kind, other.astype(content.dtype)))
     return [*samples[:index], changed, *samples[index + 1 :]]
 
@@ -110,7 +129,9 @@ def test_replacing_one_samples_content_changes_no_other_samples_loss_by_one_bit(
 def test_a_convolution_that_reaches_into_the_next_clip_is_caught(monkeypatch):
     def leaking(x, item, stride):
         padded = jnp.pad(x, ((0, 0), (1, 1), (0, 0)), mode="edge")
-        return jnp.concatenate([padded[:, first : first + x.shape[1] : stride] for first in range(3)], axis=-1)
+        return jnp.concatenate(
+            [padded[:, first : first + x.shape[1] : stride] for first in range(3)], axis=-1
+        )
 
     monkeypatch.setattr(mmjax.models.encoders, "taps", leaking)
     assert others_that_changed(losses(*build()), many_samples(), 6) > 0
@@ -127,7 +148,11 @@ def without_items(padding):
 def test_batches_with_padding_no_rows_or_no_encoder_at_all_give_the_same_loss(backend, encoder):
     model, params = build(tiny(backend, encoders=(encoder,)))
     rng = np.random.default_rng(0)
-    padding = pack([[random_sample(rng, [5]), random_sample(rng, [7])]], {"llm": 16, encoder: 16}, encoders=(encoder,))
+    padding = pack(
+        [[random_sample(rng, [5]), random_sample(rng, [7])]],
+        {"llm": 16, encoder: 16},
+        encoders=(encoder,),
+    )
     run = jax.jit(lambda batch: token_losses(model, params, batch))
     first, *others = (run(batch) for batch in without_items(padding))
     for other in others:
@@ -137,7 +162,11 @@ def test_batches_with_padding_no_rows_or_no_encoder_at_all_give_the_same_loss(ba
 def test_half_precision_activations_give_float32_logits_near_the_exact_ones():
     model, params = build(tiny(encoders=("vision",)))
     rng = np.random.default_rng(0)
-    batch = pack([[random_sample(rng, [2, (3, 3), 4, (2, 5), 3])]], {"llm": 24, "vision": 32}, encoders=("vision",))
+    batch = pack(
+        [[random_sample(rng, [2, (3, 3), 4, (2, 5), 3])]],
+        {"llm": 24, "vision": 32},
+        encoders=("vision",),
+    )
     half = Model.build(model.config, jnp.bfloat16)
     logits = jax.jit(half.logits)(params, batch)
     assert logits.dtype == jnp.float32

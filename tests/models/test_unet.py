@@ -24,21 +24,27 @@ CONFIG = UnetConfig(
     queries=3,
 )
 ROWS, IMAGES, REST = 4, 2, 5
-ITEMS = rows_of_images([[CONFIG.size] * n for n in (2, 1, 2, 0)], IMAGES * CONFIG.min_patches + REST)
+ITEMS = rows_of_images(
+    [[CONFIG.size] * n for n in (2, 1, 2, 0)], IMAGES * CONFIG.min_patches + REST
+)
 
 
 def inputs(rng: np.random.Generator) -> tuple[jax.Array, ...]:
     """Latents, times and conditions of rows of images."""
     latents = rng.normal(size=(*ITEMS.item.shape, CONFIG.latents.channels))
     condition = rng.normal(size=(ROWS, IMAGES * CONFIG.queries, CONFIG.condition_width))
-    return tuple(jnp.asarray(x, jnp.float32) for x in (latents, rng.uniform(size=(ROWS, IMAGES)), condition))
+    return tuple(
+        jnp.asarray(x, jnp.float32) for x in (latents, rng.uniform(size=(ROWS, IMAGES)), condition)
+    )
 
 
 def initial(config: UnetConfig = CONFIG) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(Unet(config, jnp.dtype("float32"), nnx.Rngs(0)))
 
 
-def computed(graph: nnx.GraphDef, *arrays: jax.Array) -> tuple[jax.Array, tuple[nnx.State, jax.Array]]:
+def computed(
+    graph: nnx.GraphDef, *arrays: jax.Array
+) -> tuple[jax.Array, tuple[nnx.State, jax.Array]]:
     """Velocities, and the gradients of their sum of squares by parameters and condition."""
     items = jax.tree.map(jnp.asarray, ITEMS)
 

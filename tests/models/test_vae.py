@@ -42,7 +42,9 @@ def test_sides_that_the_factor_does_not_divide_are_refused(model, params):
         model.encode(params, jnp.zeros((1, 8, 22, 3)))
 
 
-def test_attention_of_large_images_by_blocks_is_that_with_all_scores_at_once(model, params, monkeypatch):
+def test_attention_of_large_images_by_blocks_is_that_with_all_scores_at_once(
+    model, params, monkeypatch
+):
     image = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (1, 72, 80, 3)), jnp.float32)
     once = jax.jit(model.encode)(params, image)
     monkeypatch.setattr(module, "DENSE", 100)

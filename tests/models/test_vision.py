@@ -13,7 +13,9 @@ from mmjax.models.encoders import interpolate_positions
 def encode():
     model, params = build(tiny(encoders=("vision",)))
     run = jax.jit(lambda items: model.encode(params, items)["vision"][0])
-    return lambda rows: np.asarray(run(pack(rows, {"llm": 32, "vision": 48}, encoders=("vision",)).items))
+    return lambda rows: np.asarray(
+        run(pack(rows, {"llm": 32, "vision": 48}, encoders=("vision",)).items)
+    )
 
 
 def test_an_images_place_in_the_row_does_not_matter(encode):
@@ -66,7 +68,10 @@ def with_vision(**changes):
 def test_images_of_other_towers_are_alone_in_their_rows_too(changes, backend):
     model, params = build(with_vision(attention=backend, **changes))
     rng = np.random.default_rng(0)
-    samples = [random_sample(rng, layout) for layout in ([2, (5, 7), 3], [(1, 3), 2, (4, 4), 1], [3], [1, (6, 2), 1])]
+    samples = [
+        random_sample(rng, layout)
+        for layout in ([2, (5, 7), 3], [(1, 3), 2, (4, 4), 1], [3], [1, (6, 2), 1])
+    ]
     run = jax.jit(lambda batch: model.logits(params, batch))
     together = pack([samples], {"llm": 48, "vision": 112}, encoders=("vision",))
     logits = run(together)[0]
@@ -102,10 +107,18 @@ def test_both_backends_attend_within_squares_alike():
 
 def test_a_grid_is_stretched_from_corner_to_corner():
     model, params = build(with_vision(positions=StretchedGrid(3)))
-    table = np.asarray(params["encoders"]["vision"]["embed"]["positions"]["weight"]).reshape(3, 3, -1)
+    table = np.asarray(params["encoders"]["vision"]["embed"]["positions"]["weight"]).reshape(
+        3, 3, -1
+    )
     module = model.module(params).encoders["vision"].embed
-    items = pack([[random_sample(np.random.default_rng(0), [(5, 2)])]], {"llm": 3, "vision": 16}, encoders=("vision",))
-    got = np.asarray(interpolate_positions(module.positions, StretchedGrid(3), items.items["vision"]))[0]
+    items = pack(
+        [[random_sample(np.random.default_rng(0), [(5, 2)])]],
+        {"llm": 3, "vision": 16},
+        encoders=("vision",),
+    )
+    got = np.asarray(
+        interpolate_positions(module.positions, StretchedGrid(3), items.items["vision"])
+    )[0]
     row, column = np.asarray(items.items["vision"].coordinates[0, :, 1:]).T
     valid = np.asarray(items.items["vision"].item[0]) >= 0
     for y, x, vector in zip(row[valid], column[valid], got[valid], strict=True):

@@ -42,7 +42,9 @@ def pack_images(config: VisionConfig, length: int, rows: list[Grids]) -> ItemBat
     for row, grids in enumerate(rows):
         at = 0
         for number, grid in enumerate(grids):
-            image = encoder_input(config, rng.integers(0, 256, (2 * grid[0], 2 * grid[1], 3), np.uint8))
+            image = encoder_input(
+                config, rng.integers(0, 256, (2 * grid[0], 2 * grid[1], 3), np.uint8)
+            )
             span = slice(at, at + len(image.valid))
             values[row, span] = image.values
             item[row, span] = np.where(image.valid, number, PADDING)
@@ -63,7 +65,9 @@ def encode_in_merge_order(encoder: VisionEncoder, items: ItemBatch) -> jax.Array
     row, column = jnp.moveaxis(patch // encoder.config.window, -1, 0)
     mask = encoder_mask(items.item)
     window_mask = mask._replace(span=1 + row * 1000 + column, sees=jnp.zeros_like(row))
-    context = Context(mask, rotation_2d(patch, 8, encoder.config.positions.theta), window_mask=window_mask)
+    context = Context(
+        mask, rotation_2d(patch, 8, encoder.config.positions.theta), window_mask=window_mask
+    )
     x = encoder.layers(encoder.embed(items, encoder.dtype), context)
     return jnp.where(items.item[..., None] >= 0, x, 0)
 
@@ -103,7 +107,11 @@ def test_windows_and_merge_groups_are_contiguous_in_the_layers():
         window = np.column_stack([items.item[row], items.coordinates[row] // 4])[places]
         pairs = np.column_stack([span[row], window])[window[:, 0] >= 0]
         # Every number is one window's, and the reverse.
-        assert len(np.unique(pairs, axis=0)) == len(np.unique(pairs[:, 0])) == len(np.unique(pairs[:, 1:], axis=0))
+        assert (
+            len(np.unique(pairs, axis=0))
+            == len(np.unique(pairs[:, 0]))
+            == len(np.unique(pairs[:, 1:], axis=0))
+        )
 
 
 def test_rows_on_several_devices_need_no_communication():
@@ -112,7 +120,9 @@ def test_rows_on_several_devices_need_no_communication():
     weight = np.random.default_rng(1).normal(size=(2, 64, 16)).astype(np.float32)
 
     def gradient(x, items):
-        out, pull_back = jax.vjp(lambda x: encoder.restored(encoder.layers(x, encoder.context(items)), items), x)
+        out, pull_back = jax.vjp(
+            lambda x: encoder.restored(encoder.layers(x, encoder.context(items)), items), x
+        )
         return out, *pull_back(weight)
 
     x = jax.jit(encoder.embedded)(items)
@@ -124,7 +134,11 @@ def test_rows_on_several_devices_need_no_communication():
     for ours, theirs in zip(program(*arguments), wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     text = program.as_text()
-    assert not [name for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute") if name in text]
+    assert not [
+        name
+        for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+        if name in text
+    ]
 
 
 def random_grids(rng: np.random.Generator, length: int) -> Grids:
@@ -148,7 +162,9 @@ def visited(mask: MaskSpec, plan: BlockPlan, tiles: Tiles) -> tuple[int, int]:
     row = np.broadcast_to(np.arange(len(mask.sample))[:, None], mask.sample.shape)
     tokens = np.stack([row, mask.sample, mask.span])[:, np.asarray(mask.sample) >= 0]
     sizes = np.unique(tokens, axis=1, return_counts=True)[1]
-    return (sizes.astype(np.int64) ** 2).sum(), int(plan.forward.count[..., 1].sum()) * tiles.q * tiles.k
+    return (sizes.astype(np.int64) ** 2).sum(), int(
+        plan.forward.count[..., 1].sum()
+    ) * tiles.q * tiles.k
 
 
 @pytest.mark.default_cases("16384")
@@ -162,8 +178,11 @@ def test_most_pairs_in_the_blocks_that_windowed_layers_visit_are_allowed(length)
     assert (tiles.q, tiles.k) == (64, 64)
     near, near_visited = visited(context.window_mask, context.window_plan, tiles)
     full, full_visited = visited(context.mask, context.plan, tiles)
-    # Were no window cut by a border between blocks, each block of 64 patches would visit itself alone.
+    # Were no window cut by a border between blocks, each block of 64 patches would visit itself
+    # alone.
     bound = near / (64 * (np.asarray(context.mask.sample) >= 0).sum())
-    print(f"{length}: windows {near / near_visited:.3f} of {bound:.3f}, whole images {full / full_visited:.3f}")
+    print(
+        f"{length}: windows {near / near_visited:.3f} of {bound:.3f}, whole images {full / full_visited:.3f}"
+    )
     assert 0.8 <= near / near_visited <= bound
     assert full / full_visited >= 0.93

@@ -22,8 +22,12 @@ NOISE = np.array([7, 3], np.uint32)
 
 def config_of(case):
     """Towers of every kind whose heads eight devices divide, and one change."""
-    config = tiny(tied=False, vocab=24, encoders=() if case in ("llm", "odd rows") else ("vision", "audio"))
-    encoders = {name: replace(encoder, width=64, heads=HEADS) for name, encoder in config.encoders.items()}
+    config = tiny(
+        tied=False, vocab=24, encoders=() if case in ("llm", "odd rows") else ("vision", "audio")
+    )
+    encoders = {
+        name: replace(encoder, width=64, heads=HEADS) for name, encoder in config.encoders.items()
+    }
     llm = replace(config.llm, heads=HEADS, kv_heads=HEADS)
     match case:  # "all": no change, "llm": no encoders
         case "adapters":
@@ -34,7 +38,11 @@ def config_of(case):
             llm = replace(llm, dropout=0.2)
             encoders["vision"] = replace(encoders["vision"], dropout=0.2)
         case "biases":
-            llm = replace(llm, biases=("query", "key", "value", "output", "up", "down", "gate"), qk_norm="head")
+            llm = replace(
+                llm,
+                biases=("query", "key", "value", "output", "up", "down", "gate"),
+                qk_norm="head",
+            )
         case "none" | "products" | "attention_mlp" | "full":
             llm = replace(llm, layers=3, remat=case)
             encoders = {name: replace(encoder, remat=case) for name, encoder in encoders.items()}
@@ -47,7 +55,9 @@ def batch_of(case, ranks):
     encoders = config_of(case).encoders
     layouts = ([2, (2, 3), 4, ("audio", 11), 3], [5, (1, 4)]) if encoders else ([19], [7])
     lengths = {"llm": 45 if case == "odd rows" else 48, "vision": 32, "audio": 64}
-    rows = [[[random_sample(rng, layout) for layout in layouts] for _ in range(2)] for _ in range(ranks)]
+    rows = [
+        [[random_sample(rng, layout) for layout in layouts] for _ in range(2)] for _ in range(ranks)
+    ]
     packs = [pack(of_rank, lengths, encoders=encoders) for of_rank in rows]
     batch = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *packs)
     send = {name: jnp.zeros((ranks, 1, 0), jnp.int32) for name in batch.text.send}
@@ -60,7 +70,9 @@ def loss_and_gradients(case, mesh=None, ranks=1):
     batch = batch_of(case, ranks)
     noise = NOISE if case == "dropout" else None
     if mesh is None:
-        run = lambda trainable, frozen: token_losses(model, merge(trainable, frozen), batch, noise).sum()  # noqa: E731
+        run = lambda trainable, frozen: token_losses(  # noqa: E731
+            model, merge(trainable, frozen), batch, noise
+        ).sum()
         return jax.jit(jax.value_and_grad(run))(*partition(params, model.frozen))
     on = make_mesh(mesh, jax.devices()[: ranks * mesh.tensor])
     rules = ShardingRules.of(mesh)
@@ -99,8 +111,12 @@ def test_loss_and_every_gradient_are_those_of_one_device(case, way, tensor):
 @pytest.mark.parametrize(
     "case", ["adapters", "frozen", "dropout", "biases", "none", "products", "attention_mlp", "full"]
 )
-def test_so_they_are_whatever_is_trained_dropped_and_computed_again_with_shards_of_parameters(case, way):
-    found = loss_and_gradients(case, MeshConfig(2, fsdp=2, tensor=2, sequence_parallel=way), ranks=4)
+def test_so_they_are_whatever_is_trained_dropped_and_computed_again_with_shards_of_parameters(
+    case, way
+):
+    found = loss_and_gradients(
+        case, MeshConfig(2, fsdp=2, tensor=2, sequence_parallel=way), ranks=4
+    )
     assert_equal(found, on_one_device(case, ranks=4))
 
 

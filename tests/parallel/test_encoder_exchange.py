@@ -23,8 +23,12 @@ def some_rearrangement(seed: int, peers: int = RANKS, share: float = 1.0) -> Rea
     return rearrange(length, source, np.where(rng.random(40) < share, away, source), RANKS)
 
 
-def tables_of(moved: Rearrangement, chunk: int, peers: int = RANKS) -> tuple[np.ndarray, np.ndarray]:
-    found = [tables(moved, chunk, CAPACITY, peers=range(k, k + peers)) for k in range(0, RANKS, peers)]
+def tables_of(
+    moved: Rearrangement, chunk: int, peers: int = RANKS
+) -> tuple[np.ndarray, np.ndarray]:
+    found = [
+        tables(moved, chunk, CAPACITY, peers=range(k, k + peers)) for k in range(0, RANKS, peers)
+    ]
     return np.concatenate([t.send for t in found]), np.concatenate([t.gather for t in found])
 
 
@@ -55,7 +59,9 @@ def test_every_token_arrives_where_the_rearrangement_wants_it_and_its_gradient_c
         expected = np.zeros_like(TOKENS)
         for i, n in enumerate(moved.length):
             a, b = moved.source.offset[i], moved.destination.offset[i]
-            expected[moved.source.rank[i], a : a + n] += weight[moved.destination.rank[i], b : b + n]
+            expected[moved.source.rank[i], a : a + n] += weight[
+                moved.destination.rank[i], b : b + n
+            ]
         np.testing.assert_array_equal(gradient, expected)
 
 
@@ -67,7 +73,9 @@ def collectives(send: np.ndarray, gather: np.ndarray) -> dict[str, int]:
 
     arrays = jax.device_put((TOKENS, send, gather), rows_sharding(MESH))
     text = jax.jit(jax.value_and_grad(loss)).lower(*arrays).compile().as_text()
-    return {name: text.count(f" {name}(") for name in ("all-to-all", "all-gather", "collective-permute")}
+    return {
+        name: text.count(f" {name}(") for name in ("all-to-all", "all-gather", "collective-permute")
+    }
 
 
 def test_there_is_one_all_to_all_forward_and_one_backward_and_no_all_gather():
@@ -84,7 +92,11 @@ def test_where_nothing_moves_there_is_no_collective():
 def test_another_plan_compiles_nothing():
     program = jax.jit(lambda x, s, g: dispatch(x, s, g, MESH))
     for seed in range(5):
-        program(*jax.device_put((TOKENS, *tables_of(some_rearrangement(seed), CHUNK)), rows_sharding(MESH)))
+        program(
+            *jax.device_put(
+                (TOKENS, *tables_of(some_rearrangement(seed), CHUNK)), rows_sharding(MESH)
+            )
+        )
     assert program._cache_size() == 1
 
 
@@ -93,7 +105,9 @@ def test_ranks_that_are_all_on_one_device_exchange_the_same(peers):
     for chunk, share in ((CHUNK, 1.0), (0, 0.0)):
         moved = some_rearrangement(3, peers, share)
         send, gather = tables_of(moved, chunk, peers)
-        np.testing.assert_array_equal(dispatch(TOKENS, send, gather, None), moved_by_hand(moved, TOKENS))
+        np.testing.assert_array_equal(
+            dispatch(TOKENS, send, gather, None), moved_by_hand(moved, TOKENS)
+        )
 
 
 def test_a_ragged_exchange_is_compiled_for_gpus_with_the_sizes_that_the_tables_hold():

@@ -28,7 +28,9 @@ MESHES = {
     "fsdp=2 x expert=4": MeshConfig(1, fsdp=2, expert=4),
     "expert=4 x context=2": MeshConfig(1, expert=4, context=2),
     "expert=4 x tensor=2": MeshConfig(1, expert=4, tensor=2),
-    "expert=4 x tensor=2, tokens divided": MeshConfig(1, expert=4, tensor=2, sequence_parallel="on"),
+    "expert=4 x tensor=2, tokens divided": MeshConfig(
+        1, expert=4, tensor=2, sequence_parallel="on"
+    ),
 }
 # The two experts of each token, by its row and its place there.
 ROUTES = {
@@ -111,7 +113,10 @@ def test_outputs_and_gradients_are_those_of_one_device_wherever_tokens_go(mesh):
 def test_a_layer_that_is_recomputed_sends_nothing_twice(mesh):
     x, valid = tokens_of("unevenly")
     assert_trees_close(result(mesh, x, valid, recomputed=True)[0], result(None, x, valid)[0], 1e-5)
-    sends = [parameters_and_program(mesh, again)[1].as_text().count(" all-to-all(") for again in (False, True)]
+    sends = [
+        parameters_and_program(mesh, again)[1].as_text().count(" all-to-all(")
+        for again in (False, True)
+    ]
     assert sends == [10, 10]
 
 

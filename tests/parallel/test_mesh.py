@@ -44,13 +44,25 @@ def test_a_mesh_takes_all_devices_and_minus_one_what_the_others_leave(config, sh
     ("config", "wrong", "remedy"),
     [
         (MeshConfig(-1, fsdp=-1), "mesh.data and mesh.fsdp are both -1", "give all but one a size"),
-        (MeshConfig(-1, fsdp=3), "3 .* does not divide the 8 devices", "use sizes whose product does"),
+        (
+            MeshConfig(-1, fsdp=3),
+            "3 .* does not divide the 8 devices",
+            "use sizes whose product does",
+        ),
         (MeshConfig(4, tensor=4), "needs 16 devices and there are 8", "set one axis to -1"),
         (MeshConfig(2, fsdp=2), "needs 4 devices and there are 8", "set one axis to -1"),
         (MeshConfig(0), "data=0", "at least 1, or -1"),
-        (MeshConfig(exchange="ragged"), "mesh.exchange=ragged: a CPU has no such", "use mesh.exchange=padded"),
+        (
+            MeshConfig(exchange="ragged"),
+            "mesh.exchange=ragged: a CPU has no such",
+            "use mesh.exchange=padded",
+        ),
         (MeshConfig(-2), "data=-2", "at least 1, or -1"),
-        (MeshConfig(-1, context=3), "3 .* does not divide the 8 devices", "use sizes whose product does"),
+        (
+            MeshConfig(-1, context=3),
+            "3 .* does not divide the 8 devices",
+            "use sizes whose product does",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_the_remedy(config, wrong, remedy):
@@ -85,7 +97,9 @@ def test_heads_that_cannot_be_exchanged_for_tokens_are_refused_with_the_key():
     mesh = MeshConfig(context=2, tensor=2)
     model = ModelConfig(LLM)
     check_layout("mesh", replace(mesh, context_attention="gather"), model)
-    with pytest.raises(UserError, match=r"model\.llm\.kv_heads=2, as .*; use mesh\.context_attention=gather"):
+    with pytest.raises(
+        UserError, match=r"model\.llm\.kv_heads=2, as .*; use mesh\.context_attention=gather"
+    ):
         check_layout("mesh", replace(mesh, context_attention="heads"), model)
 
 
@@ -103,12 +117,24 @@ def test_encoders_whose_rows_lie_on_the_tensor_axis_may_have_any_number_of_heads
         (24, 1, 8, None),
         (24, 2, 6, None),
         (9, 2, 3, None),  # which tensor=2 does not divide: whole on every device
-        (24, 1, 7, "vocab=24; use the nearest that does, training.loss_chunks=6, or a vocabulary .* multiple of 7"),
-        (24, 2, 8, "vocab=24, which mesh.tensor=2 cuts into 12; .* training.loss_chunks=6, or .* multiple of 16"),
+        (
+            24,
+            1,
+            7,
+            "vocab=24; use the nearest that does, training.loss_chunks=6, or a vocabulary .* multiple of 7",
+        ),
+        (
+            24,
+            2,
+            8,
+            "vocab=24, which mesh.tensor=2 cuts into 12; .* training.loss_chunks=6, or .* multiple of 16",
+        ),
         (23, 1, 4, "training.loss_chunks=1, or a vocabulary that is a multiple of 4"),
     ],
 )
-def test_parts_of_the_vocabulary_that_would_be_unequal_are_refused_with_the_nearest(vocab, tensor, chunks, remedy):
+def test_parts_of_the_vocabulary_that_would_be_unequal_are_refused_with_the_nearest(
+    vocab, tensor, chunks, remedy
+):
     model = ModelConfig(replace(LLM, vocab=vocab))
     if remedy is None:
         assert loss_choices({"tensor": tensor}, chunks, model) == (chunks,)

@@ -18,7 +18,9 @@ def mesh():
 
 def test_rules_translate_logical_axes_to_mesh_axes():
     assert RULES.spec(("embed", "heads")) == PartitionSpec(("fsdp", "expert", "context"), "tensor")
-    assert RULES.spec(("rows", None, "width")) == PartitionSpec(("data", "fsdp", "expert"), None, None)
+    assert RULES.spec(("rows", None, "width")) == PartitionSpec(
+        ("data", "fsdp", "expert"), None, None
+    )
     assert ShardingRules(embed=()).spec(("vocab", "embed")) == PartitionSpec("tensor", None)
 
 
@@ -44,7 +46,9 @@ def test_two_dimensions_never_share_a_mesh_axis():
         ((8, 5, 6), ("rows", "length", "width"), (2, 5, 6)),
     ],
 )
-def test_an_array_is_cut_where_its_mesh_axes_divide_it_and_whole_elsewhere(mesh, shape, axes, shard):
+def test_an_array_is_cut_where_its_mesh_axes_divide_it_and_whole_elsewhere(
+    mesh, shape, axes, shard
+):
     assert sharding(mesh, RULES, shape, axes).shard_shape(shape) == shard
 
 

@@ -36,13 +36,19 @@ PATTERNS = [
 ALL_BUT_LLM = frozenset({"vision", "vision.connector", "audio", "audio.connector"})
 
 
-def with_adapters(patterns: tuple[str, ...], base: str = "frozen", rank: int = 3, **llm) -> ModelConfig:
+def with_adapters(
+    patterns: tuple[str, ...], base: str = "frozen", rank: int = 3, **llm
+) -> ModelConfig:
     return replace(make_model(**llm), lora={"one": LoraConfig(patterns, rank, base=base)})
 
 
 def test_linear_layers_are_those_of_the_built_model_with_their_sizes():
-    model = replace(make_model(), encoders={n: replace(e, layers=2) for n, e in make_model().encoders.items()})
-    model = replace(model, encoders=model.encoders | {"vision": replace(model.encoders["vision"], gated=True)})
+    model = replace(
+        make_model(), encoders={n: replace(e, layers=2) for n, e in make_model().encoders.items()}
+    )
+    model = replace(
+        model, encoders=model.encoders | {"vision": replace(model.encoders["vision"], gated=True)}
+    )
     built = Model.build(model, jnp.float32)
     found = {}
     for path, module in nnx.iter_modules(built.module({})):
@@ -63,7 +69,9 @@ def test_linear_layers_are_those_of_the_built_model_with_their_sizes():
 )
 @pytest.mark.parametrize("trained", ["none", "llm alone", "all"])
 @pytest.mark.parametrize("patterns", PATTERNS, ids=",".join)
-def test_needed_is_every_matrix_product_of_the_traced_gradient(patterns: tuple[str, ...], trained: str) -> None:
+def test_needed_is_every_matrix_product_of_the_traced_gradient(
+    patterns: tuple[str, ...], trained: str
+) -> None:
     model = with_adapters(patterns, base="trained" if trained == "all" else "frozen")
     batch = make_batch(model, SHAPE)
     others = {"none": ALL_BUT_LLM | {"llm"}, "llm alone": ALL_BUT_LLM, "all": frozenset()}[trained]
@@ -76,18 +84,31 @@ def test_needed_is_every_matrix_product_of_the_traced_gradient(patterns: tuple[s
 
 def test_stages_execute_together_what_one_mesh_does_with_the_references_pass():
     model = with_adapters(("llm.*", "vision.layers.*.query"))
-    model = replace(model, llm=replace(model.llm, layers=4), encoders={"vision": model.encoders["vision"]})
+    model = replace(
+        model, llm=replace(model.llm, layers=4), encoders={"vision": model.encoders["vision"]}
+    )
     shape = {tower: SHAPE[tower] for tower in ("llm", "vision")}
-    again, once = (executed(model, shape, frozen_modules(model), reference=on) for on in (True, False))
-    for tower, stages in (("llm", (range(2), range(2, 4))), ("vision", (range(model.encoders["vision"].layers),))):
+    again, once = (
+        executed(model, shape, frozen_modules(model), reference=on) for on in (True, False)
+    )
+    for tower, stages in (
+        ("llm", (range(2), range(2, 4))),
+        ("vision", (range(model.encoders["vision"].layers),)),
+    ):
         for whole, reference in ((again, True), (once, False)):
             parts = [
-                stage_flops(model, tower, layers, ("none",) * len(layers), shape, reference=reference)
+                stage_flops(
+                    model, tower, layers, ("none",) * len(layers), shape, reference=reference
+                )
                 for layers in stages
             ]
             modules = [flops for name, flops in whole.items() if name.partition(".")[0] == tower]
-            assert sum(part.forward for part in parts) == pytest.approx(sum(flops.forward for flops in modules))
-            assert sum(part.backward for part in parts) == pytest.approx(sum(flops.backward for flops in modules))
+            assert sum(part.forward for part in parts) == pytest.approx(
+                sum(flops.forward for flops in modules)
+            )
+            assert sum(part.backward for part in parts) == pytest.approx(
+                sum(flops.backward for flops in modules)
+            )
         assert again[tower].forward > 1.5 * once[tower].forward
 
 
@@ -95,10 +116,13 @@ def test_stages_execute_together_what_one_mesh_does_with_the_references_pass():
 def test_moments_are_those_of_the_built_model(optimizer: AdamW | Muon) -> None:
     config = with_adapters(("*.connector.mlp.down", "llm.*.attention.*"))
     model = Model.build(config, jnp.bfloat16)
-    trainable, still = jax.eval_shape(lambda p: split(model, frozenset(model.frozen), p), model.abstract)
+    trainable, still = jax.eval_shape(
+        lambda p: split(model, frozenset(model.frozen), p), model.abstract
+    )
     assert {x.dtype for x in jax.tree.leaves(still)} == {jnp.dtype(jnp.bfloat16)}
     state = jax.eval_shape(make_optimizer(optimizer, model.axes).init, trainable)
-    held = sum(x.size for x in jax.tree.leaves(state) if x.ndim and x.shape != (3,))  # Muon has coefficients
+    # Muon has coefficients
+    held = sum(x.size for x in jax.tree.leaves(state) if x.ndim and x.shape != (3,))
     assert 4 * held == sum(moment_bytes(config, frozen_modules(config), optimizer).values())
 
 

@@ -24,7 +24,13 @@ from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, Cluster, parse_cluster
 from mmjax.planning.partition import partition
 from mmjax.planning.schedules import StageGraph, make_schedule
 from mmjax.planning.simulate import StageTimes, simulate
-from mmjax.planning.tower_options import SUMMED, Problem, RowLengths, TowerCosts, interleaved_in_flight
+from mmjax.planning.tower_options import (
+    SUMMED,
+    Problem,
+    RowLengths,
+    TowerCosts,
+    interleaved_in_flight,
+)
 
 ROOM = 80e9
 MICROBATCHES = (2, 4)
@@ -86,13 +92,25 @@ def problem(seed: int, *generators: str) -> Problem:
     lengths = [row_lengths(rng) for _ in layers]
     towers = {
         name: [
-            tower(rng, n, layout, name == "llm" or rng.random() < 0.7, name != "llm", rng.uniform(0.1, 1), rows)
+            tower(
+                rng,
+                n,
+                layout,
+                name == "llm" or rng.random() < 0.7,
+                name != "llm",
+                rng.uniform(0.1, 1),
+                rows,
+            )
             for layout in (OF_LLM if name == "llm" else LAYOUTS)
         ]
         for (name, n), rows in zip(layers.items(), lengths, strict=True)
     }
-    cluster = Cluster(parse_cluster("h100").device, int(rng.integers(1, 3)), 2 if rng.random() < 0.5 else 4)
-    return Problem(towers, cluster, ROOM, (1, 2, 4), MICROBATCHES, generators=generators, virtual=(1, 2))
+    cluster = Cluster(
+        parse_cluster("h100").device, int(rng.integers(1, 3)), 2 if rng.random() < 0.5 else 4
+    )
+    return Problem(
+        towers, cluster, ROOM, (1, 2, 4), MICROBATCHES, generators=generators, virtual=(1, 2)
+    )
 
 
 def row_share(lengths: RowLengths, microbatches: int, rows: int) -> float:
@@ -101,7 +119,11 @@ def row_share(lengths: RowLengths, microbatches: int, rows: int) -> float:
     last = len(falling) - 1
     parts = lengths.count / microbatches
     fullest = [1 / (microbatches * rows), falling[last - round((1 - 1 / (parts + 1)) * last)]]
-    fullest += [(n + 1) * falling[last - round((1 - n * rows / parts) * last)] for n in range(1, 8) if n * rows < parts]
+    fullest += [
+        (n + 1) * falling[last - round((1 - n * rows / parts) * last)]
+        for n in range(1, 8)
+        if n * rows < parts
+    ]
     return max(fullest)
 
 
@@ -150,11 +172,14 @@ def ways_of(of: Problem, name: str, m: int) -> list[Way]:
         for workers, virtual, costs in numbers
         for r in of.ranks
         for f in (1, 2, 4)
-        if r % (f * costs.layout.expert) == 0 and costs.width % (f * costs.layout.expert * costs.layout.context) == 0
+        if r % (f * costs.layout.expert) == 0
+        and costs.width % (f * costs.layout.expert * costs.layout.context) == 0
     ]
 
 
-def stage_times(of: Problem, way: Way, cuts: tuple[int, ...], m: int, flights: Sequence[int], rows: int):
+def stage_times(
+    of: Problem, way: Way, cuts: tuple[int, ...], m: int, flights: Sequence[int], rows: int
+):
     """Seconds of every stage of a tower, written out once more, one stage at a time; None where one does not fit."""
     costs, layout = way.costs, way.costs.layout
     most = max(rows, way.ranks)
@@ -180,14 +205,20 @@ def stage_times(of: Problem, way: Way, cuts: tuple[int, ...], m: int, flights: S
         return None
     rows_ = []
     for number, ((a, b), total) in enumerate(zip(stages, totals, strict=True)):
-        forward = share * total["forward"] + (b - a) * costs.launch[0] + total["cast_forward"] / shards
-        backward = share * total["backward"] + (b - a) * costs.launch[1] + total["cast_backward"] / shards
+        forward = (
+            share * total["forward"] + (b - a) * costs.launch[0] + total["cast_forward"] / shards
+        )
+        backward = (
+            share * total["backward"] + (b - a) * costs.launch[1] + total["cast_backward"] / shards
+        )
         saved = per_layer[number % way.workers]
         backward += share * (b - a) * float(np.interp(saved, costs.saved[::-1], costs.again[::-1]))
         rows_.append(
             (
                 max(forward, gather * total["gathered"]),
-                max(backward, gather * (total["gathered"] + total["scattered"])) if total["backward"] else 0.0,
+                max(backward, gather * (total["gathered"] + total["scattered"]))
+                if total["backward"]
+                else 0.0,
             )
         )
     tails = [
@@ -216,7 +247,9 @@ def try_everything(of: Problem) -> float:
     return best
 
 
-def simulate_ways(of: Problem, chosen: Sequence[Way], m: int, link: float, at_llm: int) -> float | None:
+def simulate_ways(
+    of: Problem, chosen: Sequence[Way], m: int, link: float, at_llm: int
+) -> float | None:
     """Seconds of a step in the simulator; None where a tower does not fit."""
     llm, generators = chosen[at_llm], len(of.generators)
     behind = min(1, generators)
@@ -243,7 +276,11 @@ def simulate_ways(of: Problem, chosen: Sequence[Way], m: int, link: float, at_ll
             delays[s, s + 1] = share * way.costs.passed / link
         if n != at_llm:
             fan = max(way.ranks / llm.item_ranks, llm.costs.layout.tensor / way.costs.layout.tensor)
-            edge = (begins[n + 1] - 1, begins[at_llm]) if n < at_llm else (begins[at_llm + 1] - 1, begins[n])
+            edge = (
+                (begins[n + 1] - 1, begins[at_llm])
+                if n < at_llm
+                else (begins[at_llm + 1] - 1, begins[n])
+            )
             delays[edge] = share * way.costs.tokens * fan / link
     graph = StageGraph(tuple(delays), tuple(workers))
     forward, backward = (np.array([[t[k]] * m for t in times]) for k in (0, 1))
@@ -289,16 +326,25 @@ def test_two_hundred_allocations_are_those_of_trying_everything():
 def test_colocated_encoders_are_allocated_like_one_that_does_the_work_of_all(seed):
     of = problem(seed)
     lengths = row_lengths(np.random.default_rng(seed))
-    encoder = [tower(np.random.default_rng(seed), 2, layout, True, True, 0.5, lengths) for layout in LAYOUTS]
+    encoder = [
+        tower(np.random.default_rng(seed), 2, layout, True, True, 0.5, lengths)
+        for layout in LAYOUTS
+    ]
     kinds = (*SUMMED, "saved", "again", "passed", "tokens")
     double = [
-        replace(c, launch=tuple(2 * n for n in c.launch), **{kind: 2 * getattr(c, kind) for kind in kinds})
+        replace(
+            c,
+            launch=tuple(2 * n for n in c.launch),
+            **{kind: 2 * getattr(c, kind) for kind in kinds},
+        )
         for c in encoder
     ]
     one, both = ({"vision": costs, "llm": of.towers["llm"]} for costs in (encoder, double))
     for towers, same in ((one, one), (one | {"audio": encoder}, both)):
         found = allocate_colocated(of._replace(towers=towers))
-        assert seconds(found) == pytest.approx(seconds(allocate(of._replace(towers=same))), rel=1e-9)
+        assert seconds(found) == pytest.approx(
+            seconds(allocate(of._replace(towers=same))), rel=1e-9
+        )
 
 
 def test_every_stage_runs_replicated_encoders():
@@ -315,9 +361,13 @@ def test_every_stage_runs_replicated_encoders():
         )
         for name, n in {"llm": 1.0, "vision": 0.2, "audio": 0.1}.items()
     }
-    of = problem(0)._replace(towers={k: [c] for k, c in costs.items()}, room=np.inf, ranks=(1,), microbatches=(m,))
+    of = problem(0)._replace(
+        towers={k: [c] for k, c in costs.items()}, room=np.inf, ranks=(1,), microbatches=(m,)
+    )
     found = allocate_replicated(of)
-    by_stages = {n: (m + n - 1) / m * 3 * (4 / n + 4 * 0.3) for n in (1, 2, 4) if n <= of.cluster.devices}
+    by_stages = {
+        n: (m + n - 1) / m * 3 * (4 / n + 4 * 0.3) for n in (1, 2, 4) if n <= of.cluster.devices
+    }
     assert found.seconds == pytest.approx(min(by_stages.values()))
     assert found.units["llm"].pipeline == min(by_stages, key=by_stages.get)
     text = of._replace(towers={"llm": of.towers["llm"]})
@@ -335,6 +385,8 @@ def test_virtual_stages_have_as_many_microbatches_in_flight_as_their_schedule_sa
         parts = workers * virtual
         stages = range(parts + behind)
         numbers = tuple(n % workers if n < parts else n - parts + workers for n in stages)
-        schedule = make_schedule("interleaved", StageGraph(tuple(pairwise(stages)), numbers), groups * workers)
+        schedule = make_schedule(
+            "interleaved", StageGraph(tuple(pairwise(stages)), numbers), groups * workers
+        )
         counted = interleaved_in_flight(workers, virtual, groups * workers, behind)
         assert counted.tolist() == [schedule.in_flight_bound(stage) for stage in range(parts)]

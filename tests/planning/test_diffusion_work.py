@@ -22,10 +22,21 @@ from mmjax.models.linear import Linear
 from mmjax.planning.flops import executed, layer_policies, model_flops, stage_flops
 from mmjax.planning.work import length_work, useful_work
 
-TINY = DiffusionTransformerConfig(2, 24, 2, 40, condition_width=7, min_patches=6, queries=2, text_tokens=1)
+TINY = DiffusionTransformerConfig(
+    2, 24, 2, 40, condition_width=7, min_patches=6, queries=2, text_tokens=1
+)
 ROWS = [[(2, 4), (3, 3), (1, 6), (5, 7)], [(4, 2), (2, 3)]]
 SHAPE = {"llm": (1, 8), "image": (2, 128)}
-WIDE = replace(TINY, width=240, heads=4, mlp_width=960, condition_width=100, min_patches=16, queries=9, text_tokens=3)
+WIDE = replace(
+    TINY,
+    width=240,
+    heads=4,
+    mlp_width=960,
+    condition_width=100,
+    min_patches=16,
+    queries=9,
+    text_tokens=3,
+)
 
 
 def model_with(config: DiffusionTransformerConfig) -> ModelConfig:
@@ -35,8 +46,12 @@ def model_with(config: DiffusionTransformerConfig) -> ModelConfig:
 
 def module_of(config: DiffusionTransformerConfig, scanned: bool = False) -> Any:
     """The module with abstract parameters, every layer by itself or all in one scan."""
-    plan = plan_stacks(config.layers, layer_policies(config), () if scanned else tuple(range(1, config.layers)))
-    return nnx.eval_shape(lambda: DiffusionTransformer(config, plan, jnp.dtype(jnp.float32), nnx.Rngs(0)))
+    plan = plan_stacks(
+        config.layers, layer_policies(config), () if scanned else tuple(range(1, config.layers))
+    )
+    return nnx.eval_shape(
+        lambda: DiffusionTransformer(config, plan, jnp.dtype(jnp.float32), nnx.Rngs(0))
+    )
 
 
 KINDS = [
@@ -53,7 +68,9 @@ def count_multiply_adds(
     images = sum(len(set(row[row >= 0])) for row in item)
     positions = int((item >= 0).sum())
     forward = backward = 0
-    for path, leaf in nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.state(module_of(config)))).items():
+    for path, leaf in nnx.traversals.flatten_mapping(
+        nnx.to_pure_dict(nnx.state(module_of(config)))
+    ).items():
         if path[-1] != "weight" or "table" in path or "variance" in path:
             continue
         of_time = path[0] in ("image_embedding", "modulation")
@@ -62,10 +79,21 @@ def count_multiply_adds(
             ("cross_attention", "value"),
         )
         sides = 2 if "side" in path else 1
-        times = images * sides if of_time else images * config.condition_tokens if of_condition else positions
+        times = (
+            images * sides
+            if of_time
+            else images * config.condition_tokens
+            if of_condition
+            else positions
+        )
         first = path[0] == "patches" or (path[0] == "image_embedding" and "up" in path)
-        first |= of_condition and not upstream and (path[0] == "layers" if not config.condition_mlp else "up" in path)
-        # Where nothing in the transformer is trained, gradients begin at its condition: not before the first layer's.
+        first |= (
+            of_condition
+            and not upstream
+            and (path[0] == "layers" if not config.condition_mlp else "up" in path)
+        )
+        # Where nothing in the transformer is trained, gradients begin at its condition: not before
+        # the first layer's.
         before = of_time or (path[:3] == ("layers", "runs", "0") and "attention" in path)
         before |= path[:5] == ("layers", "runs", "0", "cross_attention", "query")
         products = leaf.size * times
@@ -97,7 +125,9 @@ SETTINGS = {
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("changes", KINDS)
 @pytest.mark.parametrize("frozen", SETTINGS.values(), ids=SETTINGS)
-def test_needed_is_exactly_a_count_of_every_multiply_add(frozen: frozenset[str], changes: dict) -> None:
+def test_needed_is_exactly_a_count_of_every_multiply_add(
+    frozen: frozenset[str], changes: dict
+) -> None:
     config = replace(TINY, **changes)
     model = model_with(config)
     items = rows_of_images(ROWS, 64)
@@ -118,8 +148,14 @@ def test_adapters_are_for_the_linear_layers_of_its_layers_alone() -> None:
     found = {}
     for path, module in nnx.iter_modules(module_of(TINY)):
         if isinstance(module, Linear) and "layers" in path:
-            found[".".join(["image.layers.*", *map(str, path[3:])])] = tuple(module.weight.shape[-2:])
-    assert found == {name: size for name, size in linear_layers(model_with(TINY)).items() if name.startswith("image.")}
+            found[".".join(["image.layers.*", *map(str, path[3:])])] = tuple(
+                module.weight.shape[-2:]
+            )
+    assert found == {
+        name: size
+        for name, size in linear_layers(model_with(TINY)).items()
+        if name.startswith("image.")
+    }
 
 
 def xlas_count(config: DiffusionTransformerConfig, wanted: Set[str], scanned: bool) -> float:
@@ -144,13 +180,19 @@ def xlas_count(config: DiffusionTransformerConfig, wanted: Set[str], scanned: bo
     quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     arrays = jax.tree.map(jnp.asarray, items)
     program = (
-        jax.jit(jax.grad(loss)).lower(differentiated, given, latents, arrays, time).compile(compiler_options=quick)
+        jax.jit(jax.grad(loss))
+        .lower(differentiated, given, latents, arrays, time)
+        .compile(compiler_options=quick)
     )
     return program.cost_analysis()["flops"]
 
 
 BOTH = frozenset({"state", "condition"})
-CASES = {f"{policy}, {name}": (policy, name) for policy in get_args(Remat) for name in ("all trained", "frozen")}
+CASES = {
+    f"{policy}, {name}": (policy, name)
+    for policy in get_args(Remat)
+    for name in ("all trained", "frozen")
+}
 
 
 @pytest.mark.default_cases("full, frozen")
@@ -158,10 +200,14 @@ CASES = {f"{policy}, {name}": (policy, name) for policy in get_args(Remat) for n
 def test_executed_is_within_two_percent_of_xlas_count(policy: Remat, setting: str) -> None:
     frozen = SETTINGS[setting]
     two, four = (
-        executed(model_with(replace(WIDE, layers=layers, remat=policy)), SHAPE, frozen)["image"].total
+        executed(model_with(replace(WIDE, layers=layers, remat=policy)), SHAPE, frozen)[
+            "image"
+        ].total
         for layers in (2, 4)
     )
-    found = xlas_count(replace(WIDE, remat=policy), BOTH if "image" not in frozen else {"condition"}, scanned=True)
+    found = xlas_count(
+        replace(WIDE, remat=policy), BOTH if "image" not in frozen else {"condition"}, scanned=True
+    )
     # XLA counts a scan's body once.
     assert two - (four - two) / 2 == pytest.approx(found, rel=0.02)
 
@@ -177,6 +223,8 @@ def test_a_first_layer_by_itself_spares_what_no_gradient_needs(setting: str) -> 
 
 def test_without_its_layers_which_were_timed_a_frozen_one_executes_the_rest() -> None:
     model = model_with(replace(WIDE, layers=1, frozen=True))
-    rest, one = (stage_flops(model, "image", range(1), policies, SHAPE) for policies in ((), ("none",)))
+    rest, one = (
+        stage_flops(model, "image", range(1), policies, SHAPE) for policies in ((), ("none",))
+    )
     assert 0 < rest.forward < one.forward
     assert 0 < rest.backward < one.backward

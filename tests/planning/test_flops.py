@@ -38,7 +38,13 @@ from mmjax.planning.flops import executed, frozen_modules, model_flops, relative
 from mmjax.planning.work import useful_work
 
 GLM = ConnectorConfig(
-    mlp_width=20, norm="none", biases=(), merger_width=12, merger_bias=True, projection=True, gated=True
+    mlp_width=20,
+    norm="none",
+    biases=(),
+    merger_width=12,
+    merger_bias=True,
+    projection=True,
+    gated=True,
 )
 MODULES = ("llm", "vision", "vision.connector", "audio", "audio.connector")
 FROZEN = [
@@ -56,8 +62,12 @@ def make_model(scale: int = 1, layers: int = 2, encoder_layers: int = 1, **llm) 
     """A model of every part whose widths all differ, so that none can stand in for another."""
     connector = ConnectorConfig(merge=2, mlp_width=20 * scale, position_grid=8)
     width = 24 * scale
-    vision = VisionConfig(encoder_layers, width, 2, 40 * scale, patch=2, channels=3, connector=connector)
-    audio = AudioConfig(encoder_layers, width, 3, 36 * scale, LogMel(mels=5), connector=replace(connector, merge=3))
+    vision = VisionConfig(
+        encoder_layers, width, 2, 40 * scale, patch=2, channels=3, connector=connector
+    )
+    audio = AudioConfig(
+        encoder_layers, width, 3, 36 * scale, LogMel(mels=5), connector=replace(connector, merge=3)
+    )
     decoder = DecoderConfig(layers, 32 * scale, 4, 2, 6 * scale, 44 * scale, vocab=29)
     return ModelConfig(replace(decoder, **llm), {"vision": vision, "audio": audio})
 
@@ -71,13 +81,24 @@ def pooled(model: ModelConfig) -> ModelConfig:
 
 def in_chunks(model: ModelConfig, mels: int = 5, width: int = 7) -> ModelConfig:
     """Its clips as Qwen3-Omni has them: three 2D convolutions over chunks, and keys with a bias."""
-    clips = {"clips": LogMel(mels=mels), "chunk": 20, "attended_chunks": 2, "stem_width": width, "key_bias": True}
-    return replace(model, encoders=model.encoders | {"audio": replace(model.encoders["audio"], **clips)})
+    clips = {
+        "clips": LogMel(mels=mels),
+        "chunk": 20,
+        "attended_chunks": 2,
+        "stem_width": width,
+        "key_bias": True,
+    }
+    return replace(
+        model, encoders=model.encoders | {"audio": replace(model.encoders["audio"], **clips)}
+    )
 
 
 def without_norms(model: ModelConfig) -> ModelConfig:
     """Its connectors take what encoders give as it is."""
-    encoders = {name: replace(e, connector=replace(e.connector, norm="none")) for name, e in model.encoders.items()}
+    encoders = {
+        name: replace(e, connector=replace(e.connector, norm="none"))
+        for name, e in model.encoders.items()
+    }
     return replace(model, encoders=encoders)
 
 
@@ -91,8 +112,13 @@ def make_text(sample: np.ndarray, span: np.ndarray | None = None) -> TextBatch:
 
 
 def make_items(encoder: VisionConfig | AudioConfig, item: np.ndarray) -> ItemBatch:
-    features = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else encoder.mels
-    values, coordinates = np.zeros((*item.shape, features), np.float32), np.zeros((*item.shape, 3), np.int32)
+    features = (
+        encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else encoder.mels
+    )
+    values, coordinates = (
+        np.zeros((*item.shape, features), np.float32),
+        np.zeros((*item.shape, 3), np.int32),
+    )
     return ItemBatch(values, item, coordinates, np.zeros_like(item), np.zeros_like(item))
 
 
@@ -100,7 +126,11 @@ def make_batch(model: ModelConfig, shape: dict[str, tuple[int, int]]) -> Microba
     """Rows without padding in which everything sees everything: one sample, one span, one item."""
     sample = np.zeros(shape["llm"], np.int32)
     text = make_text(sample, sample + 1)
-    items = {e: make_items(c, np.zeros(shape[e], np.int32)) for e, c in model.encoders.items() if e in shape}
+    items = {
+        e: make_items(c, np.zeros(shape[e], np.int32))
+        for e, c in model.encoders.items()
+        if e in shape
+    }
     send = dict.fromkeys(items, np.zeros((1, 1, 0), np.int32))
     return Microbatch(text._replace(slots=dict.fromkeys(items, sample), send=send), items)
 
@@ -114,13 +144,18 @@ def random_microbatch(model: ModelConfig, rng: np.random.Generator) -> Microbatc
             while at < length:
                 end = min(length, at + int(rng.integers(1, 3 * group + 6)))
                 out[row, at:end] = number
-                at, number = at + -(-(end - at) // group) * group + group * int(rng.integers(0, 2)), number + 1
+                at, number = (
+                    at + -(-(end - at) // group) * group + group * int(rng.integers(0, 2)),
+                    number + 1,
+                )
         return out
 
     sample = ids(2, 17, 1)
     span = rng.integers(0, 3, sample.shape).astype(np.int32)
     items = {"vision": ids(2, 24, 4), "audio": ids(3, 36, 6)}
-    return Microbatch(make_text(sample, span), {e: make_items(model.encoders[e], x) for e, x in items.items()})
+    return Microbatch(
+        make_text(sample, span), {e: make_items(model.encoders[e], x) for e, x in items.items()}
+    )
 
 
 def walk(owner: np.ndarray, span: np.ndarray | None = None) -> int:
@@ -143,7 +178,9 @@ def traced_products(jaxpr) -> int:
             total += equation.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
         inside = (getattr(inner, "jaxpr", inner) for inner in equation.params.values())
         products = sum(traced_products(inner) for inner in inside if hasattr(inner, "eqns"))
-        assert not products or equation.primitive.name not in ("scan", "while"), "they would be counted once"
+        assert not products or equation.primitive.name not in ("scan", "while"), (
+            "they would be counted once"
+        )
         total += products
     return total
 
@@ -151,7 +188,9 @@ def traced_products(jaxpr) -> int:
 def gradient(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1):
     """(the gradient function of the trainable parameters, its abstract parameters), every layer a run of its own."""
     towers = {"llm": model.llm, **model.encoders}
-    built = Model.build(model, jnp.float32, {name: tuple(range(1, c.layers)) for name, c in towers.items()})
+    built = Model.build(
+        model, jnp.float32, {name: tuple(range(1, c.layers)) for name, c in towers.items()}
+    )
     trainable, rest = partition(built.abstract, set(frozen))
 
     def loss(trainable, rest, batch):
@@ -171,7 +210,9 @@ def test_useful_work_is_a_walk_over_all_positions_and_pairs_that_are_no_padding(
     def groups(item: np.ndarray, size: int) -> int:
         return int((item.reshape(len(item), -1, size) >= 0).any(-1).sum())
 
-    text, seen, read, layers = (int((x >= 0).sum()) for x in (batch.text.sample, patches, frames, heard))
+    text, seen, read, layers = (
+        int((x >= 0).sum()) for x in (batch.text.sample, patches, frames, heard)
+    )
     assert useful_work(model, batch.text, batch.items) == {
         "llm": work.Work(text, walk(batch.text.sample, batch.text.span)),
         "vision": work.Work(seen, walk(patches), seen, groups(patches, 4)),
@@ -186,7 +227,9 @@ def untied(model: ModelConfig) -> ModelConfig:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    "kind", [lambda model: model, pooled, without_norms, untied], ids=["merged", "pooled", "no norms", "untied"]
+    "kind",
+    [lambda model: model, pooled, without_norms, untied],
+    ids=["merged", "pooled", "no norms", "untied"],
 )
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda f: "+".join(sorted(f)) or "nothing")
 def test_needed_is_every_matrix_product_of_the_traced_gradient_where_nothing_is_padded(
@@ -219,7 +262,9 @@ def test_a_frozen_llm_over_text_alone_needs_no_backward() -> None:
     empty = {e: make_items(c, np.full((1, 12), -1, np.int32)) for e, c in model.encoders.items()}
     frozen = frozenset({"llm"})
     assert model_flops(model, useful_work(model, batch.text, empty), frozen)["llm"].backward == 0
-    assert model_flops(model, useful_work(model, batch.text, batch.items), frozen)["llm"].backward > 0
+    assert (
+        model_flops(model, useful_work(model, batch.text, batch.items), frozen)["llm"].backward > 0
+    )
 
 
 def test_a_process_that_holds_no_rows_needs_nothing() -> None:
@@ -248,7 +293,9 @@ def xlas_count(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1)
     function, params = gradient(model, frozen, loss_chunks)
     # Slow machine code, compiled in half the time, from the same program.
     quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    program = jax.jit(function).lower(*params, make_batch(model, SHAPE)).compile(compiler_options=quick)
+    program = (
+        jax.jit(function).lower(*params, make_batch(model, SHAPE)).compile(compiler_options=quick)
+    )
     return program.cost_analysis()["flops"]
 
 
@@ -264,15 +311,31 @@ def xlas_count(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1)
         (adapted("none", "*"), FROZEN[0]),
         (adapted("full", "*"), FROZEN[4]),
         (adapted("products", "llm.*.query", "vision.layers.*"), FROZEN[3]),
-        *((recomputing(policy), frozen) for policy in get_args(Remat)[1:] for frozen in (FROZEN[0], FROZEN[2])),
+        *(
+            (recomputing(policy), frozen)
+            for policy in get_args(Remat)[1:]
+            for frozen in (FROZEN[0], FROZEN[2])
+        ),
     ],
     ids=[
-        *("all trainable", "frozen encoders", "frozen llm", "2D convolutions", "frozen 2D convolutions"),
+        *(
+            "all trainable",
+            "frozen encoders",
+            "frozen llm",
+            "2D convolutions",
+            "frozen 2D convolutions",
+        ),
         *("adapters", "adapters alone, full", "some adapters, products"),
-        *(f"{policy}, {kind}" for policy in get_args(Remat)[1:] for kind in ("all trainable", "frozen llm")),
+        *(
+            f"{policy}, {kind}"
+            for policy in get_args(Remat)[1:]
+            for kind in ("all trainable", "frozen llm")
+        ),
     ],
 )
-def test_executed_is_within_two_percent_of_xlas_count(model: ModelConfig, frozen: frozenset[str]) -> None:
+def test_executed_is_within_two_percent_of_xlas_count(
+    model: ModelConfig, frozen: frozenset[str]
+) -> None:
     found = sum(f.total for f in executed(model, SHAPE, frozen).values())
     assert found == pytest.approx(xlas_count(model, frozen), rel=0.02)
 
@@ -284,7 +347,9 @@ def test_a_loss_in_chunks_executes_its_logits_once_more(frozen: frozenset[str]) 
     two, four = (xlas_count(model, frozen, chunks) for chunks in (2, 4))
     # XLA counts one chunk: a half of the loss or a quarter of it, beside all the rest.
     loss = 4 * (two - four)
-    found, whole = (sum(f.total for f in executed(model, SHAPE, frozen, n).values()) for n in (2, 1))
+    found, whole = (
+        sum(f.total for f in executed(model, SHAPE, frozen, n).values()) for n in (2, 1)
+    )
     assert found == pytest.approx(two + loss / 2, rel=0.02)
     assert found > 1.05 * whole
     assert executed(model, SHAPE, frozen, 4) == executed(model, SHAPE, frozen, 2)
@@ -308,15 +373,30 @@ def test_executed_adds_what_needed_leaves_out() -> None:
 def test_blockwise_attention_executes_the_blocks_it_may_visit() -> None:
     dense = ModelConfig(make_model().llm, {})
     blockwise = ModelConfig(replace(dense.llm, attention="blockwise"), {})
-    pairs = {m.llm.attention: work.row_work(m, {"llm": (3, 1000)})["llm"].pairs for m in (dense, blockwise)}
+    pairs = {
+        m.llm.attention: work.row_work(m, {"llm": (3, 1000)})["llm"].pairs
+        for m in (dense, blockwise)
+    }
     assert pairs == {"dense": 3 * 1000**2, "blockwise": 3 * MAX_BLOCK**2 * sum(range(1, 9))}
-    near = replace(blockwise, llm=replace(blockwise.llm, window=100, windowed=(1,)))  # one of two layers
-    assert work.row_work(near, {"llm": (1, 1000)})["llm"].pairs == MAX_BLOCK**2 * (36 + 1 + 7 * 2) / 2
-    # Squares of 20 x 20 patches, one after the other: of eight blocks the fourth and the seventh meet those of two.
-    tower = replace(make_model(encoder_layers=2).encoders["vision"], attention="blockwise", window=20, windowed=(0,))
+    # one of two layers
+    near = replace(blockwise, llm=replace(blockwise.llm, window=100, windowed=(1,)))
+    assert (
+        work.row_work(near, {"llm": (1, 1000)})["llm"].pairs == MAX_BLOCK**2 * (36 + 1 + 7 * 2) / 2
+    )
+    # Squares of 20 x 20 patches, one after the other: of eight blocks the fourth and the seventh
+    # meet those of two.
+    tower = replace(
+        make_model(encoder_layers=2).encoders["vision"],
+        attention="blockwise",
+        window=20,
+        windowed=(0,),
+    )
     squares = ModelConfig(blockwise.llm, {"vision": tower})
     row = {"llm": (1, 8), "vision": (1, 1000)}
-    assert work.row_work(squares, row)["vision"].pairs == MAX_BLOCK**2 * (64 + 3 * 4 + 7 + 2 * 4 + 5 + 2) / 2
+    assert (
+        work.row_work(squares, row)["vision"].pairs
+        == MAX_BLOCK**2 * (64 + 3 * 4 + 7 + 2 * 4 + 5 + 2) / 2
+    )
 
 
 def test_what_a_window_forbids_is_not_needed() -> None:
@@ -329,10 +409,14 @@ def test_what_a_window_forbids_is_not_needed() -> None:
     assert work.length_work(model, np.array([9, 4]), none, none, none)["llm"].pairs == pairs
 
 
-DELTA_NET = DeltaNetConfig((0, 1, 4), key_heads=2, value_heads=6, key_width=5, value_width=7, taps=3)
+DELTA_NET = DeltaNetConfig(
+    (0, 1, 4), key_heads=2, value_heads=6, key_width=5, value_width=7, taps=3
+)
 
 
-def test_delta_nets_need_work_in_proportion_to_tokens_and_attention_only_in_its_own_layers() -> None:
+def test_delta_nets_need_work_in_proportion_to_tokens_and_attention_only_in_its_own_layers() -> (
+    None
+):
     model = make_model(layers=7, delta_net=DELTA_NET, attention_gate=True)
     counts = []
     for lengths in ([40], [20, 20]):
@@ -346,12 +430,17 @@ def test_delta_nets_need_work_in_proportion_to_tokens_and_attention_only_in_its_
     keys, values = net.key_heads * net.key_width, net.value_heads * net.value_width
     linear = c.width * (2 * keys + 3 * values + 2 * net.value_heads)
     recurrence = round(3 * net.value_heads * 3.5 * net.key_width * net.value_width)
-    per_token = 4 * plain + 3 * linear + 7 * 3 * c.width * c.mlp_width + c.vocab * c.width + recurrence
+    per_token = (
+        4 * plain + 3 * linear + 7 * 3 * c.width * c.mlp_width + c.vocab * c.width + recurrence
+    )
     pairs = 4 * 2 * c.heads * c.head_width * 40 * 41 // 2
     assert counts[0].forward == 2 * (40 * per_token + pairs)
     assert counts[0].backward == 2 * counts[0].forward
     positions = {"llm": (1, 64), "vision": (1, 64), "audio": (1, 64)}
-    remat = [executed(replace(model, llm=replace(c, remat=p)), positions, frozenset())["llm"] for p in ("none", "full")]
+    remat = [
+        executed(replace(model, llm=replace(c, remat=p)), positions, frozenset())["llm"]
+        for p in ("none", "full")
+    ]
     assert remat[1].forward == pytest.approx(remat[0].forward, rel=0.01)
     assert remat[1].backward > remat[0].backward > 2 * remat[0].forward
 
@@ -380,14 +469,18 @@ def test_pairs_of_windowed_vision_layers_are_those_within_squares() -> None:
     model = replace(model, encoders={"vision": tower})
     grids = [(5, 6), (4, 4), (2, 9), (3, 3)]  # patches; windows of 2 x 2 merge them
     packed = [to_patches(np.zeros((2 * h, 2 * w, 3), np.uint8), 2, 2) for h, w in grids]
-    item = np.concatenate([np.where(p.valid, n, -1) for n, p in enumerate(packed)])[None].astype(np.int32)
+    item = np.concatenate([np.where(p.valid, n, -1) for n, p in enumerate(packed)])[None].astype(
+        np.int32
+    )
     coordinates = np.concatenate([p.coordinates for p in packed])[None]
     items = make_items(tower, item)._replace(coordinates=coordinates)
     own = [(n, *(p // 4)) for n, p in zip(item[0], coordinates[0, :, 1:], strict=True) if n >= 0]
     near = sum(a == b for a in own for b in own)
     everything = sum((h * w) ** 2 for h, w in grids)
     text = make_text(np.zeros((1, 4), np.int32))
-    assert useful_work(model, text, {"vision": items})["vision"].pairs == pytest.approx((2 * near + everything) / 3)
+    assert useful_work(model, text, {"vision": items})["vision"].pairs == pytest.approx(
+        (2 * near + everything) / 3
+    )
 
 
 def test_relative_cost_is_what_another_stretch_of_a_row_executes() -> None:
@@ -408,5 +501,11 @@ def test_relative_cost_is_what_another_stretch_of_a_row_executes() -> None:
 def test_frozen_modules_are_those_that_the_model_freezes() -> None:
     model = make_model(frozen=True)
     vision = replace(model.encoders["vision"], connector=ConnectorConfig(frozen=True))
-    model = replace(model, encoders={"vision": vision, "audio": replace(model.encoders["audio"], frozen=True)})
-    assert frozen_modules(model) == {"llm", "vision.connector", "audio"} == Model.build(model, jnp.float32).frozen
+    model = replace(
+        model, encoders={"vision": vision, "audio": replace(model.encoders["audio"], frozen=True)}
+    )
+    assert (
+        frozen_modules(model)
+        == {"llm", "vision.connector", "audio"}
+        == Model.build(model, jnp.float32).frozen
+    )

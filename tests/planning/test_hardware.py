@@ -23,10 +23,16 @@ from mmjax.planning.hardware import DEVICES, Cluster, find_device, parse_cluster
         ("TPU v5", "v5p", 459e12, 459e12),
     ],
 )
-def test_a_device_is_known_by_what_jax_calls_it(kind: str, name: str, bfloat16: float, float32: float) -> None:
+def test_a_device_is_known_by_what_jax_calls_it(
+    kind: str, name: str, bfloat16: float, float32: float
+) -> None:
     device = find_device(kind)
     assert device is not None
-    assert (device.name, device.peak("bfloat16"), device.peak("float32")) == (name, bfloat16, float32)
+    assert (device.name, device.peak("bfloat16"), device.peak("float32")) == (
+        name,
+        bfloat16,
+        float32,
+    )
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA RTX A4000", "NVIDIA H200 MIG 1g.18gb", "cpu"])
@@ -35,9 +41,12 @@ def test_other_devices_and_slices_of_gpus_are_not_known(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes", "per_node"), [("h100x8x8", 8, 8), ("h100x4", 1, 4), ("H100", 1, 1), ("h100-pciex2x4", 2, 4)]
+    ("name", "nodes", "per_node"),
+    [("h100x8x8", 8, 8), ("h100x4", 1, 4), ("H100", 1, 1), ("h100-pciex2x4", 2, 4)],
 )
-def test_a_cluster_is_named_by_its_device_nodes_and_devices_of_a_node(name: str, nodes: int, per_node: int) -> None:
+def test_a_cluster_is_named_by_its_device_nodes_and_devices_of_a_node(
+    name: str, nodes: int, per_node: int
+) -> None:
     cluster = parse_cluster(name)
     assert (cluster.nodes, cluster.per_node, cluster.devices) == (nodes, per_node, nodes * per_node)
     assert parse_cluster(str(cluster)) == cluster

@@ -27,7 +27,9 @@ def test_outside_the_grid_a_position_takes_as_long_as_at_its_end():
 
 def test_more_rows_take_as_much_longer():
     speed = Speed(Rates(1, 1, 1), {"llm": TIMES})
-    assert speed.layer("llm", (6, 512)) == pytest.approx({k: 3 * s for k, s in quadratic(512).items()})
+    assert speed.layer("llm", (6, 512)) == pytest.approx(
+        {k: 3 * s for k, s in quadratic(512).items()}
+    )
     assert speed.layer("vision", (1, 512)) is None
 
 

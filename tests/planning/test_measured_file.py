@@ -17,7 +17,14 @@ from mmjax.planning.measured_file import Probed, probed_text, read_measured, rea
 
 CONFIG = load(default_config(), ())
 CLUSTER = parse_cluster("h100x2x8")
-POLICIES = {"forward": 1.0, "none": 3.0, "products": 3.5, "attention_mlp": 3.6, "attention": 3.8, "full": 4.0}
+POLICIES = {
+    "forward": 1.0,
+    "none": 3.0,
+    "products": 3.5,
+    "attention_mlp": 3.6,
+    "attention": 3.8,
+    "full": 4.0,
+}
 
 
 def write(folder: Path, contents: Any) -> Path:
@@ -27,7 +34,9 @@ def write(folder: Path, contents: Any) -> Path:
 
 
 def test_stated_rates_replace_the_assumed_ones_and_the_rest_stays(tmp_path):
-    cluster, layers = read_measured(write(tmp_path, {"products": 0.5, "launch": 0, "link": 3e11}), CLUSTER, CONFIG)
+    cluster, layers = read_measured(
+        write(tmp_path, {"products": 0.5, "launch": 0, "link": 3e11}), CLUSTER, CONFIG
+    )
     assumed, rates = (c.device.rates("bfloat16") for c in (CLUSTER, cluster))
     assert rates == assumed._replace(flops=0.5 * 989.4e12, launch=0.0)
     assert layers == {}
@@ -35,14 +44,23 @@ def test_stated_rates_replace_the_assumed_ones_and_the_rest_stays(tmp_path):
     between = collective_seconds(8e9, 2, 8, cluster)
     assert between == collective_seconds(8e9, 2, 8, CLUSTER)
     cluster, _ = read_measured(
-        write(tmp_path, {"attention": 0.3, "memory": 2e12, "host": 4e10, "network": 4e10}), CLUSTER, CONFIG
+        write(tmp_path, {"attention": 0.3, "memory": 2e12, "host": 4e10, "network": 4e10}),
+        CLUSTER,
+        CONFIG,
     )
-    assert cluster.device.rates("bfloat16") == assumed._replace(attention=0.3 * 989.4e12, memory=2e12, host=4e10)
+    assert cluster.device.rates("bfloat16") == assumed._replace(
+        attention=0.3 * 989.4e12, memory=2e12, host=4e10
+    )
     assert collective_seconds(8e9, 2, 8, cluster) == pytest.approx(between)  # 80% of 50 GB/s
 
 
 def test_stated_layer_times_are_those_of_the_rows_and_lengths_in_the_file(tmp_path):
-    stated = {"llm": {"rows": 2, "seconds": {"128": POLICIES, "256": {k: 2 * s for k, s in POLICIES.items()}}}}
+    stated = {
+        "llm": {
+            "rows": 2,
+            "seconds": {"128": POLICIES, "256": {k: 2 * s for k, s in POLICIES.items()}},
+        }
+    }
     path = write(tmp_path, {"layers": stated})
     _, layers = read_measured(path, CLUSTER, CONFIG)
     assert (layers["llm"].rows, layers["llm"].source) == (2, f"({path})")
@@ -53,16 +71,27 @@ def test_stated_layer_times_are_those_of_the_rows_and_lengths_in_the_file(tmp_pa
 
 def test_what_a_run_stores_is_read_by_plans_for_its_device_and_by_the_run_on_such_devices(tmp_path):
     path, probed = tmp_path / "rates.json", Probed(position=1.1, pair=0.9)
-    path.write_text(probed_text("NVIDIA H100 80GB HBM3", probed, {"products": 0.61, "attention": 1.2}))  # of no peak
+    # of no peak
+    path.write_text(
+        probed_text("NVIDIA H100 80GB HBM3", probed, {"products": 0.61, "attention": 1.2})
+    )
     cluster, _ = read_measured(path, CLUSTER, CONFIG)
     assumed = CLUSTER.device.rates("bfloat16")
     assert cluster.device.rates("bfloat16") == assumed._replace(flops=0.61 * 989.4e12)
     assert read_probed(path, "NVIDIA H100 80GB HBM3") == probed
     assert read_probed(path, "NVIDIA H200") is None
-    with pytest.raises(UserError, match="measured on NVIDIA H100 80GB HBM3, and the plan is for h200;"):
+    with pytest.raises(
+        UserError, match="measured on NVIDIA H100 80GB HBM3, and the plan is for h200;"
+    ):
         read_measured(path, parse_cluster("h200x8"), CONFIG)
     tree = json.loads(path.read_text())
-    for damaged in ("{", "[]", "7", json.dumps(tree | {"probed": {"position": 0, "pair": 1.0}}), json.dumps({})):
+    for damaged in (
+        "{",
+        "[]",
+        "7",
+        json.dumps(tree | {"probed": {"position": 0, "pair": 1.0}}),
+        json.dumps({}),
+    ):
         write(tmp_path, damaged)
         assert read_probed(path, "NVIDIA H100 80GB HBM3") is None
     assert read_probed(tmp_path / "missing.json", "cpu") is None
@@ -98,12 +127,22 @@ def layer(rows: Any = 1, length: str = "64", **changes: Any) -> dict[str, Any]:
         (layer(rows=0), "h100x8", "layers.llm: give at least 1 row"),
         (layer(rows=1.5), "h100x8", "layers.llm.rows: got a float, 1.5; expected int"),
         (layer(length="-8"), "h100x8", "layers.llm.seconds.-8: '-8' is no row length"),
-        (layer(all=1.0), "h100x8", "layers.llm.seconds.64: unknown key 'all'; known are forward, none"),
+        (
+            layer(all=1.0),
+            "h100x8",
+            "layers.llm.seconds.64: unknown key 'all'; known are forward, none",
+        ),
         (layer(full=-1.0), "h100x8", "layers.llm.seconds.64.full: got -1; give seconds, above 0"),
-        ({"layers": {"llm": {"rows": 1, "seconds": {"64": {"none": 1.0}}}}}, "h100x8", "'forward' is missing"),
+        (
+            {"layers": {"llm": {"rows": 1, "seconds": {"64": {"none": 1.0}}}}},
+            "h100x8",
+            "'forward' is missing",
+        ),
     ],
 )
-def test_what_cannot_be_a_rate_is_named_with_the_file_the_key_and_the_known_ones(tmp_path, contents, cluster, message):
+def test_what_cannot_be_a_rate_is_named_with_the_file_the_key_and_the_known_ones(
+    tmp_path, contents, cluster, message
+):
     path = write(tmp_path, contents)
     with pytest.raises(UserError) as refused:
         read_measured(path, parse_cluster(cluster), CONFIG)
@@ -111,4 +150,7 @@ def test_what_cannot_be_a_rate_is_named_with_the_file_the_key_and_the_known_ones
     assert text.startswith(f"--measured {path}: ")
     assert message in text
     assert "\n" not in text
-    assert "products, attention, launch, memory, host, link, network, layers" in text or contents == "{"
+    assert (
+        "products, attention, launch, memory, host, link, network, layers" in text
+        or contents == "{"
+    )

@@ -43,7 +43,12 @@ EIGHT = {"fsdp": 8}
 
 def on_first_device(tree) -> int:
     first = jax.devices()[0]
-    return sum(s.data.nbytes for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards if s.device == first)
+    return sum(
+        s.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for s in leaf.addressable_shards
+        if s.device == first
+    )
 
 
 def held(config: Config, mesh: dict[str, int] | None = None, **settings: Any) -> dict[str, float]:
@@ -71,7 +76,9 @@ def test_parameters_gradients_and_moments_of_a_sharded_run_are_as_predicted(name
     config = replace(load(name), optimizer=optimizer)
     mesh = make_mesh(MeshConfig(1, fsdp=8), jax.devices()[:8])
     model = Model.build(config.model, jnp.float32)
-    executor = Executor.on_mesh(model, make_optimizer(optimizer, model.axes), mesh, ShardingRules(), sources=1)
+    executor = Executor.on_mesh(
+        model, make_optimizer(optimizer, model.axes), mesh, ShardingRules(), sources=1
+    )
     state, sums = executor.init(jax.random.key(0)), executor.zeros()
     predicted = held(config, EIGHT, microbatches=2)
     assert on_first_device((state.trainable, state.frozen)) == predicted["parameters"]
@@ -84,7 +91,9 @@ def test_parameters_gradients_and_moments_of_a_sharded_run_are_as_predicted(name
 @pytest.mark.parametrize("how", ["int8", "nf4"])
 def test_quantised_weights_take_the_bytes_of_their_codes_and_scales(how):
     base = load("tiny_omni").model
-    llm = replace(base.llm, width=64, heads=4, kv_heads=2, head_width=16, mlp_width=128, quantize=how)
+    llm = replace(
+        base.llm, width=64, heads=4, kv_heads=2, head_width=16, mlp_width=128, quantize=how
+    )
     model = replace(base, llm=llm, lora={"llm": LoraConfig(("llm.layers.*",))})
     built = Model.build(model, jnp.bfloat16)
     executor = Executor.on_mesh(
@@ -101,23 +110,32 @@ def test_quantised_weights_take_the_bytes_of_their_codes_and_scales(how):
 
 def test_lora_of_a_7b_model_is_planned_below_16_gb_where_its_weights_are_quantised():
     """One row of 4,096 tokens in the shape of Qwen2.5-7B, all layers computed again; docs/measurements/gpu.md."""
-    llm = DecoderConfig(28, 3584, 28, 4, 128, 18_944, 152_064, tied=False, attention="flash", remat="full")
+    llm = DecoderConfig(
+        28, 3584, 28, 4, 128, 18_944, 152_064, tied=False, attention="flash", remat="full"
+    )
     planned = {}
     for how in ("none", "int8", "nf4"):
-        model = ModelConfig(replace(llm, quantize=how), lora={"llm": LoraConfig(("llm.layers.*",), rank=64)})
+        model = ModelConfig(
+            replace(llm, quantize=how), lora={"llm": LoraConfig(("llm.layers.*",), rank=64)}
+        )
         config = replace(load("tiny_omni"), model=model, optimizer=AdamW())
-        planned[how] = plan_of(with_settings(config, "bfloat16", chunks=8), [{"llm": (1, 4096)}]).device / 1e9
+        planned[how] = (
+            plan_of(with_settings(config, "bfloat16", chunks=8), [{"llm": (1, 4096)}]).device / 1e9
+        )
     assert planned["nf4"] < planned["int8"] < 16 < planned["none"]
     assert planned["nf4"] == pytest.approx(9.9, abs=0.5)
 
 
 def test_what_is_frozen_has_no_gradients_and_moments_and_lies_in_the_precision_of_the_computation():
     config = replace(load("tiny_omni"), optimizer=AdamW())
-    frozen = replace(config, model=replace(config.model, llm=replace(config.model.llm, frozen=True)))
+    frozen = replace(
+        config, model=replace(config.model, llm=replace(config.model.llm, frozen=True))
+    )
     whole, part = (held(c, precision="bfloat16", microbatches=2) for c in (config, frozen))
     for kind in ("gradients", "optimizer", "copies"):
         assert part[kind] < 0.9 * whole[kind]
-    assert whole["optimizer"] == pytest.approx(2 * whole["gradients"], rel=1e-5)  # and a count of updates
+    # and a count of updates
+    assert whole["optimizer"] == pytest.approx(2 * whole["gradients"], rel=1e-5)
     assert whole["gradients"] == whole["parameters"]
     llm = whole["gradients"] - part["gradients"]
     assert part["parameters"] == whole["parameters"] - llm / 2
@@ -128,8 +146,12 @@ def test_moments_of_two_bytes_and_one_are_a_half_and_a_quarter_and_adafactor_has
     optimizer = lambda o: held(replace(omni, optimizer=o))["optimizer"]  # noqa: E731
     for whole in (AdamW(), Muon()):
         # Vectors stay float32, codes have a scale for each row, and Adafactor has factors.
-        assert optimizer(replace(whole, moments="bfloat16")) == pytest.approx(optimizer(whole) / 2, rel=0.02)
-        assert optimizer(replace(whole, moments="int8")) == pytest.approx(optimizer(whole) / 4, rel=0.1)
+        assert optimizer(replace(whole, moments="bfloat16")) == pytest.approx(
+            optimizer(whole) / 2, rel=0.02
+        )
+        assert optimizer(replace(whole, moments="int8")) == pytest.approx(
+            optimizer(whole) / 4, rel=0.1
+        )
     assert optimizer(Adafactor()) == pytest.approx(optimizer(AdamW()) / 4, rel=0.1)
     assert optimizer(Adafactor(b1=0.0)) < 0.05 * optimizer(AdamW())
     saved = [saved_bytes(omni.model, 4, o) for o in (AdamW(), AdamW(moments="int8"))]
@@ -138,9 +160,12 @@ def test_moments_of_two_bytes_and_one_are_a_half_and_a_quarter_and_adafactor_has
 
 def test_copies_of_the_parameters_divide_moments_over_data_alone():
     omni = load("tiny_omni")
-    whole, divided = (replace(omni, optimizer=AdamW(over_data=over_data)) for over_data in (False, True))
+    whole, divided = (
+        replace(omni, optimizer=AdamW(over_data=over_data)) for over_data in (False, True)
+    )
     four = {"fsdp": 2, "data": 4}
-    quarter = pytest.approx(held(whole, four)["optimizer"] / 4, rel=1e-4)  # all have the count of updates
+    # all have the count of updates
+    quarter = pytest.approx(held(whole, four)["optimizer"] / 4, rel=1e-4)
     assert held(divided, four) == held(whole, four) | {"optimizer": quarter}
     assert held(divided, {"fsdp": 2}) == held(whole, {"fsdp": 2})
 
@@ -169,7 +194,9 @@ def test_muons_update_counts_where_it_takes_more_than_the_copies_that_are_gone_b
         matrices = layer_matrices(config.model)["llm"] / config.model.llm.layers
         update = 2 * 4 * layers * matrices + 4 * layer.width * layer.mlp
         assert found["transient"] == max(adamw, update - found["copies"]) > adamw
-    single = [held(replace(deep, optimizer=o), microbatches=2)["transient"] for o in (AdamW(), Muon())]
+    single = [
+        held(replace(deep, optimizer=o), microbatches=2)["transient"] for o in (AdamW(), Muon())
+    ]
     assert single[0] == single[1]
 
 
@@ -185,16 +212,21 @@ def test_with_one_microbatch_gradients_of_matrices_take_the_precision_of_the_com
 @pytest.mark.parametrize("chunks", [1, 8])
 def test_the_moment_of_the_loss_is_the_logits_of_a_part_and_the_sums_of_its_products(chunks):
     config = replace(load("tiny_omni"), optimizer=AdamW())
-    config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=65_536)))
+    config = replace(
+        config, model=replace(config.model, llm=replace(config.model.llm, vocab=65_536))
+    )
     vocab, width = config.model.llm.vocab, config.model.llm.width
     alone, shared = (held(config, mesh, microbatches=2, chunks=chunks) for mesh in ({}, EIGHT))
     assert alone["transient"] == 4 * 64 * (vocab / chunks + 2 * width)
     # On many devices a part of the table is gathered for both passes, and has its gradient whole.
     table = width * vocab / chunks
     assert shared["transient"] == alone["transient"] + 2 * 4 * table
-    # In bfloat16 the gradient of the logits has an array of its own, and they are gone before the table's comes.
+    # In bfloat16 the gradient of the logits has an array of its own, and they are gone before the
+    # table's comes.
     half = held(config, EIGHT, precision="bfloat16", microbatches=2, chunks=chunks)["transient"]
-    assert half == 4 * 64 * 2 * width + 2 * table + max(6 * 64 * vocab / chunks, 2 * 64 * vocab / chunks + 2 * table)
+    assert half == 4 * 64 * 2 * width + 2 * table + max(
+        6 * 64 * vocab / chunks, 2 * 64 * vocab / chunks + 2 * table
+    )
     others = {kind for kind, n in held(config, microbatches=2).items() if n != alone[kind]}
     assert others == ({"transient"} if chunks > 1 else set())
 
@@ -206,7 +238,9 @@ def test_with_one_microbatch_what_is_temporary_lies_where_the_gradient_of_an_emb
     found = {}
     for tied in (False, True):
         model = replace(config.model, llm=replace(llm, tied=tied))
-        found[tied] = [held(replace(config, model=model), microbatches=n)["transient"] for n in (1, 2)]
+        found[tied] = [
+            held(replace(config, model=model), microbatches=n)["transient"] for n in (1, 2)
+        ]
     assert found[False][0] == max(found[False][1] - table, 0)
     assert found[True][0] == found[True][1]
 
@@ -224,7 +258,9 @@ def test_tensor_parallelism_cuts_the_logits():
     config = load("tiny_omni")
     config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=8192)))
     streams = 2 * 4 * 64 * config.model.llm.width
-    whole, halved = (held(config, mesh)["transient"] - streams for mesh in (EIGHT, {"fsdp": 4, "tensor": 2}))
+    whole, halved = (
+        held(config, mesh)["transient"] - streams for mesh in (EIGHT, {"fsdp": 4, "tensor": 2})
+    )
     assert halved == whole / 2
 
 

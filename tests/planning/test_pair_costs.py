@@ -15,10 +15,14 @@ def test_rows_take_their_positions_and_their_pairs():
     costs = pair_costs(model)
     pairs = {"llm": 3e7, "vision": 2e6, "audio": 1e6}
     positions = {"llm": 8192, "vision": 4096, "audio": 3000}
-    flops = executed(model, {name: (1, n) for name, n in positions.items()}, frozenset(), pairs=pairs)
+    flops = executed(
+        model, {name: (1, n) for name, n in positions.items()}, frozenset(), pairs=pairs
+    )
     seconds = sum(SHEET.seconds(f.total, f.attention) for f in flops.values())
     names = list(positions)
-    predicted = costs.position @ [positions[name] for name in names] + costs.pair @ [pairs[name] for name in names]
+    predicted = costs.position @ [positions[name] for name in names] + costs.pair @ [
+        pairs[name] for name in names
+    ]
     assert predicted == pytest.approx(seconds, rel=1e-3)
     # So many keys take as long as a position's products: of the LLM's 14,000.
     keys = costs.position / costs.pair
@@ -32,7 +36,10 @@ def test_dense_attention_has_no_pairs_and_frozen_modules_take_less():
     assert not pair_costs(with_changes(model, changes)).pair.any()
     frozen = pair_costs(model, frozen=frozenset({"vision", "vision.connector"}))
     usual = pair_costs(model)
-    assert np.all(np.array([frozen.position[1], frozen.pair[1]]) < 0.5 * np.array([usual.position[1], usual.pair[1]]))
+    assert np.all(
+        np.array([frozen.position[1], frozen.pair[1]])
+        < 0.5 * np.array([usual.position[1], usual.pair[1]])
+    )
     slower = pair_costs(model, SHEET._replace(attention=SHEET.attention / 2))
     np.testing.assert_allclose(slower.pair, 2 * usual.pair, rtol=0.01)  # beside what is no product
     np.testing.assert_allclose(slower.position, usual.position)

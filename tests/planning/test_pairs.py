@@ -13,7 +13,9 @@ EVERYTHING = TEXT | IMAGE | CLIP
 BRANCH = 1 << 12  # the bit of the first branch
 
 
-def random_text(rng: np.random.Generator, rows: int, length: int, items: str, branches: int = 0) -> TextBatch:
+def random_text(
+    rng: np.random.Generator, rows: int, length: int, items: str, branches: int = 0
+) -> TextBatch:
     """Rows of several samples and padding: text, images that text may interrupt, then questions blind to each other."""
     fields = {f: np.zeros((rows, length), np.int32) for f in TOKEN_FIELDS}
     fields["sample"] -= 1
@@ -41,13 +43,16 @@ def random_text(rng: np.random.Generator, rows: int, length: int, items: str, br
 
 def brute_force_pairs(text: TextBatch, window: int = 10**6) -> list[int]:
     counts = []
-    for sample, pos, span, kind, sees in zip(text.sample, text.pos, text.span, text.kind, text.sees, strict=True):
+    for sample, pos, span, kind, sees in zip(
+        text.sample, text.pos, text.span, text.kind, text.sees, strict=True
+    ):
         count = 0
         for q in range(len(sample)):
             for k in range(len(sample)):
                 together = span[q] == span[k] != 0
                 apart = pos[q] - pos[k]
-                if kind[k] < BRANCH <= kind[q]:  # what other branches have between them does not count
+                # what other branches have between them does not count
+                if kind[k] < BRANCH <= kind[q]:
                     between = (sample == sample[q]) & (pos > pos[k]) & (pos < pos[q])
                     apart -= int((between & (kind >= BRANCH) & (kind != kind[q])).sum())
                 causally = pos[k] <= pos[q] and apart < window and (sees[q] & kind[k]) != 0
@@ -67,11 +72,15 @@ def test_pairs_equal_a_walk_over_every_query_and_key(items: str, branches: int) 
 
 @pytest.mark.parametrize("branches", [0, 3])
 @pytest.mark.parametrize("items", ["causal", "bidirectional", "isolated"])
-def test_pairs_within_a_window_equal_a_walk_over_every_query_and_key(items: str, branches: int) -> None:
+def test_pairs_within_a_window_equal_a_walk_over_every_query_and_key(
+    items: str, branches: int
+) -> None:
     rng = np.random.default_rng(3)
     for window in range(1, 13):
         text = random_text(rng, 3, int(rng.integers(4, 28)), items, branches)
-        assert (allowed_pairs(text) - pairs_beyond_window(text, window)).tolist() == brute_force_pairs(text, window)
+        assert (
+            allowed_pairs(text) - pairs_beyond_window(text, window)
+        ).tolist() == brute_force_pairs(text, window)
 
 
 def test_a_permutation_of_the_row_changes_no_count() -> None:

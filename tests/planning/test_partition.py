@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from mmjax.benchmarks.baselines.partition import BASELINES
-from mmjax.planning.partition import Chain, best_partitions, fastest_partition, iteration_seconds, partition
+from mmjax.planning.partition import (
+    Chain,
+    best_partitions,
+    fastest_partition,
+    iteration_seconds,
+    partition,
+)
 
 
 def objective(seconds, cut_bytes, cuts):
@@ -30,7 +36,10 @@ def drawn_chain(seed):
     rng = np.random.default_rng(seed)
     layers = int(rng.integers(1, 11))
     largest = int(rng.choice([3, 50]))
-    seconds, cut_bytes = rng.integers(0, largest, layers).tolist(), rng.integers(0, 4, layers + 1).tolist()
+    seconds, cut_bytes = (
+        rng.integers(0, largest, layers).tolist(),
+        rng.integers(0, 4, layers + 1).tolist(),
+    )
     return seconds, int(rng.integers(1, layers + 1)), cut_bytes, rng
 
 
@@ -41,7 +50,10 @@ def test_a_partition_is_the_best_of_all_that_fit(limited):
         seconds, stages, cut_bytes, rng = drawn_chain(seed)
         room = rng.random((stages, len(seconds), len(seconds) + 1)) < 0.6
         fits = (lambda first, end, stage: room[stage, first, end]) if limited else None  # noqa: B023
-        options = [objective(seconds, cut_bytes, cuts) for cuts in all_partitions(len(seconds), stages, fits)]
+        options = [
+            objective(seconds, cut_bytes, cuts)
+            for cuts in all_partitions(len(seconds), stages, fits)
+        ]
         if not options:
             refused += 1
             with pytest.raises(ValueError, match=r"no partition of .* fits the stages' memory"):
@@ -56,7 +68,9 @@ def test_a_partition_is_the_best_of_all_that_fit(limited):
 def test_the_best_partitions_within_a_slack_are_the_first_of_all():
     for seed in range(100):
         seconds, stages, cut_bytes, _ = drawn_chain(seed)
-        every = [objective(seconds, cut_bytes, cuts) for cuts in all_partitions(len(seconds), stages)]
+        every = [
+            objective(seconds, cut_bytes, cuts) for cuts in all_partitions(len(seconds), stages)
+        ]
         for slack in (0.0, 0.5):
             within = sorted(o[1:] for o in every if o[0] <= min(every)[0] * (1 + slack))
             found = best_partitions(seconds, stages, cut_bytes, count=5, slack=slack)
@@ -117,7 +131,9 @@ def test_the_fastest_partition_is_never_slower_than_the_exact_one_nor_than_any_b
             bandwidth=10.0,
         )
         seconds = iteration_seconds(model, fastest_partition(model, 4))
-        exact = iteration_seconds(model, partition(model.forward + model.backward, 4, model.cut_bytes))
+        exact = iteration_seconds(
+            model, partition(model.forward + model.backward, 4, model.cut_bytes)
+        )
         assert seconds <= exact
         faster += seconds < exact
         for baseline in BASELINES.values():

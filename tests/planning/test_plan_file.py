@@ -12,13 +12,23 @@ from mmjax import train
 from mmjax.autotune.memory_plan import apply_memory_plan
 from mmjax.config import PostBalance, Unit
 from mmjax.config.codec import key_of
-from mmjax.config.loading import config_parameters, describe_with_meanings, find_config, load, shipped_configs
+from mmjax.config.loading import (
+    config_parameters,
+    describe_with_meanings,
+    find_config,
+    load,
+    shipped_configs,
+)
 from mmjax.config.model import layers_of, towers_of
 from mmjax.errors import UserError
 from mmjax.planning.plan_file import plan_text, read_plan
 
 MESH = {"data": 2, "fsdp": 4, "expert": 1, "tensor": 1, "context": 1}
-POLICIES = {"llm": ("full", "products", "products"), "vision": ("none", "none"), "audio": ("attention", "none", "none")}
+POLICIES = {
+    "llm": ("full", "products", "products"),
+    "vision": ("none", "none"),
+    "audio": ("attention", "none", "none"),
+}
 # Words as somebody may say them of any config, of every type of value.
 WORDS = (
     "training.precision=bfloat16",
@@ -53,7 +63,12 @@ TOWER = {
     "image_size": 16,
     "patch_size": 4,
 }
-LLAVA = {"model_type": "llava", "text_config": LLM, "vision_config": TOWER, "image_token_index": 303}
+LLAVA = {
+    "model_type": "llava",
+    "text_config": LLM,
+    "vision_config": TOWER,
+    "image_token_index": 303,
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +83,17 @@ def place(tmp_path_factory):
 
 def arguments_of(config: str, place) -> list[str]:
     """What the config's function asks for."""
-    given = {"checkpoint": place / "llava", "data": "questions, all.json", "images": "4", "tower": place / "tower"}
-    given |= {"llm": "8b" if config == "internvl" else place / "llm", "base": "mllm_9b", "trained": "llm"}
+    given = {
+        "checkpoint": place / "llava",
+        "data": "questions, all.json",
+        "images": "4",
+        "tower": place / "tower",
+    }
+    given |= {
+        "llm": "8b" if config == "internvl" else place / "llm",
+        "base": "mllm_9b",
+        "trained": "llm",
+    }
     parameters = config_parameters(find_config(config))
     return [f"{key}={value}" for key, value in given.items() if key in parameters]
 
@@ -80,7 +104,11 @@ def mixed(config):
         tower: tuple(islice(cycle(("full", "none")), layers_of(config.model, tower)))
         for tower in towers_of(config.model)
     }
-    mesh = config.mesh if config.units else replace(config.mesh, data=4, fsdp=2, sequence_parallel="overlap")
+    mesh = (
+        config.mesh
+        if config.units
+        else replace(config.mesh, data=4, fsdp=2, sequence_parallel="overlap")
+    )
     return apply_memory_plan(replace(config, mesh=mesh), policies, 4)
 
 
@@ -89,7 +117,9 @@ def written(path, planned, config, name, words=()):
     arguments = [word for word in words if key_of(word) in parameters]
     overrides = [word for word in words if key_of(word) not in parameters]
     unnamed = load(name, [word for word in words if key_of(word) != "name"]).name
-    path.write_text(plan_text(planned, config, unnamed, arguments, overrides, "h100x8", {"seconds": 1.5}))
+    path.write_text(
+        plan_text(planned, config, unnamed, arguments, overrides, "h100x8", {"seconds": 1.5})
+    )
     return path
 
 
@@ -103,7 +133,9 @@ def planned(tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(shipped_configs()))
-def test_training_by_a_plan_of_any_shipped_config_trains_what_was_planned(name, place, tmp_path, capsys):
+def test_training_by_a_plan_of_any_shipped_config_trains_what_was_planned(
+    name, place, tmp_path, capsys
+):
     arguments = arguments_of(name, place)
     units = load(name, arguments).units
     words = [*arguments, *(word for word in WORDS if not (units and word.startswith("mesh.")))]
@@ -130,10 +162,14 @@ def test_a_plan_is_json_with_a_line_for_each_setting_and_layers_as_runs(planned)
     assert found["settings"]["model.llm.remat"] == [[1, "full"], [2, "products"]]
     assert found["settings"]["mesh.fsdp"] == 4
     assert found["expected"] == {"seconds": 1.5}
-    assert all(sum(f'"{key}"' in line for line in text.splitlines()) == 1 for key in found["settings"])
+    assert all(
+        sum(f'"{key}"' in line for line in text.splitlines()) == 1 for key in found["settings"]
+    )
 
 
-def test_what_the_command_line_changes_back_of_a_plan_is_said_a_line_each(planned, tmp_path, capsys):
+def test_what_the_command_line_changes_back_of_a_plan_is_said_a_line_each(
+    planned, tmp_path, capsys
+):
     path = planned[1]
     words = ("mesh.fsdp=1", "mesh.data=2", "training.epochs=2", "seed=4", "model.llm.remat=auto")
     train.main(["tiny_omni", f"plan={path}", *words, "--show"])
@@ -143,7 +179,10 @@ def test_what_the_command_line_changes_back_of_a_plan_is_said_a_line_each(planne
         "model.llm.remat: full,products,products -> auto",
         "mesh.fsdp: 4 -> 1",
     ]
-    assert all(line.startswith(f"plan   {path}, changed on the command line: ") for line in shown.err.splitlines())
+    assert all(
+        line.startswith(f"plan   {path}, changed on the command line: ")
+        for line in shown.err.splitlines()
+    )
 
 
 def test_an_argument_that_the_command_line_changes_is_said_too(place, tmp_path, capsys):
@@ -151,7 +190,10 @@ def test_an_argument_that_the_command_line_changes_is_said_too(place, tmp_path, 
     config = load("llava_style", words)
     path = written(tmp_path / "plan.json", config, config, "llava_style", words)
     train.main(["llava_style", f"plan={path}", "images=photos", "--show"])
-    assert capsys.readouterr().err == f"plan   {path}, changed on the command line: images=4 -> images=photos\n"
+    assert (
+        capsys.readouterr().err
+        == f"plan   {path}, changed on the command line: images=4 -> images=photos\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +202,11 @@ def test_an_argument_that_the_command_line_changes_is_said_too(place, tmp_path, 
         ("{", "", "no readable plan"),
         ('"settings"', '"setings"', "settings"),
         ('"expected"', '"expcted"', "did you mean 'expected'?"),
-        ('"version": 2', '"version": 1', "it has version 1 and this mmjax reads version 2; make one with"),
+        (
+            '"version": 2',
+            '"version": 1',
+            "it has version 1 and this mmjax reads version 2; make one with",
+        ),
         ('"version": 2, ', "", "it has version 1 and this mmjax reads version 2; make one with"),
         ('"version": 2', '"version": "2"', 'it has version "2" and'),
         ('"config": "tiny_omni"', '"config": 3', "config is 3; name the config of the plan"),
@@ -169,14 +215,30 @@ def test_an_argument_that_the_command_line_changes_is_said_too(place, tmp_path, 
         ('"mesh.fsdp"', '"mesh.fsdq"', "unknown key 'mesh.fsdq': did you mean 'mesh.fsdp'?"),
         ('"mesh.fsdp"', '"mesh.data"', "'mesh.data' stands there twice; keep one of them"),
         ('"mesh.fsdp"', '"mesh.fsdp=8"', "settings has 'mesh.fsdp=8', which cannot be a key"),
-        ('"mesh.fsdp": 4', '"mesh.fsdp": null', "settings.mesh.fsdp is null; give a number, true, false or a text"),
-        ('"mesh.fsdp": 4', '"mesh.fsdp": {"a": 1}', 'settings.mesh.fsdp is {"a": 1}; give a number'),
+        (
+            '"mesh.fsdp": 4',
+            '"mesh.fsdp": null',
+            "settings.mesh.fsdp is null; give a number, true, false or a text",
+        ),
+        (
+            '"mesh.fsdp": 4',
+            '"mesh.fsdp": {"a": 1}',
+            'settings.mesh.fsdp is {"a": 1}; give a number',
+        ),
         ('"mesh.fsdp": 4', '"mesh.fsdp": [4]', "settings.mesh.fsdp is [4]; give a number"),
         ('"mesh.fsdp": 4', '"mesh.fsdp": 4.5', "mesh.fsdp: got '4.5'; expected int"),
         ('"mesh.fsdp": 4', '"mesh.fsdp": true', "mesh.fsdp: got 'true'; expected int"),
         ('"batch.microbatches": 2', '"batch.microbatches": 0', "batch.microbatches=0"),
-        ('[2, "products"]', '[2, "product"]', 'settings.model.llm.remat has [2, "product"]; give runs'),
-        ('[2, "products"]', '[0, "products"]', 'settings.model.llm.remat has [0, "products"]; give runs'),
+        (
+            '[2, "products"]',
+            '[2, "product"]',
+            'settings.model.llm.remat has [2, "product"]; give runs',
+        ),
+        (
+            '[2, "products"]',
+            '[0, "products"]',
+            'settings.model.llm.remat has [0, "products"]; give runs',
+        ),
         ('[2, "products"]', '[1000000000000, "products"]', "give runs"),
         ('[2, "products"]', '[3, "products"]', "model.llm.remat gives 4 policies for layers=3"),
     ],

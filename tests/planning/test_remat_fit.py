@@ -105,7 +105,9 @@ def test_the_loss_is_made_in_parts_where_its_logits_would_take_the_room_of_more_
     model = replace(MODEL, llm=replace(MODEL.llm, vocab=2**18))
 
     def found(gigabytes: float, chunks: int) -> RunPlan:
-        return fitted(gigabytes, model=model, config=with_settings(CONFIG, "bfloat16", chunks=chunks))
+        return fitted(
+            gigabytes, model=model, config=with_settings(CONFIG, "bfloat16", chunks=chunks)
+        )
 
     rich = found(np.inf, 0)
     assert rich.loss_chunks == 1
@@ -126,7 +128,9 @@ def test_measured_times_decide_where_there_are_any():
     assert set(rich.policies["llm"]) == {"none"}
     length = np.mean([shape["vision"][1] for shape in SHAPES])
     rows = SHAPES[0]["vision"][0]
-    assert rich.seconds == pytest.approx(-0.5 * rows * length / 1024 * MODEL.encoders["vision"].layers)
+    assert rich.seconds == pytest.approx(
+        -0.5 * rows * length / 1024 * MODEL.encoders["vision"].layers
+    )
     tight = fitted(0.3 * rich.device / 1e9, speed=speed)
     assert tight.fits
     assert tight.lower_bound <= tight.seconds
@@ -141,7 +145,9 @@ def test_tensor_parallelism_cuts_what_is_kept_inside_a_layer_but_not_between_lay
     ratio = activations(divided, "llm") / activations(whole, "llm")
     assert 0.5 < ratio < 0.75
     # Without remat: inputs of attention and MLP, before and after their norms.
-    between = 4 * 2 * MODEL.llm.width * SHAPES[0]["llm"][1] * MODEL.llm.layers / activations(whole, "llm")
+    between = (
+        4 * 2 * MODEL.llm.width * SHAPES[0]["llm"][1] * MODEL.llm.layers / activations(whole, "llm")
+    )
     assert ratio == pytest.approx(between + (1 - between) / 2)
 
 

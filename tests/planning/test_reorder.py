@@ -13,12 +13,15 @@ from mmjax.planning.simulate import StageTimes, simulate
 
 MODALITIES = StageGraph(((0, 2), (1, 2), (2, 3), (3, 4)), (0, 1, 2, 3, 4))
 CHAIN = StageGraph(((0, 1), (1, 2), (2, 3)), (0, 1, 2, 3))
-CHUNKS = StageGraph(((0, 1), (1, 2), (2, 3), (3, 4)), (0, 1, 2, 1, 2))  # an encoder, and an LLM in two chunks a worker
+# an encoder, and an LLM in two chunks a worker
+CHUNKS = StageGraph(((0, 1), (1, 2), (2, 3), (3, 4)), (0, 1, 2, 1, 2))
 # An LLM in two stages, and beside each a copy of an encoder.
 BESIDE = StageGraph(((0, 1), (2, 0), (3, 0)), (0, 1, 0, 1), ((0, 1), (0, 1), (0, 2), (1, 2)))
 
 
-def encoder_times(graph: StageGraph, microbatches: int, spread: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def encoder_times(
+    graph: StageGraph, microbatches: int, spread: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Log-normal times of the first stage, the same times of all microbatches in the others."""
     forward = np.full((len(graph.workers), microbatches), 10**6)
     noise = np.random.default_rng(seed).normal(-(spread**2) / 2, spread, microbatches)
@@ -26,7 +29,9 @@ def encoder_times(graph: StageGraph, microbatches: int, spread: float, seed: int
     return forward, 2 * forward
 
 
-def makespan(name: ScheduleName, graph: StageGraph, forward: np.ndarray, backward: np.ndarray, order=None) -> float:
+def makespan(
+    name: ScheduleName, graph: StageGraph, forward: np.ndarray, backward: np.ndarray, order=None
+) -> float:
     order = np.arange(forward.shape[1]) if order is None else np.asarray(order)
     times = StageTimes(forward[:, order], backward[:, order])
     return simulate(make_schedule(name, graph, len(order)), times).makespan
@@ -65,8 +70,14 @@ def test_small_steps_are_close_to_the_best_of_all_orders():
     gaps = []
     for seed in range(12):
         forward, backward = encoder_times(CHAIN, 5, 1.0, seed)
-        best = min(makespan("1f1b", CHAIN, forward, backward, order) for order in permutations(range(5)))
-        gaps.append(makespan("1f1b", CHAIN, forward, backward, reorder("1f1b", CHAIN, forward, backward)) / best - 1)
+        best = min(
+            makespan("1f1b", CHAIN, forward, backward, order) for order in permutations(range(5))
+        )
+        gaps.append(
+            makespan("1f1b", CHAIN, forward, backward, reorder("1f1b", CHAIN, forward, backward))
+            / best
+            - 1
+        )
     assert max(gaps) < 0.03
     assert np.mean(gaps) < 0.005
 
@@ -78,12 +89,17 @@ def test_steps_with_uneven_encoders_take_several_percent_less(microbatches, spre
     for seed in range(10):
         forward, backward = encoder_times(CHAIN, microbatches, spread, seed)
         before = makespan("1f1b", CHAIN, forward, backward)
-        gains.append(before / makespan("1f1b", CHAIN, forward, backward, reorder("1f1b", CHAIN, forward, backward)))
+        gains.append(
+            before
+            / makespan("1f1b", CHAIN, forward, backward, reorder("1f1b", CHAIN, forward, backward))
+        )
     assert np.mean(gains) > 1 + gain
 
 
 @pytest.mark.parametrize(("spread", "bar"), [(0.3, 0.95), (0.6, 0.93), (1.0, 0.91)])
-def test_an_encoder_as_long_as_the_other_stages_waits_several_percent_less_and_no_step_is_slower(spread, bar):
+def test_an_encoder_as_long_as_the_other_stages_waits_several_percent_less_and_no_step_is_slower(
+    spread, bar
+):
     for stages, microbatches in ((4, 12), (4, 24), (8, 32)):
         graph = StageGraph(tuple((s, s + 1) for s in range(stages - 1)), tuple(range(stages)))
         shares = []
@@ -92,7 +108,9 @@ def test_an_encoder_as_long_as_the_other_stages_waits_several_percent_less_and_n
             # The encoder has as much to do in all as each of the other stages.
             forward[0] = forward[0] * (10**6 / forward[0].mean())
             order = reorder("1f1b", graph, forward, 2 * forward)
-            before, after = (makespan("1f1b", graph, forward, 2 * forward, o) for o in (None, order))
+            before, after = (
+                makespan("1f1b", graph, forward, 2 * forward, o) for o in (None, order)
+            )
             shares.append(after / before)
         assert max(shares) <= 1
         assert np.mean(shares) <= bar

@@ -16,11 +16,14 @@ MODALITIES = StageGraph(
 def chain(stages: int, workers: int | None = None) -> StageGraph:
     """Stages in a row; with fewer workers, each runs several in turn."""
     return StageGraph(
-        tuple((i, i + 1) for i in range(stages - 1)), tuple(i % (workers or stages) for i in range(stages))
+        tuple((i, i + 1) for i in range(stages - 1)),
+        tuple(i % (workers or stages) for i in range(stages)),
     )
 
 
-def run(name: ScheduleName, graph: StageGraph, microbatches: int, forward=2.0, backward=4.0, **transfer) -> Timeline:
+def run(
+    name: ScheduleName, graph: StageGraph, microbatches: int, forward=2.0, backward=4.0, **transfer
+) -> Timeline:
     shape = (len(graph.workers), microbatches)
     times = StageTimes(np.full(shape, forward), np.full(shape, backward), **transfer)
     return simulate(make_schedule(name, graph, microbatches), times)
@@ -92,7 +95,9 @@ def test_encoders_before_interleaved_chunks_never_deadlock(encoders, chunks):
     workers = 3
     llm = range(encoders, encoders + workers * chunks)
     edges = [*((e, encoders) for e in range(encoders)), *((s, s + 1) for s in llm[:-1])]
-    graph = StageGraph(tuple(edges), (*range(encoders), *(encoders + i % workers for i in range(workers * chunks))))
+    graph = StageGraph(
+        tuple(edges), (*range(encoders), *(encoders + i % workers for i in range(workers * chunks)))
+    )
     whole = make_schedule("interleaved", graph, 12)
     for microbatches in range(1, 13):
         schedule = make_schedule("interleaved", graph, microbatches)
@@ -116,7 +121,9 @@ BEHIND = {  # edges and workers of generators behind the LLM's stages 1 and 2, w
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager"])
 @pytest.mark.parametrize("behind", BEHIND)
-def test_several_generators_never_deadlock_and_each_runs_backward_with_its_forward_pass(behind, name):
+def test_several_generators_never_deadlock_and_each_runs_backward_with_its_forward_pass(
+    behind, name
+):
     edges, workers = BEHIND[behind]
     graph = StageGraph(((0, 1), (1, 2), *edges), (0, 1, 2, *workers))
     for microbatches in range(1, 9):
@@ -125,12 +132,18 @@ def test_several_generators_never_deadlock_and_each_runs_backward_with_its_forwa
         assert len(order) == 2 * microbatches * len(graph.workers)
         assert_runs_in_order(graph, order)
         for stage, depth in enumerate(graph.depths):
-            bound = {"gpipe": microbatches if depth else 1, "1f1b": depth + 1, "eager": 2 * depth + 1}[name]
+            bound = {
+                "gpipe": microbatches if depth else 1,
+                "1f1b": depth + 1,
+                "eager": 2 * depth + 1,
+            }[name]
             assert schedule.in_flight_bound(stage) <= bound
 
 
 @pytest.mark.parametrize("encoders", [(2, 3), (2, 2)], ids=["encoders apart", "encoders together"])
-@pytest.mark.parametrize("generators", [((5, 6), (5, 7)), ((5, 6), (6, 7), (5, 8))], ids=["a stage each", "in stages"])
+@pytest.mark.parametrize(
+    "generators", [((5, 6), (5, 7)), ((5, 6), (6, 7), (5, 8))], ids=["a stage each", "in stages"]
+)
 def test_several_generators_behind_interleaved_chunks_never_deadlock(encoders, generators):
     chunks = ((2, 3), (3, 4), (4, 5))
     first = 1 + max(encoders)
@@ -158,7 +171,10 @@ def test_no_schedule_ends_before_its_longest_stage_or_path_could():
     rng = np.random.default_rng(3)
     for _ in range(50):
         graph, m = random_graph(rng), int(rng.integers(1, 9))
-        times = StageTimes(rng.exponential(size=(len(graph.workers), m)), rng.exponential(size=(len(graph.workers), m)))
+        times = StageTimes(
+            rng.exponential(size=(len(graph.workers), m)),
+            rng.exponential(size=(len(graph.workers), m)),
+        )
         timeline = simulate(make_schedule("1f1b", graph, m), times)
         total = times.forward + times.backward
         path = np.zeros(m)
@@ -166,7 +182,10 @@ def test_no_schedule_ends_before_its_longest_stage_or_path_could():
         for stage in graph.topological:
             before = [longest[p] for p in graph.producers[stage]]
             longest[stage] = total[stage] + (np.max(before, axis=0) if before else 0)
-        assert timeline.makespan >= max(total.sum(1).max(), max(longest[sink].max() for sink in graph.sinks)) - 1e-9
+        assert (
+            timeline.makespan
+            >= max(total.sum(1).max(), max(longest[sink].max() for sink in graph.sinks)) - 1e-9
+        )
 
 
 def test_orders_in_which_workers_wait_for_each_other_are_refused():
@@ -175,7 +194,9 @@ def test_orders_in_which_workers_wait_for_each_other_are_refused():
         (Action("backward", 0, 0), Action("forward", 0, 0)),
         (Action("forward", 1, 0), Action("backward", 1, 0)),
     )
-    with pytest.raises(ValueError, match=r"wait for each other in a circle: backward of stage 0, microbatch 0"):
+    with pytest.raises(
+        ValueError, match=r"wait for each other in a circle: backward of stage 0, microbatch 0"
+    ):
         total_order(Schedule(graph, 1, wrong))
 
 
@@ -204,7 +225,8 @@ def test_stages_that_share_devices_run_as_one():
     assert (
         run("1f1b", together, 8).makespan == 8 * (2 * 6) + 4
     )  # the encoders' worker waits once, for the first gradient
-    before = StageGraph(((0, 2), (1, 2), (2, 3)), (0, 0, 0, 1))  # and together with the LLM's first layers
+    # and together with the LLM's first layers
+    before = StageGraph(((0, 2), (1, 2), (2, 3)), (0, 0, 0, 1))
     assert make_schedule("1f1b", before, 4).in_flight_bound(0) == 2
 
 
@@ -215,7 +237,8 @@ def test_stages_side_by_side_count_once_among_those_that_a_microbatch_passes():
     assert StageGraph(((0, 1), (1, 2), (2, 3)), (0, 1, 0, 1)).workers_in_turn == 2
 
 
-# Device milliseconds of one microbatch's forward and backward pass in omni_10b's towers, as docs/pipelines.md has them.
+# Device milliseconds of one microbatch's forward and backward pass in omni_10b's towers, as
+# docs/pipelines.md has them.
 VISION, AUDIO = np.array([35.7, 78.9]) * 6, np.array([14.5, 26.9]) * 2
 LLM = 2 * np.array([122.4, 258.3])
 
@@ -241,14 +264,19 @@ def omni_with_copies(stages: int, chunks: int) -> StageGraph:
     """omni_10b_units' work on 16 devices, in units of a microsecond."""
     devices = 16 // stages
     vision, audio, llm = (
-        tuple(np.rint(1000 * work / devices).astype(int).tolist()) for work in (VISION / chunks, AUDIO, LLM / stages)
+        tuple(np.rint(1000 * work / devices).astype(int).tolist())
+        for work in (VISION / chunks, AUDIO, LLM / stages)
     )
     return with_copies(stages, chunks, 2, (vision, audio), llm)
 
 
-def idle(graph: StageGraph, microbatches: int, transfer: float = 0.0, noise: float = 0.0, seed: int = 0) -> float:
+def idle(
+    graph: StageGraph, microbatches: int, transfer: float = 0.0, noise: float = 0.0, seed: int = 0
+) -> float:
     rng = np.random.default_rng(seed)
-    seconds = np.array(graph.times, float).T[..., None] * rng.normal(1, noise, (2, len(graph.times), microbatches))
+    seconds = np.array(graph.times, float).T[..., None] * rng.normal(
+        1, noise, (2, len(graph.times), microbatches)
+    )
     times = StageTimes(*seconds, transfer=transfer, blocking=True)
     return simulate(make_schedule("nested", graph, microbatches), times).bubble
 
@@ -267,7 +295,9 @@ def test_encoders_beside_random_pipelines_run_in_one_order_and_hold_a_bounded_nu
         microbatches = int(rng.integers(1, 17))
         schedule = make_schedule("nested", graph, microbatches)
         order = total_order(schedule)
-        runs = [sum(graph.runs(s, m) for m in range(microbatches)) for s in range(len(graph.workers))]
+        runs = [
+            sum(graph.runs(s, m) for m in range(microbatches)) for s in range(len(graph.workers))
+        ]
         assert len(order) == len(set(order)) == 2 * sum(runs)
         assert_runs_in_order(graph, order)
         plain = make_schedule("1f1b", chain(stages), microbatches)
@@ -279,7 +309,9 @@ def test_encoders_beside_random_pipelines_run_in_one_order_and_hold_a_bounded_nu
 def test_a_nested_schedule_is_one_order_of_the_llms_passes_whatever_the_encoders_take():
     plain = make_schedule("1f1b", chain(4), 8).orders
     for vision in (1, 10, 100):
-        schedule = make_schedule("nested", with_copies(4, 2, 2, ((vision, vision), (3, 0)), (4, 8)), 8)
+        schedule = make_schedule(
+            "nested", with_copies(4, 2, 2, ((vision, vision), (3, 0)), (4, 8)), 8
+        )
         assert [tuple(a for a in order if a.stage < 4) for order in schedule.orders] == list(plain)
 
 
@@ -292,7 +324,9 @@ def test_nested_encoders_leave_less_idle_time_than_mixed_stages_that_take_equall
 
 
 @pytest.mark.parametrize("stages", [4, 8])
-def test_nested_encoders_in_four_parts_leave_8_percent_idle_with_slow_transfers_and_uneven_passes(stages):
+def test_nested_encoders_in_four_parts_leave_8_percent_idle_with_slow_transfers_and_uneven_passes(
+    stages,
+):
     graph = omni_with_copies(stages, 4)
     assert idle(graph, 32) < 0.03
     assert np.mean([idle(graph, 32, 1000.0, 0.1, seed) for seed in range(10)]) <= 0.08

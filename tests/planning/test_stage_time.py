@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from mmjax.autotune.sharded_stages import model_sharding
-from mmjax.config import AdamW, ExpertsConfig, Layout, LoraConfig, ModelConfig, Muon, SequenceParallel
+from mmjax.config import (
+    AdamW,
+    ExpertsConfig,
+    Layout,
+    LoraConfig,
+    ModelConfig,
+    Muon,
+    SequenceParallel,
+)
 from mmjax.config.loading import load
 from mmjax.cost.table import module_parameters, parameters
 from mmjax.planning.exchange_time import ClusterRun, overlap_pays
@@ -88,9 +96,12 @@ def test_one_device_computes_and_updates_and_waits_for_nobody():
     (flops,) = executed(MODEL, BATCH.shape, frozenset()).values()
     whole = sum(parameters(MODEL).values())
     products = (flops.total - flops.attention) / PRODUCTS
-    # Float32 weights cast twice (4 + 2 bytes), bfloat16 gradients (2 written, 2 read) added to the sum (4 + 4).
+    # Float32 weights cast twice (4 + 2 bytes), bfloat16 gradients (2 written, 2 read) added to the
+    # sum (4 + 4).
     weights = (2 * 6 + 4 + 8) * whole / MEMORY
-    assert found.compute == pytest.approx(products + flops.attention / ATTENTION + weights + LAUNCHES)
+    assert found.compute == pytest.approx(
+        products + flops.attention / ATTENTION + weights + LAUNCHES
+    )
     assert found.total == found.compute
     assert reduce_seconds(stage()) == 0
     assert update_seconds(MODEL, stage(), AdamW()) == pytest.approx(36 * whole / MEMORY)
@@ -138,7 +149,9 @@ def test_what_is_computed_again_takes_the_time_of_its_operations():
 def test_measured_layers_take_their_measured_time_and_the_rest_is_counted():
     run = stage(unsaved=1e5)
     policies = ("full",) * 20 + ("products",) * (MODEL.llm.layers - 20)
-    measured = LayerTimes(1, {4096: {"forward": 0.007, "none": 0.02, "full": 0.025, "products": 0.018}})
+    measured = LayerTimes(
+        1, {4096: {"forward": 0.007, "none": 0.02, "full": 0.025, "products": 0.018}}
+    )
     machine = replace(run.machine, speed=Speed(run.machine.speed.rates, {"llm": measured}))
     known = replace(run, machine=machine, policies=policies)
     found = passes(known)
@@ -146,15 +159,20 @@ def test_measured_layers_take_their_measured_time_and_the_rest_is_counted():
     weights = (2 * 6 + 4 + 8) * (parameters(MODEL)["llm"] - IN_LAYERS.layers) / MEMORY
     assert found.compute == pytest.approx(0.02 * MODEL.llm.layers + ends.total / PRODUCTS + weights)
     assert found.recompute == pytest.approx(20 * 0.005 - 0.002 * (MODEL.llm.layers - 20))
-    # Several microbatches also add their gradients up: 2 bytes to a sum of 4 that is read and written.
+    # Several microbatches also add their gradients up: 2 bytes to a sum of 4 that is read and
+    # written.
     added = 10 * IN_LAYERS.layers / MEMORY
-    assert passes(known, replace(BATCH, microbatches=2)).compute == pytest.approx(found.compute + added)
+    assert passes(known, replace(BATCH, microbatches=2)).compute == pytest.approx(
+        found.compute + added
+    )
 
 
 def test_a_loss_that_makes_its_logits_again_takes_their_operations():
     once, again = passes(stage()), passes(replace(stage(), logits_again=True))
     assert again.compute == once.compute
-    assert again.recompute == pytest.approx(2 * MODEL.llm.vocab * MODEL.llm.width * 4096 / PRODUCTS, rel=0.01)
+    assert again.recompute == pytest.approx(
+        2 * MODEL.llm.vocab * MODEL.llm.width * 4096 / PRODUCTS, rel=0.01
+    )
 
 
 def test_activations_that_are_kept_move_through_memory():
@@ -169,7 +187,8 @@ def test_adapters_read_and_write_what_goes_into_and_comes_out_of_their_layers():
     found = passes(stage(model=adapted), model=adapted).compute
     (flops,) = executed(adapted, BATCH.shape, frozenset({"llm"})).values()
     products = (flops.total - flops.attention) / PRODUCTS
-    weights = (2 * 6 + 4 + 8) * llm.layers * 16 * (inputs + outputs)  # of the adapters, which alone are trained
+    # of the adapters, which alone are trained
+    weights = (2 * 6 + 4 + 8) * llm.layers * 16 * (inputs + outputs)
     moved = 2 * 4096 * llm.layers * (6 * inputs + 8 * outputs)
     memory = (weights + moved) / MEMORY
     assert found == pytest.approx(products + flops.attention / ATTENTION + LAUNCHES + memory)
@@ -181,10 +200,13 @@ def test_gathering_is_hidden_behind_computing_as_far_as_that_lasts():
         passes(stage(cluster=name, fsdp=8), batch)
         for name, batch in (("h100x8", BATCH), ("h100x8", short), ("h100x8x1", short))
     )
-    size = (2 * 2 + 2) * sum(parameters(MODEL).values())  # bfloat16 forward and backward, and gradients
+    # bfloat16 forward and backward, and gradients
+    size = (2 * 2 + 2) * sum(parameters(MODEL).values())
     assert long.shards == 0
     assert inside.shards == pytest.approx(size * 7 / 8 / NODE - inside.compute)
-    assert between.shards == pytest.approx(size * 7 / 8 / (BANDWIDTH_EFFICIENCY * 50e9) - between.compute)
+    assert between.shards == pytest.approx(
+        size * 7 / 8 / (BANDWIDTH_EFFICIENCY * 50e9) - between.compute
+    )
     # All devices of a node share its adapters.
     eight = passes(stage(cluster="h100x8x8", fsdp=64), short)
     assert eight.shards + eight.compute == pytest.approx((between.shards + between.compute) / 8)
@@ -207,7 +229,8 @@ def test_overlapped_exchanges_cost_launches_and_what_no_product_of_a_chunk_hides
     send = 4096 / devices * layer.width * 2 / NODE
     product = 2 * 4096 / devices * layer.width / devices / PRODUCTS
     qkv, up, out = layer.queries + 2 * layer.keys, 2 * layer.mlp, layer.queries
-    # MLPs hide all that they send; attention's products are shorter than a send, and its output's backward is two.
+    # MLPs hide all that they send; attention's products are shorter than a send, and its output's
+    # backward is two.
     assert product * up > product * layer.mlp > send > product * qkv
     exposed = 3 * (send - product * qkv) + (send - product * out) + max(0, send - 2 * product * out)
     launches = 4 * (2 + 4) * LAUNCH_SECONDS
@@ -226,15 +249,26 @@ def test_overlap_pays_where_rows_are_long_and_not_where_launches_take_longer():
 
 def test_encoder_tokens_travel_over_the_links_of_a_node_or_where_peers_are_on_several_over_the_network():
     model = load("omni_10b").model
-    batch = DeviceBatch({"llm": (1, 4096), "vision": (1, 4096), "audio": (1, 4096)}, {"vision": 10, "audio": 0}, 8)
-    inside, between = (passes(stage(cluster=name, data=8), batch, model) for name in ("h100x8", "h100x2x4"))
+    batch = DeviceBatch(
+        {"llm": (1, 4096), "vision": (1, 4096), "audio": (1, 4096)}, {"vision": 10, "audio": 0}, 8
+    )
+    inside, between = (
+        passes(stage(cluster=name, data=8), batch, model) for name in ("h100x8", "h100x2x4")
+    )
     sent = 2 * 8 * 10 * model.llm.width * 2
     assert inside.exchange == pytest.approx(sent / NODE)
     assert between.exchange == pytest.approx(sent / (BANDWIDTH_EFFICIENCY * 50e9))
 
 
 @pytest.mark.parametrize(
-    "mesh", [{}, {"tensor": 4}, {"context": 4}, {"tensor": 4, "way": "on"}, {"tensor": 4, "way": "overlap"}]
+    "mesh",
+    [
+        {},
+        {"tensor": 4},
+        {"context": 4},
+        {"tensor": 4, "way": "on"},
+        {"tensor": 4, "way": "overlap"},
+    ],
 )
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_stages_together_take_what_one_mesh_takes(policy, mesh):
@@ -243,7 +277,8 @@ def test_stages_together_take_what_one_mesh_takes(policy, mesh):
     # The first of the LLM's stages exchanges encoders' tokens.
     batch = replace(BATCH, widths={"vision": 4096}, peers=16)
     if "context" in mesh:
-        batch = replace(batch, context=mesh["context"], pairs={"llm": 4096.0 * 512})  # of short samples
+        # of short samples
+        batch = replace(batch, context=mesh["context"], pairs={"llm": 4096.0 * 512})
     whole = stage(policy=policy, unsaved=300e3, **mesh)
     found = passes(whole, batch)
     assert sum(passes(one, batch).total for one in stages) == pytest.approx(found.total, rel=0.01)
@@ -260,10 +295,13 @@ def test_stages_send_tokens_to_the_devices_of_their_experts_as_one_mesh_does():
     model = replace(MODEL, llm=replace(MODEL.llm, experts=experts))
     stages = [stage(layers, model=model, expert=8) for layers in (range(9), range(9, 28))]
     first, second = (passes(one, model=model).exchange for one in stages)
-    assert first + second == pytest.approx(passes(stage(model=model, expert=8), model=model).exchange)
+    assert first + second == pytest.approx(
+        passes(stage(model=model, expert=8), model=model).exchange
+    )
     # In proportion to their layers with experts.
     assert second == pytest.approx(19 / 6 * first)
-    # Nobody gathers the experts of other devices: hidden behind long passes, and waited for in short ones.
+    # Nobody gathers the experts of other devices: hidden behind long passes, and waited for in
+    # short ones.
     short = DeviceBatch({"llm": (1, 64)}, {})
     gathered = replace(stages[1], experts=0.0)
     assert passes(stages[1], short, model).total < 0.5 * passes(gathered, short, model).total
@@ -286,7 +324,9 @@ def test_activations_cross_the_network_between_nodes_and_links_inside():
     # Two ranks send their rows to two devices each.
     size = 2 * 4096 * MODEL.llm.width * 2
     assert edge_seconds(MODEL, sender, inside, BATCH) == pytest.approx(size / NODE)
-    assert edge_seconds(MODEL, sender, outside, BATCH) == pytest.approx(size / (BANDWIDTH_EFFICIENCY * 50e9))
+    assert edge_seconds(MODEL, sender, outside, BATCH) == pytest.approx(
+        size / (BANDWIDTH_EFFICIENCY * 50e9)
+    )
 
 
 def test_devices_that_share_a_row_pass_their_own_tokens_on():

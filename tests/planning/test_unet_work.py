@@ -43,7 +43,9 @@ def gradient_program(unet: UnetConfig, trained: bool, rows: int = 1) -> tuple:
     integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     length = unet.min_patches
     item = integers(rows, length)
-    items = ItemBatch(floats(rows, length, unet.patch_values), item, integers(rows, length, 3), item, item)
+    items = ItemBatch(
+        floats(rows, length, unet.patch_values), item, integers(rows, length, 3), item, item
+    )
     condition = floats(rows, unet.queries, unet.condition_width)
     others = floats(rows, length, unet.patch_values), items, floats(rows, 1)
 
@@ -75,16 +77,24 @@ def test_executed_is_within_three_percent_of_xlas_count(unet: UnetConfig, traine
     counted = gradient.lower(*arguments).compile(compiler_options=quick).cost_analysis()["flops"]
     # What draws images and compares them is no part of the program here, nor is the connector.
     shape = {"llm": (1, 8), "picture": (1, unet.min_patches)}
-    found = executed(model_with(unet, frozen=not trained), shape, frozenset() if trained else {"picture"})["picture"]
+    found = executed(
+        model_with(unet, frozen=not trained), shape, frozenset() if trained else {"picture"}
+    )["picture"]
     assert found.total == pytest.approx(counted, rel=0.03)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("unet", [WIDE, TWO_LEVELS, replace(WIDE, remat="full"), replace(WIDE, attention="blockwise")])
-def test_what_is_kept_for_backward_is_what_jax_keeps_or_a_little_more(unet: UnetConfig, trained: bool) -> None:
+@pytest.mark.parametrize(
+    "unet", [WIDE, TWO_LEVELS, replace(WIDE, remat="full"), replace(WIDE, attention="blockwise")]
+)
+def test_what_is_kept_for_backward_is_what_jax_keeps_or_a_little_more(
+    unet: UnetConfig, trained: bool
+) -> None:
     velocity, arguments = gradient_program(unet, trained, IMAGES)
-    kept = jax.eval_shape(lambda wanted, *others: jax.vjp(lambda w: velocity(w, *others), wanted)[1], *arguments)
+    kept = jax.eval_shape(
+        lambda wanted, *others: jax.vjp(lambda w: velocity(w, *others), wanted)[1], *arguments
+    )
     # Not the parameters, which are there anyway; these have no axis of images.
     arrays = [leaf for leaf in jax.tree.leaves(kept) if leaf.shape[:1] == (IMAGES,)]
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
@@ -93,7 +103,10 @@ def test_what_is_kept_for_backward_is_what_jax_keeps_or_a_little_more(unet: Unet
 
 
 def test_needed_flops_follow_what_is_frozen_and_the_places_that_rows_have_for_images() -> None:
-    assert row_work(model_with(WIDE), {"picture": (2, 3 * WIDE.min_patches + 7)})["picture"].tokens == 6 * WIDE.queries
+    assert (
+        row_work(model_with(WIDE), {"picture": (2, 3 * WIDE.min_patches + 7)})["picture"].tokens
+        == 6 * WIDE.queries
+    )
     model, work = model_with(WIDE), {"llm": Work(32, 100.0)}
 
     def needed(images: int, frozen: frozenset[str]) -> Flops:
@@ -103,7 +116,13 @@ def test_needed_flops_follow_what_is_frozen_and_the_places_that_rows_have_for_im
 
     trained, frozen = needed(3, frozenset()), needed(3, frozenset({"picture"}))
     assert trained.forward == frozen.forward
-    assert 0.6 * frozen.forward < frozen.backward < frozen.forward < 1.9 * trained.forward < trained.backward
+    assert (
+        0.6 * frozen.forward
+        < frozen.backward
+        < frozen.forward
+        < 1.9 * trained.forward
+        < trained.backward
+    )
     assert trained.backward < 2 * trained.forward
     assert needed(3, frozenset({"picture", "picture.connector", "llm"})).backward == 0
     assert trained == pytest.approx(tuple(3 * flops for flops in needed(1, frozenset())))

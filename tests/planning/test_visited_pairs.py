@@ -61,7 +61,9 @@ def test_packed_samples_are_counted_by_the_blocks_that_hold_a_pair(seed, window)
     ones = jnp.ones_like(sample)
     pos = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), sample.shape)
     near = MaskSpec(sample, pos, 0 * ones, ones, ones, ones * window if window else None)
-    llm = replace(MODEL.llm, window=window, windowed=tuple(range(MODEL.llm.layers)) if window else ())
+    llm = replace(
+        MODEL.llm, window=window, windowed=tuple(range(MODEL.llm.layers)) if window else ()
+    )
     np.testing.assert_array_equal(visited_pairs(llm, *parts, ROWS, LENGTH), live(near))
 
 
@@ -79,7 +81,9 @@ def test_items_and_their_windows_are_counted_by_the_blocks_that_hold_a_pair(seed
             for i in range(0, n, window**2)
         ]
         expected = (expected + live(encoder_mask(jnp.asarray(numbers(*np.array(pieces).T))))) / 2
-    np.testing.assert_array_equal(visited_pairs(vision, row, offset, length, ROWS, LENGTH), expected)
+    np.testing.assert_array_equal(
+        visited_pairs(vision, row, offset, length, ROWS, LENGTH), expected
+    )
 
 
 @pytest.mark.parametrize("chunk", [6, 50])
@@ -87,38 +91,56 @@ def test_the_chunks_of_clips_are_counted_by_the_blocks_that_hold_a_pair(chunk):
     row, offset, length = packed(0, 60)
     audio = replace(MODEL.encoders["audio"], chunk=2 * chunk, attention="flash")
     pieces = [
-        (r, at + i, min(chunk, n - i)) for r, at, n in zip(row, offset, length, strict=True) for i in range(0, n, chunk)
+        (r, at + i, min(chunk, n - i))
+        for r, at, n in zip(row, offset, length, strict=True)
+        for i in range(0, n, chunk)
     ]
     expected = live(encoder_mask(jnp.asarray(numbers(*np.array(pieces).T))))
     # Frames are twice as many as positions.
-    np.testing.assert_array_equal(visited_pairs(audio, row, 2 * offset, 2 * length, ROWS, 2 * LENGTH), expected)
+    np.testing.assert_array_equal(
+        visited_pairs(audio, row, 2 * offset, 2 * length, ROWS, 2 * LENGTH), expected
+    )
 
 
 def test_a_row_of_unknown_contents_counts_all_blocks_that_may_be_visited():
     llm = replace(MODEL.llm, attention="flash")
     model = replace(MODEL, llm=llm, encoders={})
     # Of 7 blocks of 16 queries the first visits 2 of 8 keys, the next 4, up to the 13 of the row.
-    assert row_work(model, {"llm": (2, LENGTH)})["llm"].pairs == 2 * (2 + 4 + 6 + 8 + 10 + 12 + 13) * 16 * 8
+    assert (
+        row_work(model, {"llm": (2, LENGTH)})["llm"].pairs
+        == 2 * (2 + 4 + 6 + 8 + 10 + 12 + 13) * 16 * 8
+    )
     assert row_work(model, {"llm": (2, LENGTH)}, {"llm": 5.0})["llm"].pairs == 5.0
 
 
 def test_what_auto_is_depends_on_the_device():
     for name, backend in (("h200", "flash"), ("v5p", "blockwise")):
         resolved = resolve_attention(MODEL, parse_cluster(name).device.rates("bfloat16"))
-        assert {resolved.llm.attention, *(e.attention for e in resolved.encoders.values())} == {backend}
+        assert {resolved.llm.attention, *(e.attention for e in resolved.encoders.values())} == {
+            backend
+        }
     dense = replace(MODEL, llm=replace(MODEL.llm, attention="dense"))
-    assert resolve_attention(dense, parse_cluster("h200").device.rates("bfloat16")).llm.attention == "dense"
+    assert (
+        resolve_attention(dense, parse_cluster("h200").device.rates("bfloat16")).llm.attention
+        == "dense"
+    )
 
 
 def test_the_kernel_computes_narrow_heads_as_wide_as_its_products_and_scores_three_times():
     llm = replace(MODEL.llm, attention="flash", heads=4, kv_heads=4, head_width=80, remat="full")
     model = replace(MODEL, llm=llm, encoders={})
     (flops,) = executed(model, {"llm": (1, 96)}, frozenset(), pairs={"llm": 1000.0}).values()
-    products = llm.layers * 4 * 128 * 1000  # multiply-adds of one product of all heads, 80 channels as 128
-    # Two products forward, and again for remat=full; 7 backward: scores and gradients of weights in two kernels.
+    # multiply-adds of one product of all heads, 80 channels as 128
+    products = llm.layers * 4 * 128 * 1000
+    # Two products forward, and again for remat=full; 7 backward: scores and gradients of weights in
+    # two kernels.
     assert flops.attention == 2 * products * (2 + 2 + 7)
-    few, many = (row_work(model, {"llm": (1, 96)}, {"llm": pairs})["llm"] for pairs in (1.0, 1000.0))
+    few, many = (
+        row_work(model, {"llm": (1, 96)}, {"llm": pairs})["llm"] for pairs in (1.0, 1000.0)
+    )
     products = 2 * 2 * 4 * 128 * 999
     for policy, times in (("attention", 0), ("full", 1)):
-        more = recompute_flops(model, "llm", many, policy) - recompute_flops(model, "llm", few, policy)
+        more = recompute_flops(model, "llm", many, policy) - recompute_flops(
+            model, "llm", few, policy
+        )
         assert times * products <= more < times * 1.1 * products + 1

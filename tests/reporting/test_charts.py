@@ -32,21 +32,32 @@ def test_a_curve_goes_from_edge_to_edge_and_up_where_values_rise() -> None:
 
 
 def test_a_logarithmic_axis_gives_factors_the_same_height() -> None:
-    ys = [y for _, y in points(line_chart({"a": curve(1, 10, 100)}, {"a": 0}, logarithmic=True), "line c0")]
+    ys = [
+        y
+        for _, y in points(
+            line_chart({"a": curve(1, 10, 100)}, {"a": 0}, logarithmic=True), "line c0"
+        )
+    ]
     assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2)
 
 
 @pytest.mark.parametrize("values", [[5.0], [0.0, 0.0], [1e-9, 1e-9], [-3.0, 4.0], [0.0, 1e12]])
 def test_any_values_are_drawn_within_the_chart(values: list[float]) -> None:
     for logarithmic in (False, True):
-        svg = line_chart({"a": curve(*values)}, {"a": 0}, logarithmic=logarithmic, marks=[1], noisy=True)
-        numbers = [float(n) for d in re.findall(r' d="([^"]*)"', svg) for n in re.findall(r"-?[\d.]+", d)]
+        svg = line_chart(
+            {"a": curve(*values)}, {"a": 0}, logarithmic=logarithmic, marks=[1], noisy=True
+        )
+        numbers = [
+            float(n) for d in re.findall(r' d="([^"]*)"', svg) for n in re.findall(r"-?[\d.]+", d)
+        ]
         assert all(0 <= n <= 468 for n in numbers)
 
 
 def test_a_shade_that_is_wider_than_its_curve_stays_within_the_chart() -> None:
     of = curve(1, 2, 3)
-    svg = line_chart({"a": Curve(of.step, of.mean, of.mean - 99, of.mean + 99)}, {"a": 0}, noisy=True)
+    svg = line_chart(
+        {"a": Curve(of.step, of.mean, of.mean - 99, of.mean + 99)}, {"a": 0}, noisy=True
+    )
     ys = [y for _, y in points(svg.replace("Z", ""), "band c0")]
     assert (min(ys), max(ys)) == (10, 164)
 
@@ -74,7 +85,9 @@ def test_layers_stand_on_each_other() -> None:
 
 
 def test_names_cannot_become_markup() -> None:
-    svg = line_chart({"<script>x</script>": curve(1, 2)}, {"<script>x</script>": 0}, lambda v: f"<b>{count(v)}")
+    svg = line_chart(
+        {"<script>x</script>": curve(1, 2)}, {"<script>x</script>": 0}, lambda v: f"<b>{count(v)}"
+    )
     ElementTree.fromstring(svg)
     assert "<script" not in svg
     assert "<b>" not in svg
@@ -91,7 +104,9 @@ NEEDLE[41] = 5000.0
 
 
 @pytest.mark.parametrize("how", [{}, {"logarithmic": True}, {"from_zero": True}, {"noisy": True}])
-def test_one_needle_is_marked_with_its_step_and_value_and_leaves_the_axis_to_the_others(how: dict[str, bool]) -> None:
+def test_one_needle_is_marked_with_its_step_and_value_and_leaves_the_axis_to_the_others(
+    how: dict[str, bool],
+) -> None:
     svg = line_chart({"a": curve(*NEEDLE)}, {"a": 0}, **how)
     (mark,) = re.findall(r'class="area outlier c0" d="M([\d.]+) 10.0[^"]*"><title>([^<]*)<', svg)
     assert mark == ("328.0", "step 42: 5k")
@@ -109,7 +124,9 @@ def test_layers_leave_out_a_needle_too() -> None:
     assert max(y for _, y in points(svg.replace("Z", ""), "area c0")[:60]) < 60
 
 
-@pytest.mark.parametrize("values", [range(1, 61), [10.0 / k for k in range(1, 61)], [5.0] * 59 + [6.0], [0.0] * 60])
+@pytest.mark.parametrize(
+    "values", [range(1, 61), [10.0 / k for k in range(1, 61)], [5.0] * 59 + [6.0], [0.0] * 60]
+)
 def test_what_rises_falls_or_hardly_moves_has_no_outliers(values: list[float]) -> None:
     for how in ({}, {"logarithmic": True}, {"from_zero": True}):
         assert "outlier" not in line_chart({"a": curve(*values)}, {"a": 0}, **how)
@@ -117,7 +134,11 @@ def test_what_rises_falls_or_hardly_moves_has_no_outliers(values: list[float]) -
 
 @pytest.mark.parametrize("spell", [count, duration, size, percent])
 def test_labels_of_close_values_have_digits_enough_to_differ(spell: Formatter) -> None:
-    for values in ((2e9, 2.0001e9), (3e8, 97e8)) if spell is size else ((200.01, 200.05), (2e9, 2.0001e9), (3.0, 97.0)):
+    for values in (
+        ((2e9, 2.0001e9), (3e8, 97e8))
+        if spell is size
+        else ((200.01, 200.05), (2e9, 2.0001e9), (3.0, 97.0))
+    ):
         svg = line_chart({"a": curve(*values)}, {"a": 0}, spell)
         labels = [text for _, anchor, text in ticks(svg) if anchor == "end"]
         assert len(labels) >= 3

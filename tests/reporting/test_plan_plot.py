@@ -27,7 +27,9 @@ def forecast() -> RunForecast:
     lengths["llm_tokens"] = lengths["vision"] + lengths["audio"] + rng.integers(1, 20, samples)
     words = ["batch.grouping=none", "batch.size.count=32", "mesh.tensor=2", "mesh.encoders=data"]
     config = load(find_config("tiny_omni"), words)
-    return forecast_run(config, parse_cluster("a100x1x4"), index_of_lengths(lengths, config.model.encoders), [1.0])
+    return forecast_run(
+        config, parse_cluster("a100x1x4"), index_of_lengths(lengths, config.model.encoders), [1.0]
+    )
 
 
 def said(path: Path) -> str:
@@ -35,7 +37,9 @@ def said(path: Path) -> str:
 
 
 @pytest.mark.exhaustive
-def test_a_plan_is_drawn_the_same_each_time_and_twice_as_fine_in_png(forecast: RunForecast, tmp_path: Path) -> None:
+def test_a_plan_is_drawn_the_same_each_time_and_twice_as_fine_in_png(
+    forecast: RunForecast, tmp_path: Path
+) -> None:
     for name in ("a.svg", "b.svg", "c.png"):
         plot_plan(tmp_path / name, forecast)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
@@ -43,7 +47,9 @@ def test_a_plan_is_drawn_the_same_each_time_and_twice_as_fine_in_png(forecast: R
     assert "Work of each encoder rank, balance none" in said(tmp_path / "a.svg")
 
 
-def test_work_has_a_row_for_every_encoder_rank_and_the_ratios_are_of_it(forecast: RunForecast) -> None:
+def test_work_has_a_row_for_every_encoder_rank_and_the_ratios_are_of_it(
+    forecast: RunForecast,
+) -> None:
     for chosen in forecast.by_balance.values():
         assert chosen.work.keys() == chosen.dist_ratio.keys() == {"llm", "vision", "audio"}
         for name, work in chosen.work.items():

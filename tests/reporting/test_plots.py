@@ -41,8 +41,12 @@ def test_many_ranks_stand_in_several_columns_of_their_step(ranks: int) -> None:
 
 def test_a_picture_of_thousands_of_ranks_and_many_modules_is_small(tmp_path: Path) -> None:
     rng, names = np.random.default_rng(0), ("llm", "vision", "audio", "depth", "video")
-    works = {kind: {name: rng.integers(0, 99, (2, 5000)) for name in names} for kind in ("none", "post")}
-    plot_work(tmp_path / "work.svg", works, {"none": "as they come", "post": "balanced"}, "5000 ranks")
+    works = {
+        kind: {name: rng.integers(0, 99, (2, 5000)) for name in names} for kind in ("none", "post")
+    }
+    plot_work(
+        tmp_path / "work.svg", works, {"none": "as they come", "post": "balanced"}, "5000 ranks"
+    )
     assert (tmp_path / "work.svg").stat().st_size < 400_000
     text = said(tmp_path / "work.svg")
     assert {"rank 0", "63", "step 1", "2"} <= set(text.split("\n"))
@@ -59,13 +63,23 @@ def test_every_module_has_a_colour_of_its_own() -> None:
 def test_lengths_are_drawn_the_same_each_time_with_every_source_and_measure(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lengths = {
-        "text, characters": {"photos": rng.integers(0, 900, 400).astype(float), "speech": np.full(3, 7.0)},
+        "text, characters": {
+            "photos": rng.integers(0, 900, 400).astype(float),
+            "speech": np.full(3, 7.0),
+        },
         "clip, seconds": {"speech": np.array([2.5])},
     }
     for name in ("a.svg", "b.svg"):
         plot_lengths(tmp_path / name, "Data of mine", "403 records", lengths)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    for text in ("Data of mine", "403 records", "photos", "speech", "clip, seconds", "median 2.5, largest 2.5"):
+    for text in (
+        "Data of mine",
+        "403 records",
+        "photos",
+        "speech",
+        "clip, seconds",
+        "median 2.5, largest 2.5",
+    ):
         assert text in said(tmp_path / "a.svg")
 
 

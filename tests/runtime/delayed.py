@@ -50,7 +50,9 @@ def prepare(folder: Path, steps: int) -> tuple[Config, Executor, list[LoadedStep
     index.save(folder / "index")
     planner, layout = make_planner(index, config, [1.0], units_topology(UNITS))
     ranks = unit_ranks(config, jax.devices())
-    loader = StepLoader(config, planner.grouper.budget, layout, folder / "index", folder, **ranks._asdict())
+    loader = StepLoader(
+        config, planner.grouper.budget, layout, folder / "index", folder, **ranks._asdict()
+    )
     model = Model.build(config.model, jnp.dtype(config.training.precision), stage_cuts(config))
     executor = Executor(
         model,
@@ -63,20 +65,31 @@ def prepare(folder: Path, steps: int) -> tuple[Config, Executor, list[LoadedStep
 
 
 def train(
-    config: Config, executor: Executor, first: Any, loaded: list[LoadedStep], schedule: str, steps: int
+    config: Config,
+    executor: Executor,
+    first: Any,
+    loaded: list[LoadedStep],
+    schedule: str,
+    steps: int,
 ) -> list[np.ndarray]:
     """The losses of all steps from the first state, then this process's shards of the last."""
-    executor.passes.order = cache(lambda count: total_order(make_schedule(schedule, executor.graph, count)))
+    executor.passes.order = cache(
+        lambda count: total_order(make_schedule(schedule, executor.graph, count))
+    )
     state, sums = jax.tree.map(copy, first), executor.zeros()
     losses = []
     for step in range(steps):
         now = loaded[step % len(loaded)]
         batches = [executor.put(batch) for batch in now.microbatches]
         hyper = hyperparameters(config, step)
-        state, sums, report = executor.step(state, sums, batches, hyper, ProcessReport(digest=int(now.digest)))
+        state, sums, report = executor.step(
+            state, sums, batches, hyper, ProcessReport(digest=int(now.digest))
+        )
         assert bool(report.agreed & report.finite)
         losses.append(np.asarray(report.losses.loss))
-    return losses + [np.asarray(s.data) for leaf in jax.tree.leaves(state) for s in leaf.addressable_shards]
+    return losses + [
+        np.asarray(s.data) for leaf in jax.tree.leaves(state) for s in leaf.addressable_shards
+    ]
 
 
 def copy(x: jax.Array) -> jax.Array:
@@ -85,7 +98,9 @@ def copy(x: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=x.dtype)
 
 
-def delay(cls: type, name: str, rng: np.random.Generator, concerns: Callable[..., bool] = lambda *_: True) -> Callable:
+def delay(
+    cls: type, name: str, rng: np.random.Generator, concerns: Callable[..., bool] = lambda *_: True
+) -> Callable:
     """Sleep before every call of a method that concerns this process; the result undoes it."""
     method = getattr(cls, name)
 
@@ -122,12 +137,17 @@ def main(folder: Path, steps: int, seeds: int) -> None:
             delayed = train(config, executor, first, loaded, schedule, steps)
             seconds.append(time.monotonic() - began)
             assert len(delayed) == len(expected) > steps
-            assert all(np.array_equal(a, b) for a, b in zip(delayed, expected, strict=True)), (schedule, seed)
+            assert all(np.array_equal(a, b) for a, b in zip(delayed, expected, strict=True)), (
+                schedule,
+                seed,
+            )
             for restore in undo:
                 restore()
         if coordination.is_leader():
             times = " ".join(f"{s:.0f}" for s in seconds)
-            print(f"{schedule}: {steps} steps, {seeds} seeds, to the bit; seconds {times}", flush=True)
+            print(
+                f"{schedule}: {steps} steps, {seeds} seeds, to the bit; seconds {times}", flush=True
+            )
 
 
 if __name__ == "__main__":

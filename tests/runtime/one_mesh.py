@@ -32,17 +32,24 @@ from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.step_report import is_valid, report_step
 
 
-def model_outputs(model: Model, params: Params, batch: Microbatch, noise: Any, sums: Any, features: Any) -> Outputs:
+def model_outputs(
+    model: Model, params: Params, batch: Microbatch, noise: Any, sums: Any, features: Any
+) -> Outputs:
     """Encoders, then the LLM, then generators."""
     module = model.module(params)
     seed = accumulate_in_scans(module, sums)
-    features = {**features, **module.encode({n: x for n, x in batch.items.items() if n not in features}, noise)}
+    features = {
+        **features,
+        **module.encode({n: x for n, x in batch.items.items() if n not in features}, noise),
+    }
     hidden, table = module.hidden_and_table(batch.text, features, noise)
     errors = module.generator_errors(hidden, batch.text, batch.items, noise)
     return Outputs(seed(hidden), table, module.llm.layers.routing, errors)
 
 
-def token_losses(executor: Executor, params: Params, batch: Microbatch, noise: Any, sums: Any) -> Any:
+def token_losses(
+    executor: Executor, params: Params, batch: Microbatch, noise: Any, sums: Any
+) -> Any:
     """Outputs, every token's loss, and measures; a frozen reference runs beside, behind encoders that both share."""
     objective, model = executor.objective, executor.model
     if objective.reference is None:
@@ -70,7 +77,9 @@ def gradient_program(executor: Executor) -> Any:
     ) -> Sums:
         if accumulated is None:
             zeros = executor.programs[0].zero_sums(executor.model.dtype)
-            accumulated = jax.lax.with_sharding_constraint(zeros, executor.programs[0].sums_shardings)
+            accumulated = jax.lax.with_sharding_constraint(
+                zeros, executor.programs[0].sums_shardings
+            )
         sums, unscanned = split_scanned(accumulated.gradients)
         scanned, rest = split_scanned(trainable)
 
@@ -78,19 +87,31 @@ def gradient_program(executor: Executor) -> Any:
             params = merge(merge(rest, scanned), frozen)
             config = executor.model.config
             outputs, losses, measures = token_losses(executor, params, batch, noise, sums)
-            total, by_source, weight = step_loss(losses, batch.text, weights["llm"], executor.programs[0].sources)
-            experts = expert_sums(outputs.routing, weight.sum() / jnp.where(weights["llm"] > 0, weights["llm"], 1))
+            total, by_source, weight = step_loss(
+                losses, batch.text, weights["llm"], executor.programs[0].sources
+            )
+            experts = expert_sums(
+                outputs.routing, weight.sum() / jnp.where(weights["llm"] > 0, weights["llm"], 1)
+            )
             of_images, images = image_loss(outputs.errors, batch.items, weights, config)
             worst = worst_samples(jax.lax.stop_gradient(losses), batch.text)
             total += expert_loss(experts, config.llm.experts) + of_images
-            return total, (by_source, weight, experts, images, {n: x.sum() for n, x in measures.items()}, *worst)
+            return total, (
+                by_source,
+                weight,
+                experts,
+                images,
+                {n: x.sum() for n, x in measures.items()},
+                *worst,
+            )
 
         with activations_on(executor.mesh, executor.rules):
             (gradients, sums), report = jax.grad(loss, (0, 1), has_aux=True)(rest, sums)
         by_source, weight, experts, images, measures, samples, losses, not_finite = report
         total = accumulated.losses
         worst = highest_losses(
-            jnp.concatenate([total.worst_samples, samples]), jnp.concatenate([total.worst_losses, losses])
+            jnp.concatenate([total.worst_samples, samples]),
+            jnp.concatenate([total.worst_losses, losses]),
         )
         new_losses = Losses(
             loss=total.loss + by_source,
@@ -111,7 +132,9 @@ def update_program(executor: Executor) -> Any:
     """One update of all parameters, or none, with the gradient's norm and the step's report."""
     optimizer = executor.optimizer
 
-    def program(state: Any, accumulated: Any, hyper: Any, weights: Any, reports: Any, unreadable: Any) -> Any:
+    def program(
+        state: Any, accumulated: Any, hyper: Any, weights: Any, reports: Any, unreadable: Any
+    ) -> Any:
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), accumulated.gradients)
         stored = optimizer.load(state.optimizer)
         with activations_on(executor.mesh, executor.rules):
@@ -119,7 +142,9 @@ def update_program(executor: Executor) -> Any:
         report = report_step(accumulated.losses, norm, reports, unreadable)
         valid = is_valid(report, sum(weights.values()))
         old = state.trainable, stored
-        params, moments = jax.tree.map(lambda new, old: jnp.where(valid, new, old), (params, moments), old)
+        params, moments = jax.tree.map(
+            lambda new, old: jnp.where(valid, new, old), (params, moments), old
+        )
         cleared = jax.tree.map(jnp.zeros_like, accumulated) if executor.accumulates else None
         new = state._replace(step=state.step + valid, trainable=params, optimizer=moments)
         return new, cleared, report
@@ -127,7 +152,11 @@ def update_program(executor: Executor) -> Any:
     cleared = executor.programs[0].sums_shardings if executor.accumulates else None
     on_all = executor.programs[0].sums_shardings.losses.loss
     donated = (0, 1) if executor.accumulates else 0
-    return jax.jit(program, out_shardings=(executor.states[0].shardings, cleared, on_all), donate_argnums=donated)
+    return jax.jit(
+        program,
+        out_shardings=(executor.states[0].shardings, cleared, on_all),
+        donate_argnums=donated,
+    )
 
 
 def lowered_text(program: Any, arguments: tuple[Any, ...]) -> str:
@@ -143,7 +172,10 @@ def assert_programs_are_those_of_one_mesh(executor: Executor, arguments: StepArg
         ("update", executor.update_whole, update_program(executor)),
     ):
         given = getattr(arguments, name)
-        ours, wanted = lowered_text(own, given).splitlines(), lowered_text(specified, given).splitlines()
+        ours, wanted = (
+            lowered_text(own, given).splitlines(),
+            lowered_text(specified, given).splitlines(),
+        )
         differing = [(a, b) for a, b in zip(ours, wanted, strict=False) if a != b]
         assert not differing, f"{name}: the first of {len(differing)} lines: {differing[0]}"
         assert len(ours) == len(wanted)

@@ -26,7 +26,9 @@ def step_arguments(config: Config, executor: Executor, batch: Microbatch) -> Ste
     """The arguments for a step of this microbatch."""
 
     def structs(tree: Any, layouts: Any) -> Any:
-        return jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree, layouts)
+        return jax.tree.map(
+            lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree, layouts
+        )
 
     state = structs(executor.states[0].abstract, executor.states[0].shardings)
     of_losses = {name: jax.ShapeDtypeStruct((), np.float32) for name in weights([batch])}
@@ -36,6 +38,13 @@ def step_arguments(config: Config, executor: Executor, batch: Microbatch) -> Ste
     unreadable = jax.eval_shape(executor.merge_unreadable, reports.unreadable)
     hyper = hyperparameters(config, 0)
     return StepArguments(
-        (state.trainable, state.frozen, executor.sums if executor.accumulates else None, put, of_losses, noise),
+        (
+            state.trainable,
+            state.frozen,
+            executor.sums if executor.accumulates else None,
+            put,
+            of_losses,
+            noise,
+        ),
         (state, executor.sums, hyper, of_losses, reports, unreadable),
     )

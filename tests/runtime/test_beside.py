@@ -22,7 +22,12 @@ from test_executor import (
     steps_of,
 )
 from test_mixtures import mixture
-from test_unit_runs import assert_same_losses, assert_stages_and_one_mesh_go_on_from_each_other, go_back, together
+from test_unit_runs import (
+    assert_same_losses,
+    assert_stages_and_one_mesh_go_on_from_each_other,
+    go_back,
+    together,
+)
 from tiny_run import one_shape
 
 from mmjax.config import Config, Unit
@@ -43,12 +48,18 @@ def in_microbatches(config: Config, count: int) -> Config:
         pytest.param(one_shape(config_of("beside two", dropout=0.1)), id="two copies of both"),
         pytest.param(config_of("beside", dropout=0.1), id="both"),
         pytest.param(config_of("one beside", remat="full"), id="one of two"),
-        pytest.param(config_of("beside", ("vision", "audio")), id="frozen, with trained connectors"),
-        pytest.param(config_of("beside", ("vision", "vision.connector")), id="one without a backward pass"),
+        pytest.param(
+            config_of("beside", ("vision", "audio")), id="frozen, with trained connectors"
+        ),
+        pytest.param(
+            config_of("beside", ("vision", "vision.connector")), id="one without a backward pass"
+        ),
         pytest.param(config_of("beside, data", tied=False), id="data parallel"),
         pytest.param(config_of("beside, in parts"), id="in parts"),
         pytest.param(deepstack_config_of("beside"), id="a deepstack"),
-        pytest.param(deepstack_config_of("beside, in parts", remat="full"), id="a deepstack in parts"),
+        pytest.param(
+            deepstack_config_of("beside, in parts", remat="full"), id="a deepstack in parts"
+        ),
     ],
 )
 def test_encoders_beside_the_llm_have_the_gradients_of_one_mesh(config, tmp_path):
@@ -79,7 +90,9 @@ def assert_copies_are_equal(pipeline: Executor, state: State) -> None:
     """Moments lie with the owner alone, and every copy has its parameters."""
     copied = 0
     for shared, copy in zip(pipeline.shared, state.copies, strict=True):
-        assert not jax.tree.leaves(restrict(state.stages[shared.holder].trainable, shared.structure))
+        assert not jax.tree.leaves(
+            restrict(state.stages[shared.holder].trainable, shared.structure)
+        )
         owned = restrict(all_parameters(state.stages[shared.owner]), shared.structure)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(owned), jax.device_get(copy))
         copied += len(jax.tree.leaves(copy))
@@ -95,7 +108,9 @@ def test_a_sample_of_another_copys_microbatch_that_is_not_finite_is_found(tmp_pa
     row = int(np.flatnonzero((audio.item >= 0).any(1))[0])
     values = audio.values.copy()
     values[row] = np.nan
-    batches[2] = batches[2]._replace(items=batches[2].items | {"audio": audio._replace(values=values)})
+    batches[2] = batches[2]._replace(
+        items=batches[2].items | {"audio": audio._replace(values=values)}
+    )
     put = [pipeline.put(batch, number) for number, batch in enumerate(batches)]
     state = pipeline.init(jax.random.key(0))
     state, _, report = pipeline.step(state, pipeline.zeros(), put, hyperparameters(config, 0))
@@ -112,7 +127,11 @@ def test_a_microbatchs_items_go_to_one_copy(tmp_path):
     batches = steps_of(config, tmp_path, 1)[0]
     for number, batch in enumerate(batches):
         put = pipeline.put(batch, number)
-        having = {placed.name for placed, part in zip(pipeline.stages, put, strict=True) if "vision" in part.items}
+        having = {
+            placed.name
+            for placed, part in zip(pipeline.stages, put, strict=True)
+            if "vision" in part.items
+        }
         assert having == {f"vision copy {number}"}
 
 
@@ -124,9 +143,17 @@ def test_a_run_beside_the_llm_and_one_mesh_go_on_from_each_other(runs, capsys, m
 
 
 @pytest.mark.exhaustive
-def test_four_processes_beside_each_other_are_killed_and_go_on_as_one_mesh_would_and_on_it(runs, monkeypatch):
+def test_four_processes_beside_each_other_are_killed_and_go_on_as_one_mesh_would_and_on_it(
+    runs, monkeypatch
+):
     words = (
-        *(TINY_MEDIA, "model.llm.layers=4", "training.steps=8", "training.checkpoint_every=2", "training.keep=4"),
+        *(
+            TINY_MEDIA,
+            "model.llm.layers=4",
+            "training.steps=8",
+            "training.checkpoint_every=2",
+            "training.keep=4",
+        ),
         *("training.evaluate_every=0", "batch.microbatches=4"),
     )
     units = ("units.vision.beside=llm", "units.audio.beside=llm", "units.llm.pipeline=4")
@@ -139,13 +166,25 @@ def test_four_processes_beside_each_other_are_killed_and_go_on_as_one_mesh_would
     ended = finish(launched, 120)
     assert ended.code == 137
     assert "process 1 of this run's 4 (vision copy 1, audio copy 1, llm[1:2])" in ended.err
-    ended = together(4, *words, *units, f"run={four}", "--resume", devices=1, monkeypatch=monkeypatch)
+    ended = together(
+        4, *words, *units, f"run={four}", "--resume", devices=1, monkeypatch=monkeypatch
+    )
     assert ended.code == 0, ended
     assert_same_losses(steps_of_run(four), expected)
-    assert [steps_of_run(four)[step]["batch"] for step in expected] == [r["batch"] for r in expected.values()]
+    assert [steps_of_run(four)[step]["batch"] for step in expected] == [
+        r["batch"] for r in expected.values()
+    ]
     for folder, processes, settings in ((four, 1, ("units={}",)), (one, 4, units)):
         go_back(folder, 8, 6)
-        ended = together(processes, *words, f"run={folder}", "--resume", *settings, devices=1, monkeypatch=monkeypatch)
+        ended = together(
+            processes,
+            *words,
+            f"run={folder}",
+            "--resume",
+            *settings,
+            devices=1,
+            monkeypatch=monkeypatch,
+        )
         assert ended.code == 0, ended
         assert "at step 4" in ended.out
         assert_same_losses(steps_of_run(folder), expected)

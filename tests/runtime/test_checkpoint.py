@@ -44,19 +44,28 @@ WHOLE, EIGHT = MeshConfig(), MeshConfig(data=1, fsdp=4, tensor=2)
 
 
 def freeze(model: ModelConfig, vision: bool) -> ModelConfig:
-    return replace(model, encoders=model.encoders | {"vision": replace(model.encoders["vision"], frozen=vision)})
+    return replace(
+        model,
+        encoders=model.encoders | {"vision": replace(model.encoders["vision"], frozen=vision)},
+    )
 
 
-def executor(model=CONFIG.model, mesh=WHOLE, devices=1, cuts=None, optimizer=CONFIG.optimizer) -> Executor:
+def executor(
+    model=CONFIG.model, mesh=WHOLE, devices=1, cuts=None, optimizer=CONFIG.optimizer
+) -> Executor:
     built = Model.build(model, jnp.bfloat16, cuts)
     laid = make_mesh(mesh, jax.devices()[:devices])
-    return Executor.on_mesh(built, make_optimizer(optimizer, built.axes), laid, ShardingRules(), sources=1)
+    return Executor.on_mesh(
+        built, make_optimizer(optimizer, built.axes), laid, ShardingRules(), sources=1
+    )
 
 
 def moved(on: Executor, seed=0) -> State:
     """A state whose every array is random, so that nothing can be mixed up unseen."""
     rng = np.random.default_rng(seed)
-    host = jax.tree.map(lambda x: np.asarray(100 * rng.normal(size=x.shape), x.dtype), on.states[0].abstract)
+    host = jax.tree.map(
+        lambda x: np.asarray(100 * rng.normal(size=x.shape), x.dtype), on.states[0].abstract
+    )
     return State((jax.device_put(host, on.states[0].shardings),))
 
 
@@ -123,7 +132,9 @@ def test_a_checkpoint_holds_the_state_at_its_step_though_training_goes_on_at_onc
     reports = put_report(ProcessReport(), one.mesh)
     reported = reports, one.merge_unreadable(reports.unreadable)
     for _ in range(3):  # donates the arrays that are being written
-        part, accumulated, _ = one.update_whole(part, accumulated, hyper, {"llm": np.float32(1)}, *reported)
+        part, accumulated, _ = one.update_whole(
+            part, accumulated, hyper, {"llm": np.float32(1)}, *reported
+        )
     jax.block_until_ready(part)
     checkpoints.close()
     after = values(restored(tmp_path, one))
@@ -151,7 +162,9 @@ def test_stages_go_on_from_one_mesh_though_one_of_them_trains_nothing(tmp_path):
     state = moved(one)
     stages = [
         PlacedStage(
-            tower, Stage(one.model, (Piece(model, tower, 0, layers_of(model, tower)),)), make_mesh(WHOLE, [device])
+            tower,
+            Stage(one.model, (Piece(model, tower, 0, layers_of(model, tower)),)),
+            make_mesh(WHOLE, [device]),
         )
         for tower, device in zip(("vision", "llm"), jax.devices(), strict=False)
     ]
@@ -164,7 +177,9 @@ def test_stages_go_on_from_one_mesh_though_one_of_them_trains_nothing(tmp_path):
         np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
 
-def test_parameters_alone_start_another_optimizer_and_another_choice_of_frozen_modules(saved, state):
+def test_parameters_alone_start_another_optimizer_and_another_choice_of_frozen_modules(
+    saved, state
+):
     model = Model.build(CONFIG.model, jnp.float32)
     mesh = make_mesh(EIGHT, jax.devices())
     params = restore_parameters(saved, 4, model, parameter_shardings(model, mesh, ShardingRules()))
@@ -194,8 +209,13 @@ def test_every_optimizers_state_comes_back_on_another_mesh_and_in_other_stacks(n
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("before", [True, False], ids=["divided", "whole"])
 def test_moments_over_data_come_back_whole_and_whole_ones_over_data(before, tmp_path):
-    optimizers = {over_data: AdamW(moments="int8", over_data=over_data) for over_data in (True, False)}
-    on, other = (executor(mesh=MeshConfig(4, fsdp=2), devices=8, optimizer=optimizers[o]) for o in (before, not before))
+    optimizers = {
+        over_data: AdamW(moments="int8", over_data=over_data) for over_data in (True, False)
+    }
+    on, other = (
+        executor(mesh=MeshConfig(4, fsdp=2), devices=8, optimizer=optimizers[o])
+        for o in (before, not before)
+    )
     state = moved(on)
     assert_equal(restored(save(tmp_path, on, state), other), state)
 
@@ -215,8 +235,13 @@ def test_other_moments_are_refused_and_are_no_damage(small_saved):
 
 @pytest.mark.default_cases("int8")
 @pytest.mark.parametrize("moments", ["bfloat16", "int8"])
-def test_an_update_after_a_restart_is_bit_for_bit_the_one_without_wherever_moments_are(moments, tmp_path):
-    on, on_host = (executor(load(TINY).model, optimizer=AdamW(moments=moments, offload=o)) for o in (False, True))
+def test_an_update_after_a_restart_is_bit_for_bit_the_one_without_wherever_moments_are(
+    moments, tmp_path
+):
+    on, on_host = (
+        executor(load(TINY).model, optimizer=AdamW(moments=moments, offload=o))
+        for o in (False, True)
+    )
     hyper = hyperparameters(CONFIG, 0)
     reports = put_report(ProcessReport(), on.mesh)
     reported = reports, on.merge_unreadable(reports.unreadable)
@@ -226,10 +251,16 @@ def test_an_update_after_a_restart_is_bit_for_bit_the_one_without_wherever_momen
         for step in steps:
             rng = np.random.default_rng(step)
             (accumulated,) = on.zeros()
-            gradients = jax.tree.map(lambda x, rng=rng: rng.normal(size=x.shape).astype(x.dtype), accumulated.gradients)
+            gradients = jax.tree.map(
+                lambda x, rng=rng: rng.normal(size=x.shape).astype(x.dtype), accumulated.gradients
+            )
             gradients = jax.device_put(gradients, on.states[0].shardings.trainable)
             part, _, report = on.update_whole(
-                part, accumulated._replace(gradients=gradients), hyper, {"llm": np.float32(1)}, *reported
+                part,
+                accumulated._replace(gradients=gradients),
+                hyper,
+                {"llm": np.float32(1)},
+                *reported,
             )
             assert report.finite
         return State((part,))
@@ -242,7 +273,9 @@ def test_an_update_after_a_restart_is_bit_for_bit_the_one_without_wherever_momen
     assert_equal(updated(restored(tmp_path, on), range(2, 4)), straight)
     # From the device's memory to the host's, and back by another checkpoint.
     offloaded = updated(restored(tmp_path, on_host), range(2, 3), on_host)
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(offloaded.stages[0].optimizer) if x.ndim}
+    kinds = {
+        x.sharding.memory_kind for x in jax.tree.leaves(offloaded.stages[0].optimizer) if x.ndim
+    }
     assert kinds == {"pinned_host"}
     save(tmp_path, on_host, offloaded, 5)
     assert_equal(updated(restored(tmp_path, on, 5), range(3, 4)), straight)
@@ -251,7 +284,9 @@ def test_an_update_after_a_restart_is_bit_for_bit_the_one_without_wherever_momen
     before = jax.device_get(state)
     (zeros,) = on.zeros()
     infinite = zeros._replace(losses=zeros.losses._replace(loss=jnp.array([jnp.inf])))
-    state, _, report = on.update_whole(state.stages[0], infinite, hyper, {"llm": np.float32(1)}, *reported)
+    state, _, report = on.update_whole(
+        state.stages[0], infinite, hyper, {"llm": np.float32(1)}, *reported
+    )
     assert not report.finite
     assert_equal(State((state,)), before)
 
@@ -271,7 +306,8 @@ def test_a_save_that_was_cut_off_is_no_checkpoint(saved, one, state, tmp_path):
     assert_equal(restored(tmp_path, one), state)
 
 
-# --------------------------------------------------------------------------------------------- torn and foreign ones
+# --------------------------------------------------------------------------------------------- torn
+# and foreign ones
 
 
 def truncate(path: Path) -> None:
@@ -322,9 +358,13 @@ def test_a_damaged_file_is_one_line_or_does_no_harm(damage, small, small_saved, 
         shutil.copytree(small_saved, torn)
         DAMAGE[damage](torn / path.relative_to(small_saved))
         try:
-            assert all((whole[name] == x).all() for name, x in values(restored(torn, small)).items())
+            assert all(
+                (whole[name] == x).all() for name, x in values(restored(torn, small)).items()
+            )
             parameters = restore_parameters(torn, 4, small.model, layouts)
-            assert all((whole[f".trainable{name}"] == x).all() for name, x in values(parameters).items())
+            assert all(
+                (whole[f".trainable{name}"] == x).all() for name, x in values(parameters).items()
+            )
         except UserError as error:
             told.append((torn, str(error)))
     assert len(told) >= 4
@@ -337,11 +377,15 @@ def test_noise_that_storage_does_not_notice_is_named(saved, one, tmp_path):
     said = verify_checksum(json.loads(meta.read_text()))
     said["sums"]["trainable.llm.embed.weight"] += 1
     meta.write_text(json.dumps(with_checksum(said)))
-    with pytest.raises(DamagedCheckpoint, match=r"trainable\.llm\.embed\.weight is not what was saved") as error:
+    with pytest.raises(
+        DamagedCheckpoint, match=r"trainable\.llm\.embed\.weight is not what was saved"
+    ) as error:
         restored(tmp_path, one)
     one_line(error, tmp_path)
     layouts = parameter_shardings(one.model, one.mesh, one.rules)
-    with pytest.raises(UserError, match=r"trainable\.llm\.embed\.weight is not what was saved") as error:
+    with pytest.raises(
+        UserError, match=r"trainable\.llm\.embed\.weight is not what was saved"
+    ) as error:
         restore_parameters(tmp_path, 4, one.model, layouts)
     assert "there is no older one" in one_line(error, tmp_path)
 
@@ -349,16 +393,18 @@ def test_noise_that_storage_does_not_notice_is_named(saved, one, tmp_path):
 CHANGES = {
     "two signs": lambda x: x * np.where(np.arange(x.size) < 2, -1, 1).astype(x.dtype),
     "two values swapped": lambda x: x[np.r_[1, 0, 2 : x.size]],
-    "as much added as taken": lambda x: (x.view("u4") + np.r_[1, 2**32 - 1, [0] * (x.size - 2)].astype("u4")).view(
-        "f4"
-    ),
+    "as much added as taken": lambda x: (
+        x.view("u4") + np.r_[1, 2**32 - 1, [0] * (x.size - 2)].astype("u4")
+    ).view("f4"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_two_changes_do_not_cancel_in_an_array_s_checksum(change):
     x = np.random.default_rng(0).normal(size=64).astype(np.float32)
-    before, after = (bit_sums({"x": jnp.asarray(values)})["x"] for values in (x, CHANGES[change](x)))
+    before, after = (
+        bit_sums({"x": jnp.asarray(values)})["x"] for values in (x, CHANGES[change](x))
+    )
     assert before != after
 
 
@@ -368,9 +414,18 @@ def test_checksums_are_the_same_by_the_host_as_by_a_program():
     arrays = {}
     for dtype in ("float32", "bfloat16", "int8", "uint8", "int32"):
         x = noise.view(jnp.dtype(dtype))[:70_001]
-        arrays[dtype] = {"scalar": x[7], "empty": x[:0], "layer": x[:210].reshape(2, 3, 35)[1], "long": x}
+        arrays[dtype] = {
+            "scalar": x[7],
+            "empty": x[:0],
+            "layer": x[:210].reshape(2, 3, 35)[1],
+            "long": x,
+        }
     sums = jax.jit(bit_sums)(jax.tree.map(jnp.asarray, arrays))
-    host = {f"{dtype}.{name}": host_bit_sum(np.asarray(x)) for dtype, of in arrays.items() for name, x in of.items()}
+    host = {
+        f"{dtype}.{name}": host_bit_sum(np.asarray(x))
+        for dtype, of in arrays.items()
+        for name, x in of.items()
+    }
     assert host == {name: int(x) for name, x in sums.items()}
 
 
@@ -405,7 +460,9 @@ def test_a_torn_checkpoint_names_the_one_before(saved, one, tmp_path):
     shutil.copytree(tmp_path / "4", tmp_path / "2")
     shutil.rmtree(tmp_path / "4" / "state")
     with pytest.raises(UserError, match="to use step 2 instead, remove it") as error:
-        restore_parameters(tmp_path, 4, one.model, parameter_shardings(one.model, one.mesh, one.rules))
+        restore_parameters(
+            tmp_path, 4, one.model, parameter_shardings(one.model, one.mesh, one.rules)
+        )
     one_line(error, tmp_path)
 
 
@@ -416,18 +473,32 @@ def test_a_checkpoint_in_the_place_of_another_is_refused_by_every_reader(whose, 
     for folder, name in ((run, "first"), (other, "" if "without" in whose else "second")):
         folder.path.mkdir()
         folder.identity.write_text(name)
-        save(folder.checkpoints, small, moved(small), step=2, config=json.dumps({"run": str(folder.path)}))
+        save(
+            folder.checkpoints,
+            small,
+            moved(small),
+            step=2,
+            config=json.dumps({"run": str(folder.path)}),
+        )
     if whose == "this run's":
         shutil.copytree(run.checkpoints / "2", run.checkpoints / "4")
-        step, expected = 4, "it is this run's state after step 2, in the place of step 4; put back what was there, or"
+        step, expected = (
+            4,
+            "it is this run's state after step 2, in the place of step 4; put back what was there, or",
+        )
     else:
         shutil.rmtree(run.checkpoints / "2")
         shutil.copytree(other.checkpoints / "2", run.checkpoints / "2")
-        step, expected = 2, f"it is the state of run {other.path} after step 2, in the place of step 2; put back what"
+        step, expected = (
+            2,
+            f"it is the state of run {other.path} after step 2, in the place of step 2; put back what",
+        )
     layouts = parameter_shardings(small.model, small.mesh, small.rules)
     for read in (
-        lambda: CheckpointStore(run.checkpoints, small, Retention(2)).restore(step),  # train --resume
-        lambda: restore_parameters(run.checkpoints, step, small.model, layouts),  # evaluate, generate, init_from
+        # train --resume
+        lambda: CheckpointStore(run.checkpoints, small, Retention(2)).restore(step),
+        # evaluate, generate, init_from
+        lambda: restore_parameters(run.checkpoints, step, small.model, layouts),
         lambda: SavedParameters(run.checkpoints, step, small.model),  # export
     ):
         with pytest.raises(UserError, match=re.escape(f"cannot be used: {expected}")) as refused:
@@ -446,7 +517,10 @@ def test_foreign_checkpoints_are_refused(one, tmp_path):
     with ocp.CheckpointManager(tmp_path / "other") as manager:
         manager.save(4, args=ocp.args.StandardSave({"weights": np.arange(4.0)}))
     with ocp.CheckpointManager(tmp_path / "meta") as manager:
-        foreign = {"state": ocp.args.StandardSave({"w": np.ones(4)}), "meta": ocp.args.JsonSave({"version": 3})}
+        foreign = {
+            "state": ocp.args.StandardSave({"w": np.ones(4)}),
+            "meta": ocp.args.JsonSave({"version": 3}),
+        }
         manager.save(4, args=ocp.args.Composite(**foreign))
     for name in ("empty", "torch", "other", "meta"):
         with pytest.raises(UserError, match="cannot be used") as error:

@@ -16,7 +16,15 @@ import pytest
 from tiny_run import MERGE, paths, stderr_of, tiny_config
 
 from mmjax.batch import Microbatch
-from mmjax.config import BatchConfig, Config, MeshConfig, NoBalance, NoGrouping, PostBalance, Samples
+from mmjax.config import (
+    BatchConfig,
+    Config,
+    MeshConfig,
+    NoBalance,
+    NoGrouping,
+    PostBalance,
+    Samples,
+)
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.placement import Topology
@@ -30,7 +38,8 @@ from mmjax.runtime.executor import Executor
 from mmjax.runtime.state import make_optimizer
 
 RANKS = 8
-WIDTH = 56  # of the connectors' output and the LLM; no other size of the model, nor a part of it on a device
+# of the connectors' output and the LLM; no other size of the model, nor a part of it on a device
+WIDTH = 56
 MOVING = ("all-to-all", "all-gather", "collective-permute", "reduce-scatter")
 
 
@@ -49,7 +58,9 @@ def config(balance: NoBalance | PostBalance) -> Config:
     rows = {"llm": RANKS, "vision": RANKS, "audio": RANKS}
     made = tiny_config(batch=BatchConfig(Samples(32), rows, 1, NoGrouping(12), balance, shapes=1))
     llm = replace(made.model.llm, width=WIDTH, remat="full")
-    encoders = {name: replace(encoder, remat="full") for name, encoder in made.model.encoders.items()}
+    encoders = {
+        name: replace(encoder, remat="full") for name, encoder in made.model.encoders.items()
+    }
     return replace(made, model=replace(made.model, llm=llm, encoders=encoders))
 
 
@@ -57,13 +68,19 @@ def first_batch(made: Config, folder: Path, topology: Topology) -> Microbatch:
     index = build_index(open_sources(made, "train", folder), made.model.encoders)
     index.save(folder / "index")
     planner, layout = make_planner(index, made, [1.0], topology)
-    loader = StepLoader(made, planner.grouper.budget, layout, folder / "index", folder, range(topology.ranks))
+    loader = StepLoader(
+        made, planner.grouper.budget, layout, folder / "index", folder, range(topology.ranks)
+    )
     (batch,) = loader(0).microbatches
     return batch
 
 
 def compiled(
-    made: Config, mesh: MeshConfig, batch: Microbatch, width: int = WIDTH, kinds: Sequence[str] = MOVING
+    made: Config,
+    mesh: MeshConfig,
+    batch: Microbatch,
+    width: int = WIDTH,
+    kinds: Sequence[str] = MOVING,
 ) -> tuple[Executor, list[Collective]]:
     """The programs, and of the one that accumulates gradients the collectives of these kinds that carry this width."""
     executor, text, _ = compiled_text(made, mesh, batch)
@@ -90,7 +107,9 @@ def compiled_text(made: Config, mesh: MeshConfig, batch: Microbatch) -> tuple[Ex
     weight = {"llm": jax.device_put(np.float32(1), replicated(on))}
     arrays = executor.zeros()[0], put_rows(batch, on, executor.rules), weight
     with stderr_of() as warnings:
-        text = executor.programs[0].forward_backward.lower(trainable, {}, *arrays).compile().as_text()
+        text = (
+            executor.programs[0].forward_backward.lower(trainable, {}, *arrays).compile().as_text()
+        )
     return executor, text, warnings[0]
 
 
@@ -102,14 +121,19 @@ def collectives_in(text: str, kinds: Sequence[str]) -> list[Collective]:
         if line.endswith("{") and not line.startswith(" "):
             computation = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
         elif match := re.search(rf" = (.*?) ({'|'.join(kinds)})(?:-start)?\(", line):
-            shapes = tuple(tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", match[1]))
+            shapes = tuple(
+                tuple(map(int, dims.split(",")))
+                for dims in re.findall(r"f32\[([\d,]+)\]", match[1])
+            )
             found.append(Collective(match[2], shapes, line, computation in bodies))
     return found
 
 
 @pytest.mark.default_cases("data=8")
 @pytest.mark.parametrize("mesh", [MeshConfig(8), MeshConfig(1, fsdp=8)], ids=["data=8", "fsdp=8"])
-def test_a_plan_that_must_exchange_has_one_all_to_all_forward_and_one_backward_for_each_encoder(mesh, tmp_path):
+def test_a_plan_that_must_exchange_has_one_all_to_all_forward_and_one_backward_for_each_encoder(
+    mesh, tmp_path
+):
     made = config(PostBalance(locality="off"))
     batch = first_batch(made, tmp_path, Topology(RANKS, RANKS, RANKS))
     assert all((send >= 0).any() for send in batch.text.send.values())
@@ -122,7 +146,9 @@ def test_a_plan_that_must_exchange_has_one_all_to_all_forward_and_one_backward_f
 
 
 @pytest.fixture(scope="module")
-def where_nothing_moves(tmp_path_factory) -> Callable[[MeshConfig], tuple[Microbatch, Executor, str, str]]:
+def where_nothing_moves(
+    tmp_path_factory,
+) -> Callable[[MeshConfig], tuple[Microbatch, Executor, str, str]]:
     """A batch of a plan that moves nothing, and its `compiled_text` on a mesh."""
 
     @cache
@@ -152,12 +178,22 @@ def test_under_fsdp_layers_are_gathered_one_at_a_time_in_their_scan_and_no_rank_
     gathers = [(sorted(shape), c) for c in found if c.kind == "all-gather" for shape in c.shapes]
     for leaf in sharded:
         of_layer = [c for shape, c in gathers if shape == sorted(leaf.shape[1:])]
-        assert any(c.in_scan for c in of_layer), f"no layer's {leaf.shape[1:]} is gathered in a scan"
-        assert all(shape != sorted(leaf.shape) for shape, _ in gathers), f"{leaf.shape}: all layers at once"
+        assert any(c.in_scan for c in of_layer), (
+            f"no layer's {leaf.shape[1:]} is gathered in a scan"
+        )
+        assert all(shape != sorted(leaf.shape) for shape, _ in gathers), (
+            f"{leaf.shape}: all layers at once"
+        )
     length = batch.text.token.shape[1]
     # But the vectors that ranks look up for each other, each in its own columns of the token table.
-    others = [c for c in found if not (c.kind == "all-to-all" and all(WIDTH // RANKS in shape for shape in c.shapes))]
-    assert all(length not in shape for c in others for shape in c.shapes), "the losses of other ranks' tokens"
+    others = [
+        c
+        for c in found
+        if not (c.kind == "all-to-all" and all(WIDTH // RANKS in shape for shape in c.shapes))
+    ]
+    assert all(length not in shape for c in others for shape in c.shapes), (
+        "the losses of other ranks' tokens"
+    )
 
 
 @pytest.mark.default_cases("2")
@@ -165,7 +201,8 @@ def test_under_fsdp_layers_are_gathered_one_at_a_time_in_their_scan_and_no_rank_
 def test_the_devices_of_a_rank_share_its_exchange_and_add_up_no_tokens(tensor, tmp_path):
     mesh = MeshConfig(RANKS // tensor, tensor=tensor)
     made = config(PostBalance(locality="off"))
-    llm = replace(made.model.llm, heads=4, kv_heads=4)  # as many as devices of a rank, none of which has half a head
+    # as many as devices of a rank, none of which has half a head
+    llm = replace(made.model.llm, heads=4, kv_heads=4)
     encoders = {name: replace(encoder, heads=4) for name, encoder in made.model.encoders.items()}
     made = replace(made, model=replace(made.model, llm=llm, encoders=encoders))
     batch = first_batch(made, tmp_path, mesh_topology(make_mesh(mesh, jax.devices()), mesh))
@@ -175,7 +212,9 @@ def test_the_devices_of_a_rank_share_its_exchange_and_add_up_no_tokens(tensor, t
     sent = [prod(send.shape[1:]) * WIDTH // tensor for send in batch.text.send.values()]
     assert sorted(exchanged) == sorted(2 * sent)
     tokens = [(1, items.item.shape[1] // MERGE[name], WIDTH) for name, items in batch.items.items()]
-    assert not [c.line for c in found if c.kind == "all-reduce" and set(tokens).intersection(c.shapes)]
+    assert not [
+        c.line for c in found if c.kind == "all-reduce" and set(tokens).intersection(c.shapes)
+    ]
 
 
 def test_devices_that_share_a_row_send_keys_and_tokens_alone_and_gather_no_activations(tmp_path):
@@ -190,13 +229,22 @@ def test_devices_that_share_a_row_send_keys_and_tokens_alone_and_gather_no_activ
     llm = made.model.llm
     keys = (rows, part, llm.kv_heads, llm.head_width)
     sent = [c for c in found if c.kind == "collective-permute" and keys in c.shapes]
-    # In a scan of layers: keys and values of three devices arrive in both passes, and their gradients return.
+    # In a scan of layers: keys and values of three devices arrive in both passes, and their
+    # gradients return.
     assert sum(c.shapes.count(keys) for c in sent) == 3 * (2 + 2 + 2)
     exchanged = [sum(map(prod, c.shapes)) for c in found if c.kind == "all-to-all"]
-    tables = [prod(t.shape[1:]) * WIDTH for t in (*batch.text.send.values(), *batch.text.spread.values())]
+    tables = [
+        prod(t.shape[1:]) * WIDTH for t in (*batch.text.send.values(), *batch.text.spread.values())
+    ]
     assert all(exchanged.count(size) >= 2 for size in tables if size)
     tokens = {(rows, length), (rows, part)}
-    whole = [c.line for c in found if c.kind == "all-gather" for shape in c.shapes if shape[:2] in tokens and shape[2:]]
+    whole = [
+        c.line
+        for c in found
+        if c.kind == "all-gather"
+        for shape in c.shapes
+        if shape[:2] in tokens and shape[2:]
+    ]
     assert not whole
 
 
@@ -215,14 +263,22 @@ ENCODER_WIDTH = 40  # no other size either
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("encoders", ["data", "tensor"])
-def test_encoders_spread_over_the_tensor_axis_send_no_activations_but_their_tokens(encoders, tmp_path):
+def test_encoders_spread_over_the_tensor_axis_send_no_activations_but_their_tokens(
+    encoders, tmp_path
+):
     mesh = MeshConfig(2, fsdp=2, tensor=2, encoders=encoders)
     made = config(NoBalance())
-    narrow = {name: replace(encoder, width=ENCODER_WIDTH) for name, encoder in made.model.encoders.items()}
+    narrow = {
+        name: replace(encoder, width=ENCODER_WIDTH) for name, encoder in made.model.encoders.items()
+    }
     made = replace(made, model=replace(made.model, encoders=narrow))
     batch = first_batch(made, tmp_path, mesh_topology(make_mesh(mesh, jax.devices()), mesh))
     lengths = {name: items.item.shape[1] for name, items in batch.items.items()}
-    inside = {lengths["vision"], lengths["audio"], lengths["audio"] // made.model.encoders["audio"].stride}
+    inside = {
+        lengths["vision"],
+        lengths["audio"],
+        lengths["audio"] // made.model.encoders["audio"].stride,
+    }
     _, found = compiled(made, mesh, batch, ENCODER_WIDTH, (*MOVING, "all-reduce"))
     activations = [c for c in found if any(inside.intersection(shape) for shape in c.shapes)]
     assert found
@@ -241,7 +297,11 @@ def assert_parameters_only(executor: Executor, found: list[Collective]) -> None:
     shapes = {leaf.shape for leaf in paths(executor.states[0].abstract.trainable).values()}
     layers = {shape[1:] for shape in shapes if len(shape) == 3}
     allowed = {tuple(sorted(n for n in shape if n > 1)) for shape in shapes | layers}
-    allowed |= {tuple(sorted(n // 8 if i == k else n for i, n in enumerate(s))) for s in allowed for k in range(len(s))}
+    allowed |= {
+        tuple(sorted(n // 8 if i == k else n for i, n in enumerate(s)))
+        for s in allowed
+        for k in range(len(s))
+    }
     for collective in found:
         for shape in collective.shapes:
             assert tuple(sorted(n for n in shape if n > 1)) in allowed, collective.line

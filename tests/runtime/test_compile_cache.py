@@ -11,7 +11,9 @@ from mmjax.runtime.devices import CompileCounter, enable_compilation_cache
 def _cache_as_it_was():
     before = jax.config.jax_compilation_cache_dir
     yield
-    enable_compilation_cache(Path(before)) if before else jax.config.update("jax_compilation_cache_dir", None)
+    enable_compilation_cache(Path(before)) if before else jax.config.update(
+        "jax_compilation_cache_dir", None
+    )
 
 
 def compile_one(seed: int) -> None:

@@ -33,7 +33,9 @@ def test_a_cpu_has_no_options_and_a_gpu_those_of_mmjax_under_those_of_the_config
     cpu = jax.devices()[0]
     assert compiler_options({}, cpu) == {}
     monkeypatch.setattr("mmjax.runtime.compiler_options.SingleDeviceSharding", lambda device: None)
-    monkeypatch.setattr(jax, "jit", lambda f, compiler_options: SimpleNamespace(lower=lambda x: compiled))
+    monkeypatch.setattr(
+        jax, "jit", lambda f, compiler_options: SimpleNamespace(lower=lambda x: compiled)
+    )
     compiled = SimpleNamespace(compile=lambda: None)
     for platform in ("gpu", "cuda"):
         gpu = SimpleNamespace(platform=platform)
@@ -41,7 +43,10 @@ def test_a_cpu_has_no_options_and_a_gpu_those_of_mmjax_under_those_of_the_config
         assert compiler_options({}, gpu, context=2) == GPU | GPU_CONTEXT
         name = next(iter(GPU))
         assert compiler_options({name: 7, "xla_x": True}, gpu) == GPU | {name: 7, "xla_x": True}
-    assert describe_compiler_options({"xla_x": True, "xla_y": 7, "xla_z": "A"}) == 'xla_x=true, xla_y=7, xla_z="A"'
+    assert (
+        describe_compiler_options({"xla_x": True, "xla_y": 7, "xla_z": "A"})
+        == 'xla_x=true, xla_y=7, xla_z="A"'
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,16 +57,22 @@ def test_a_cpu_has_no_options_and_a_gpu_those_of_mmjax_under_those_of_the_config
     ],
 )
 def test_what_xla_refuses_is_told_in_its_words(options, says):
-    with pytest.raises(UserError, match=f"compiler: XLA of JAX {re.escape(jax.__version__)} says: .*{says}"):
+    with pytest.raises(
+        UserError, match=f"compiler: XLA of JAX {re.escape(jax.__version__)} says: .*{says}"
+    ):
         compiler_options(options, jax.devices()[0])
 
 
-def test_a_cpu_compiles_quickly_beside_the_configs_options_and_as_ever_where_xla_has_an_option_no_more(monkeypatch):
+def test_a_cpu_compiles_quickly_beside_the_configs_options_and_as_ever_where_xla_has_an_option_no_more(
+    monkeypatch,
+):
     cpu = jax.devices()[0]
     chosen = {"xla_backend_optimization_level": 1}
     assert quick_compiler_options({}, cpu) == QUICK_CPU
     assert quick_compiler_options(chosen, cpu) == {**QUICK_CPU, **chosen}
-    monkeypatch.setattr("mmjax.runtime.compiler_options.QUICK_CPU", {**QUICK_CPU, "xla_no_such_option": True})
+    monkeypatch.setattr(
+        "mmjax.runtime.compiler_options.QUICK_CPU", {**QUICK_CPU, "xla_no_such_option": True}
+    )
     assert quick_compiler_options(chosen, cpu) == chosen
 
 
@@ -70,8 +81,12 @@ def test_programs_that_make_parameters_compile_with_fewer_optimizations_and_to_t
     assert initial_compiler_options(cpu) == {}  # tests have fewer still
     with optimized():
         options = initial_compiler_options(cpu)
-        draw = jax.jit(lambda key: jax.random.truncated_normal(key, -2.0, 2.0, (33, 7)) / 3).lower(jax.random.key(0))
-        usual, quick = (draw.compile(compiler_options=chosen)(jax.random.key(0)) for chosen in (None, options))
+        draw = jax.jit(lambda key: jax.random.truncated_normal(key, -2.0, 2.0, (33, 7)) / 3).lower(
+            jax.random.key(0)
+        )
+        usual, quick = (
+            draw.compile(compiler_options=chosen)(jax.random.key(0)) for chosen in (None, options)
+        )
     assert options == ONCE_CPU
     assert (usual == quick).all()
 

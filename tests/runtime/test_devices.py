@@ -45,9 +45,13 @@ def test_a_program_that_takes_more_than_the_ram_is_refused_before_it_runs():
     def pairs(x):
         return jnp.sort(x[:, None] * x).sum()
 
-    few, many = (jax.jit(pairs).lower(jax.ShapeDtypeStruct((n,), jnp.float32)).compile() for n in (16, 1 << 20))
+    few, many = (
+        jax.jit(pairs).lower(jax.ShapeDtypeStruct((n,), jnp.float32)).compile()
+        for n in (16, 1 << 20)
+    )
     check_ram(few, jax.devices("cpu")[0])
     with pytest.raises(
-        UserError, match=r"a step takes \d+\.\d GB of RAM for each device, .*; lower batch.rows or batch"
+        UserError,
+        match=r"a step takes \d+\.\d GB of RAM for each device, .*; lower batch.rows or batch",
     ):
         check_ram(many, jax.devices("cpu")[0])

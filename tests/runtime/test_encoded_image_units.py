@@ -28,8 +28,12 @@ UNITS = {
 
 def with_sketches(config: Config) -> Config:
     """The config with another generator, of small images, which another source has."""
-    source = FunctionSource("mmjax.data.toy.drawing:drawings", {"samples": 20, "generator": "sketch"})
-    generators = config.model.generators | {"sketch": replace(PICTURE, width=16, condition_width=16)}
+    source = FunctionSource(
+        "mmjax.data.toy.drawing:drawings", {"samples": 20, "generator": "sketch"}
+    )
+    generators = config.model.generators | {
+        "sketch": replace(PICTURE, width=16, condition_width=16)
+    }
     return replace(
         config,
         data=replace(config.data, sources=config.data.sources | {"sketches": source}),
@@ -55,11 +59,18 @@ def test_gradients_are_those_of_one_mesh(units, kind, tmp_path):
     config = encoding_config(tmp_path, kind)
     layers = {"picture": {"layers": 3}} if kind == "transformer" else {}
     config = replace(config, model=with_changes(config.model, layers), units=UNITS[units])
-    config = replace(config, batch=replace(config.batch, rows={"llm": 2, "picture": 2}, microbatches=2))
+    config = replace(
+        config, batch=replace(config.batch, rows={"llm": 2, "picture": 2}, microbatches=2)
+    )
     config = with_sketches(config) if units == "two generators" else config
     validate(config)
     pipeline = assert_same_gradients(config, tmp_path)
-    sent = {name for placed in pipeline.stages for name in placed.stage.outputs if name.endswith(".clean")}
+    sent = {
+        name
+        for placed in pipeline.stages
+        for name in placed.stage.outputs
+        if name.endswith(".clean")
+    }
     assert sent == (set() if units in ("whole", "with the llm") else {"picture.clean"})
     assert not sent & pipeline.programs[0].trained
 
@@ -68,12 +79,16 @@ def test_gradients_are_those_of_one_mesh(units, kind, tmp_path):
 @pytest.mark.parametrize("units", ["whole", "three stages"])
 def test_every_stage_is_planned_as_compiled(units, tmp_path):
     config = encoding_config(tmp_path, "transformer")
-    config = replace(config, model=with_changes(config.model, {"picture": {"layers": 3}}), units=UNITS[units])
+    config = replace(
+        config, model=with_changes(config.model, {"picture": {"layers": 3}}), units=UNITS[units]
+    )
     assert_planned_as_compiled(config, tmp_path)
 
 
 @pytest.mark.exhaustive
-def test_a_run_in_stages_has_the_losses_of_one_mesh_goes_on_on_it_and_draws(runs, capsys, monkeypatch):
+def test_a_run_in_stages_has_the_losses_of_one_mesh_goes_on_on_it_and_draws(
+    runs, capsys, monkeypatch
+):
     words = [word for word in encoding_words(runs, "transformer") if not word.endswith("test=")]
     words += ["model.generators.picture.layers=2", "data.max_bad_share=0.5"]
     units = ("units.llm.data=1", "units.picture.pipeline=2")

@@ -57,18 +57,39 @@ UNITS = {
     "by module": BY_MODULE,
     "encoders together": {"encoders": Unit(modules=("vision", "audio")), "llm": Unit(pipeline=3)},
     "all in stages": {"all": Unit(modules=("llm", "vision", "audio"), pipeline=4)},
-    "tensor parallel": {"encoders": Unit(modules=("audio", "vision")), "llm": Unit(pipeline=2, tensor=2)},
+    "tensor parallel": {
+        "encoders": Unit(modules=("audio", "vision")),
+        "llm": Unit(pipeline=2, tensor=2),
+    },
     "unequal ranks": {"vision": Unit(data=3), "audio": Unit(), "llm": Unit(data=2, pipeline=2)},
     "interleaved": {"vision": Unit(), "audio": Unit(), "llm": Unit(pipeline=2, virtual=2)},
     "context": {"vision": Unit(data=3), "audio": Unit(), "llm": Unit(pipeline=2, context=2)},
     "context of four": {"vision": Unit(fsdp=2), "audio": Unit(), "llm": Unit(context=4)},
-    "context, several ranks": {"encoders": Unit(modules=("vision", "audio")), "llm": Unit(data=2, context=2)},
-    "context with the encoders": {"all": Unit(modules=("llm", "vision", "audio"), pipeline=2, context=2, tensor=2)},
-    "context, interleaved": {"vision": Unit(), "audio": Unit(), "llm": Unit(pipeline=2, context=2, virtual=2)},
-    "experts": {"vision": Unit(data=2), "audio": Unit(context=2), "llm": Unit(expert=2, pipeline=2)},
+    "context, several ranks": {
+        "encoders": Unit(modules=("vision", "audio")),
+        "llm": Unit(data=2, context=2),
+    },
+    "context with the encoders": {
+        "all": Unit(modules=("llm", "vision", "audio"), pipeline=2, context=2, tensor=2)
+    },
+    "context, interleaved": {
+        "vision": Unit(),
+        "audio": Unit(),
+        "llm": Unit(pipeline=2, context=2, virtual=2),
+    },
+    "experts": {
+        "vision": Unit(data=2),
+        "audio": Unit(context=2),
+        "llm": Unit(expert=2, pipeline=2),
+    },
     "experts, all axes": {
         "all": Unit(
-            modules=("llm", "vision", "audio"), expert=2, tensor=2, pipeline=2, sequence_parallel="on", encoders="data"
+            modules=("llm", "vision", "audio"),
+            expert=2,
+            tensor=2,
+            pipeline=2,
+            sequence_parallel="on",
+            encoders="data",
         )
     },
     "tokens divided": {
@@ -77,24 +98,49 @@ UNITS = {
         "llm": Unit(tensor=2, pipeline=2, sequence_parallel="overlap"),
     },
     "tokens of encoders divided": {
-        "encoders": Unit(modules=("vision", "audio"), tensor=2, context=2, sequence_parallel="overlap"),
+        "encoders": Unit(
+            modules=("vision", "audio"), tensor=2, context=2, sequence_parallel="overlap"
+        ),
         "llm": Unit(fsdp=2, context=2, context_attention="heads"),
     },
     "beside": {"vision": Unit(beside="llm"), "audio": Unit(beside="llm"), "llm": Unit(pipeline=4)},
-    "beside two": {"vision": Unit(beside="llm"), "audio": Unit(beside="llm"), "llm": Unit(pipeline=2)},
+    "beside two": {
+        "vision": Unit(beside="llm"),
+        "audio": Unit(beside="llm"),
+        "llm": Unit(pipeline=2),
+    },
     "one beside": {"vision": Unit(beside="llm"), "audio": Unit(), "llm": Unit(pipeline=3)},
     "beside, in parts": {
         "encoders": Unit(modules=("vision", "audio"), virtual=2, beside="llm"),
         "llm": Unit(pipeline=2, data=2, tensor=2),
     },
-    "beside, data": {"vision": Unit(beside="llm"), "audio": Unit(beside="llm"), "llm": Unit(pipeline=3, data=2)},
+    "beside, data": {
+        "vision": Unit(beside="llm"),
+        "audio": Unit(beside="llm"),
+        "llm": Unit(pipeline=3, data=2),
+    },
     # Cut inside a deepstack, as `deepstack_config_of` makes it.
     "deep": {"vision": Unit(pipeline=2), "audio": Unit(), "llm": Unit(pipeline=2, cuts=(1,))},
     "deeper": {"vision": Unit(pipeline=3), "audio": Unit(), "llm": Unit(pipeline=4)},
-    "deep, unequal ranks": {"vision": Unit(pipeline=2, data=2), "audio": Unit(data=2), "llm": Unit(pipeline=2)},
-    "deep, one encoder stage": {"vision": Unit(data=2), "audio": Unit(), "llm": Unit(pipeline=2, data=2, cuts=(1,))},
-    "deep, with the llm": {"vision": Unit(pipeline=3), "llm": Unit(modules=("llm", "audio"), pipeline=3)},
-    "deep, interleaved": {"vision": Unit(pipeline=2), "audio": Unit(), "llm": Unit(pipeline=2, virtual=2)},
+    "deep, unequal ranks": {
+        "vision": Unit(pipeline=2, data=2),
+        "audio": Unit(data=2),
+        "llm": Unit(pipeline=2),
+    },
+    "deep, one encoder stage": {
+        "vision": Unit(data=2),
+        "audio": Unit(),
+        "llm": Unit(pipeline=2, data=2, cuts=(1,)),
+    },
+    "deep, with the llm": {
+        "vision": Unit(pipeline=3),
+        "llm": Unit(modules=("llm", "audio"), pipeline=3),
+    },
+    "deep, interleaved": {
+        "vision": Unit(pipeline=2),
+        "audio": Unit(),
+        "llm": Unit(pipeline=2, virtual=2),
+    },
 }
 
 
@@ -122,7 +168,9 @@ def config_of(
 def with_experts(config: Config, layers: Sequence[int] = (0, 1, 3)) -> Config:
     """The same with experts in these of the LLM's four layers, and losses that balance them."""
     losses = {"balance_loss": 0.3, "z_loss": 0.05}
-    experts = ExpertsConfig(layers=tuple(layers), count=4, per_token=2, width=24, shared_width=16, **losses)
+    experts = ExpertsConfig(
+        layers=tuple(layers), count=4, per_token=2, width=24, shared_width=16, **losses
+    )
     llm = replace(config.model.llm, experts=experts)
     # Rows that sequence parallelism divides.
     batch = replace(config.batch, alignment=16)
@@ -136,7 +184,9 @@ def deepstack_config_of(units: str, **changes: Any) -> Config:
     """
     config = config_of(units, **changes)
     vision = replace(config.model.encoders["vision"], layers=4, deepstack=(0, 1, 3))
-    return replace(config, model=replace(config.model, encoders=config.model.encoders | {"vision": vision}))
+    return replace(
+        config, model=replace(config.model, encoders=config.model.encoders | {"vision": vision})
+    )
 
 
 def make_pipeline(config: Config, schedule: str = "auto") -> Executor:
@@ -166,17 +216,24 @@ def fill_adapters(state: Any) -> Any:
         if "['lora']['b']" not in jax.tree_util.keystr(path):
             return p
         # The same in every layer, and not in every channel: that a norm takes away.
-        return p + 0.05 * jnp.cos(jnp.arange(math.prod(p.shape[-2:]), dtype=p.dtype)).reshape(p.shape[-2:])
+        return p + 0.05 * jnp.cos(jnp.arange(math.prod(p.shape[-2:]), dtype=p.dtype)).reshape(
+            p.shape[-2:]
+        )
 
     return jax.tree.map_with_path(fill, state)
 
 
 def assert_same_gradients(
-    config: Config, folder: Path, schedule: str = "auto", loss: LossConfig = CrossEntropy(), tolerance: float = 1e-5
+    config: Config,
+    folder: Path,
+    schedule: str = "auto",
+    loss: LossConfig = CrossEntropy(),
+    tolerance: float = 1e-5,
 ) -> Executor:
     """The pipeline's gradients and losses are those of one device."""
     batches, plain = (
-        with_answers(*steps, loss) for steps in (steps_of(config, folder, 1), load_steps(config, folder, 1))
+        with_answers(*steps, loss)
+        for steps in (steps_of(config, folder, 1), load_steps(config, folder, 1))
     )
     config = replace(config, loss=loss)
     pipeline = make_pipeline(config, schedule)
@@ -208,10 +265,18 @@ def assert_gradients_of_one_mesh(
     assert difference <= tolerance, leaf
     norm = pipeline._settle_gradients(run, weighed)[0].gradient_norm
     np.testing.assert_allclose(norm, optax.tree.norm(expected.gradients), rtol=tolerance)
-    losses = {tower: run.sums[n].losses for n, placed in enumerate(pipeline.stages) for tower in placed.stage.losses}
+    losses = {
+        tower: run.sums[n].losses
+        for n, placed in enumerate(pipeline.stages)
+        for tower in placed.stage.losses
+    }
     np.testing.assert_allclose(losses["llm"].loss, expected.losses.loss, rtol=tolerance)
     assert np.array_equal(losses["llm"].worst_samples[:8], expected.losses.worst_samples[:8])
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), losses["llm"].experts, expected.losses.experts)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-4),
+        losses["llm"].experts,
+        expected.losses.experts,
+    )
     for name, total in expected.losses.measures.items():
         np.testing.assert_allclose(losses["llm"].measures[name], total, rtol=1e-4)
     for name, images in expected.losses.images.items():
@@ -225,7 +290,9 @@ def assert_gradients_of_one_mesh(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("units", ["unequal ranks", "context with the encoders", "experts", "experts, all axes"])
+@pytest.mark.parametrize(
+    "units", ["unequal ranks", "context with the encoders", "experts", "experts, all axes"]
+)
 def test_gradients_of_an_llm_with_experts_are_those_of_one_program(units, tmp_path):
     assert_same_gradients(with_experts(config_of(units)), tmp_path)
 
@@ -256,7 +323,9 @@ def test_gradients_of_an_llm_with_experts_are_those_of_one_program(units, tmp_pa
         ("tokens of encoders divided", "auto", False, "full", 2, 0.1),
     ],
 )
-def test_gradients_are_those_of_one_program(units, schedule, tied, remat, chunks, dropout, tmp_path):
+def test_gradients_are_those_of_one_program(
+    units, schedule, tied, remat, chunks, dropout, tmp_path
+):
     config = config_of(units, tied=tied, remat=remat, dropout=dropout)
     config = replace(config, training=replace(config.training, loss_chunks=chunks))
     assert_same_gradients(config, tmp_path, schedule)
@@ -278,10 +347,18 @@ def test_losses_of_answers_have_the_gradients_of_one_program(units, loss, tmp_pa
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("units", "tied"), [("all in stages", True), ("context", False), ("tensor parallel", True)])
+@pytest.mark.parametrize(
+    ("units", "tied"), [("all in stages", True), ("context", False), ("tensor parallel", True)]
+)
 def test_learned_positions_belong_to_the_first_stage(units, tied, tmp_path):
     config = config_of(units, tied=tied)
-    learned = {"learned_positions": 500, "first_position": 2, "norm": "layer", "gated": False, "rope_sections": ()}
+    learned = {
+        "learned_positions": 500,
+        "first_position": 2,
+        "norm": "layer",
+        "gated": False,
+        "rope_sections": (),
+    }
     llm = replace(config.model.llm, **learned, biases=("query", "up", "down"))
     assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path, "auto")
 
@@ -316,14 +393,30 @@ def test_between_stages_with_context_everything_goes_once_and_each_device_gets_i
 def test_a_deepstack_is_cut_anywhere(units, schedule, remat, frozen, tmp_path):
     config = deepstack_config_of(units, remat=remat, frozen=frozen, dropout=0.1)
     pipeline = assert_same_gradients(config, tmp_path, schedule)
-    programs = {stage.name: program for stage, program in zip(pipeline.stages, pipeline.programs, strict=True)}
+    programs = {
+        stage.name: program
+        for stage, program in zip(pipeline.stages, pipeline.programs, strict=True)
+    }
     # Between a frozen encoder's layers no gradient passes, whatever its connectors send to the LLM.
     layers = "vision" not in frozen
     encoder = [program for name, program in programs.items() if name.startswith("vision")]
-    assert [bool(program.gradient_inputs) for program in encoder] == [False, *[layers] * (len(encoder) - 1)]
-    skipped = {name for program in programs.values() for name in program.stage.inputs if "deeper" in name}
+    assert [bool(program.gradient_inputs) for program in encoder] == [
+        False,
+        *[layers] * (len(encoder) - 1),
+    ]
+    skipped = {
+        name for program in programs.values() for name in program.stage.inputs if "deeper" in name
+    }
     assert skipped == {f"vision.deeper.{n}" for n in range(3)}
-    assert len({(*pipeline.passes.producers[name], *pipeline.passes.consumers[name]) for name in skipped}) > 1
+    assert (
+        len(
+            {
+                (*pipeline.passes.producers[name], *pipeline.passes.consumers[name])
+                for name in skipped
+            }
+        )
+        > 1
+    )
 
 
 LORA = {"adapters": LoraConfig(("llm.*.attention.*",), 4)}
@@ -338,7 +431,12 @@ CONNECTORS = ("vision.connector", "audio.connector")
         (("vision", "audio"), {}, "vision audio llm[0:2] llm[2:4]", "vision audio llm.2"),
         (("vision", "audio", *CONNECTORS), {}, "llm[0:2] llm[2:4]", "llm.2"),
         (("llm",), {}, "vision audio llm[0:2] llm[2:4]", "vision audio llm.2"),
-        (("vision", "audio", "llm", "vision.connector"), {}, "audio llm[0:2] llm[2:4]", "audio llm.2"),
+        (
+            ("vision", "audio", "llm", "vision.connector"),
+            {},
+            "audio llm[0:2] llm[2:4]",
+            "audio llm.2",
+        ),
         (("vision", "audio", *CONNECTORS), LORA, "llm[0:2] llm[2:4]", "llm.2"),
         (("vision", "audio", *CONNECTORS, "llm"), {}, "", ""),
     ],
@@ -348,9 +446,15 @@ def test_nothing_runs_backward_where_no_gradient_is_wanted(frozen, lora, backwar
     config = one_shape(config_of("by module", frozen))
     config = replace(config, model=replace(config.model, lora=lora))
     pipeline = assert_same_gradients(config, tmp_path) if backward else make_pipeline(config)
-    runs = [stage.name for stage, p in zip(pipeline.stages, pipeline.programs, strict=True) if p.has_backward]
+    runs = [
+        stage.name
+        for stage, p in zip(pipeline.stages, pipeline.programs, strict=True)
+        if p.has_backward
+    ]
     assert runs == backward.split()
-    assert sorted(name for p in pipeline.programs for name in p.gradient_inputs) == sorted(edges.split())
+    assert sorted(name for p in pipeline.programs for name in p.gradient_inputs) == sorted(
+        edges.split()
+    )
 
 
 @pytest.mark.exhaustive
@@ -366,11 +470,15 @@ def test_products_in_float8_are_those_of_one_program(tmp_path):
     config = config_of("by module")
     llm = replace(config.model.llm, fp8="linears", layers=3)
     # A sum in another order rounds now and then to the other neighbour.
-    assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path, tolerance=0.01)
+    assert_same_gradients(
+        replace(config, model=replace(config.model, llm=llm)), tmp_path, tolerance=0.01
+    )
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("optimizer", [AdamW(offload=True, over_data=True), Muon()], ids=["adamw", "muon"])
+@pytest.mark.parametrize(
+    "optimizer", [AdamW(offload=True, over_data=True), Muon()], ids=["adamw", "muon"]
+)
 def test_updates_are_those_of_one_program(optimizer, tmp_path):
     config = config_of("by module", optimizer=optimizer)
     config = replace(config, training=replace(config.training, clip=0.05, steps=20))
@@ -378,7 +486,9 @@ def test_updates_are_those_of_one_program(optimizer, tmp_path):
     assert_updates_of_one_mesh(config, make_pipeline(config), steps)
 
 
-def assert_updates_of_one_mesh(config: Config, pipeline: Executor, steps: Sequence[Sequence[Microbatch]]) -> State:
+def assert_updates_of_one_mesh(
+    config: Config, pipeline: Executor, steps: Sequence[Sequence[Microbatch]]
+) -> State:
     """Its losses, norms and parameters are one device's, step by step; returns its last state."""
     optimizer = replace(config.optimizer, offload=False)
     one = make_executor(replace(config, optimizer=optimizer), MeshConfig(1))
@@ -391,15 +501,23 @@ def assert_updates_of_one_mesh(config: Config, pipeline: Executor, steps: Sequen
         put = [pipeline.put(batch, n) for n, batch in enumerate(batches)]
         staged, sums, report = pipeline.step(staged, sums, put, hyper)
         np.testing.assert_allclose(report.losses.loss.sum(), expected.losses.loss.sum(), rtol=1e-4)
-        np.testing.assert_allclose(report.gradient_norm, expected.gradient_norm, rtol=1e-4 if number else 1e-6)
+        np.testing.assert_allclose(
+            report.gradient_norm, expected.gradient_norm, rtol=1e-4 if number else 1e-6
+        )
         assert report.gradient_norm > config.training.clip
         assert np.array_equal(report.losses.weight, expected.losses.weight)
         assert bool(report.finite)
         assert bool(report.agreed)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(staged.stages[0].optimizer) if x.ndim}
     assert ("pinned_host" in kinds) == config.optimizer.offload
-    (table,) = (s.trainable["llm"]["embed"]["weight"] for s in staged.stages if "embed" in s.trainable.get("llm", {}))
-    assert np.array_equal(jax.device_get(table), jax.device_get(staged.copies[0]["llm"]["embed"]["weight"]))
+    (table,) = (
+        s.trainable["llm"]["embed"]["weight"]
+        for s in staged.stages
+        if "embed" in s.trainable.get("llm", {})
+    )
+    assert np.array_equal(
+        jax.device_get(table), jax.device_get(staged.copies[0]["llm"]["embed"]["weight"])
+    )
     return staged
 
 
@@ -435,7 +553,9 @@ def test_samples_that_a_process_could_not_read_have_no_weight(spoilable):
     state = pipeline.init(jax.random.key(0))
     put = [pipeline.put(batch) for batch in batches]
     hyper = hyperparameters(config, 0)
-    _, _, report = pipeline.step(state, pipeline.zeros(), put, hyper, ProcessReport(unreadable=[sample]))
+    _, _, report = pipeline.step(
+        state, pipeline.zeros(), put, hyper, ProcessReport(unreadable=[sample])
+    )
     left_out = sum(float(b.text.weight[b.text.owner == sample].sum()) for b in batches)
     assert left_out > 0
     np.testing.assert_allclose(report.losses.weight.sum(), weight(batches) - left_out, rtol=1e-6)
@@ -446,7 +566,9 @@ def test_samples_that_a_process_could_not_read_have_no_weight(spoilable):
 def test_no_residual_has_the_shape_of_a_weight(tmp_path):
     config = config_of("by module", remat="none")
     # A width that no row has as its length.
-    towers = {name: replace(encoder, mlp_width=52) for name, encoder in config.model.encoders.items()}
+    towers = {
+        name: replace(encoder, mlp_width=52) for name, encoder in config.model.encoders.items()
+    }
     llm = replace(config.model.llm, mlp_width=52)
     config = replace(config, model=replace(config.model, llm=llm, encoders=towers))
     config = replace(config, training=replace(config.training, precision="bfloat16"))
@@ -454,7 +576,9 @@ def test_no_residual_has_the_shape_of_a_weight(tmp_path):
     (batches,) = steps_of(config, tmp_path, 1)
     state = pipeline.init(jax.random.key(0))
     matrices = {
-        leaf.shape for leaf in jax.tree.leaves(pipeline.model.abstract) if leaf.ndim >= 2 and min(leaf.shape[-2:]) >= 16
+        leaf.shape
+        for leaf in jax.tree.leaves(pipeline.model.abstract)
+        if leaf.ndim >= 2 and min(leaf.shape[-2:]) >= 16
     }
     put = pipeline.put(batches[0])
     made: dict[str, jax.Array] = {}
@@ -462,11 +586,15 @@ def test_no_residual_has_the_shape_of_a_weight(tmp_path):
         program = pipeline.programs[number]
         if program.is_sink:
             continue
-        inputs = {name: jax.device_put(made[name], program.layouts[name]) for name in program.stage.inputs}
+        inputs = {
+            name: jax.device_put(made[name], program.layouts[name]) for name in program.stage.inputs
+        }
         parameters = pipeline._parameters(state, number)
         outputs, residuals, _ = program.forward(*parameters, inputs, put[number], None, {}, None)
         made |= outputs
-        assert not [leaf.shape for leaf in residuals.leaves if leaf.shape in matrices], pipeline.stages[number].name
+        assert not [leaf.shape for leaf in residuals.leaves if leaf.shape in matrices], (
+            pipeline.stages[number].name
+        )
 
 
 @pytest.mark.exhaustive
@@ -486,6 +614,8 @@ def test_steps_of_any_number_of_microbatches_in_any_compiled_shape_compile_nothi
         (microbatches[:4], one_of_each[:1], one_of_each * 3, microbatches[:1], one_of_each)
     ):
         hyper = hyperparameters(config, number)
-        state, sums, report = pipeline.step(state, sums, [pipeline.put(batch) for batch in batches], hyper)
+        state, sums, report = pipeline.step(
+            state, sums, [pipeline.put(batch) for batch in batches], hyper
+        )
         assert bool(report.finite)
         assert programs.compiled == 0, number

@@ -76,7 +76,9 @@ def test_a_text_model_in_stages_with_context_has_the_gradients_of_one_mesh(tmp_p
         pytest.param(TWO, (LLM,), DPO, "llm.2", id="two stages"),
         pytest.param(TWO, (LLM, VISION), GRPO, "llm.2", id="two stages, two towers"),
         pytest.param(CHAIN, (LLM,), GRPO, "llm.1 llm.3", id="four stages"),
-        pytest.param(CHAIN, (LLM, VISION), DPO, "vision.1 llm.1 llm.3", id="four stages, a cut encoder"),
+        pytest.param(
+            CHAIN, (LLM, VISION), DPO, "vision.1 llm.1 llm.3", id="four stages, a cut encoder"
+        ),
         pytest.param(CHAIN, (CONNECTOR,), DPO, "llm.1 llm.3", id="four stages, a connector"),
     ],
 )
@@ -86,7 +88,12 @@ def test_mixed_stages_have_the_gradients_of_one_mesh(plan, layers, loss, twins, 
     config = replace(config, loss=loss)
     pipeline = make_pipeline(config, plan)
     assert_gradients_of_one_mesh(config, pipeline, batches, batches)
-    sent = [name for placed in pipeline.stages for name in placed.stage.outputs if name.endswith(REFERENCE)]
+    sent = [
+        name
+        for placed in pipeline.stages
+        for name in placed.stage.outputs
+        if name.endswith(REFERENCE)
+    ]
     assert sent == [name + REFERENCE for name in twins.split()]
 
 
@@ -111,8 +118,15 @@ def test_a_deepstack_with_adapters_has_twins_of_all_that_it_sends(tmp_path):
     pipeline = assert_same_gradients(config, tmp_path, loss=DPO)
     edges = {name for placed in pipeline.stages for name in placed.stage.outputs}
     twins = {"vision", "vision.2", *(f"vision.deeper.{n}" for n in range(3)), "llm.1"}
-    assert {name for name in edges if name.endswith(REFERENCE)} == {name + REFERENCE for name in twins}
-    assert not {name for program in pipeline.programs for name in program.gradient_inputs if name.endswith(REFERENCE)}
+    assert {name for name in edges if name.endswith(REFERENCE)} == {
+        name + REFERENCE for name in twins
+    }
+    assert not {
+        name
+        for program in pipeline.programs
+        for name in program.gradient_inputs
+        if name.endswith(REFERENCE)
+    }
 
 
 @pytest.mark.exhaustive
@@ -141,14 +155,21 @@ def test_every_stage_is_planned_as_compiled(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_run_in_stages_has_the_losses_of_one_mesh_and_each_goes_on_from_the_other(runs, capsys, monkeypatch):
+def test_a_run_in_stages_has_the_losses_of_one_mesh_and_each_goes_on_from_the_other(
+    runs, capsys, monkeypatch
+):
     assert_stages_and_one_mesh_go_on_from_each_other(runs, capsys, monkeypatch, *RUN, units=UNITS)
 
 
 @pytest.mark.exhaustive
 def test_a_process_for_every_stage_passes_the_reference_on(runs, capsys, monkeypatch):
     monkeypatch.setenv("MMJAX_CHECK_TRANSFERS", "1")
-    words = (*RUN, "model.lora.more.layers=vision.layers.*.query", "training.steps=2", "batch.microbatches=2")
+    words = (
+        *RUN,
+        "model.lora.more.layers=vision.layers.*.query",
+        "training.steps=2",
+        "batch.microbatches=2",
+    )
     words = (*words, "training.evaluate_every=0", "schedule.warmup=0", "data.workers=0")
     monkeypatch.setattr("mmjax.training.loop.choose_devices", lambda device: jax.devices()[:1])
     ended = run(capsys, train.main, *words, f"run={runs}/one")

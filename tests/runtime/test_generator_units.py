@@ -42,16 +42,35 @@ APART = {"vision": Unit(), "llm": Unit(pipeline=2), "picture": Unit()}
 UNITS = {
     "one stage": APART,
     "two stages": {"vision": Unit(), "llm": Unit(), "picture": Unit(pipeline=2)},
-    "unequal ranks": {"vision": Unit(data=2), "llm": Unit(fsdp=2), "picture": Unit(data=2, pipeline=2)},
-    "with the llm": {"vision": Unit(), "llm": Unit(modules=("llm", "picture"), pipeline=2, tensor=2)},
-    "interleaved": {"vision": Unit(), "llm": Unit(pipeline=2, virtual=2), "picture": Unit(pipeline=2)},
+    "unequal ranks": {
+        "vision": Unit(data=2),
+        "llm": Unit(fsdp=2),
+        "picture": Unit(data=2, pipeline=2),
+    },
+    "with the llm": {
+        "vision": Unit(),
+        "llm": Unit(modules=("llm", "picture"), pipeline=2, tensor=2),
+    },
+    "interleaved": {
+        "vision": Unit(),
+        "llm": Unit(pipeline=2, virtual=2),
+        "picture": Unit(pipeline=2),
+    },
     "rows over tensor and context": {
         "vision": Unit(context=2),
         "llm": Unit(fsdp=2),
         "picture": Unit(tensor=2, encoders="data", pipeline=2),
     },
-    "rows over context": {"vision": Unit(), "llm": Unit(tensor=2), "picture": Unit(context=2, pipeline=2)},
-    "context before it": {"vision": Unit(), "llm": Unit(context=2, pipeline=2), "picture": Unit(data=2)},
+    "rows over context": {
+        "vision": Unit(),
+        "llm": Unit(tensor=2),
+        "picture": Unit(context=2, pipeline=2),
+    },
+    "context before it": {
+        "vision": Unit(),
+        "llm": Unit(context=2, pipeline=2),
+        "picture": Unit(data=2),
+    },
     "tokens divided": {
         "vision": Unit(),
         "llm": Unit(tensor=2, sequence_parallel="on"),
@@ -64,7 +83,10 @@ UNITS = {
         "llm": Unit(modules=("llm", "sketch"), pipeline=2),
         "picture": Unit(pipeline=2),
     },
-    "both beside the llm": {"vision": Unit(), "llm": Unit(modules=("llm", "picture", "sketch"), pipeline=2, tensor=2)},
+    "both beside the llm": {
+        "vision": Unit(),
+        "llm": Unit(modules=("llm", "picture", "sketch"), pipeline=2, tensor=2),
+    },
     "one unit of unequal ranks": {
         "vision": Unit(),
         "llm": Unit(fsdp=2, pipeline=2),
@@ -97,7 +119,9 @@ def two_generators(units: str) -> Config:
     """The config with another generator, whose images another source has."""
     config = config_of(units)
     sketch = replace(PICTURE, remat="none", width=16, condition_width=16)
-    source = FunctionSource("mmjax.data.toy.drawing:drawings", {"samples": 300, "generator": "sketch", "seed": 1})
+    source = FunctionSource(
+        "mmjax.data.toy.drawing:drawings", {"samples": 300, "generator": "sketch", "seed": 1}
+    )
     return replace(
         config,
         data=replace(config.data, sources=config.data.sources | {"sketching": source}),
@@ -152,7 +176,9 @@ def test_gradients_are_those_of_one_program(units, schedule, tmp_path):
 @pytest.mark.parametrize("units", ["one stage", "with the llm"])
 def test_a_unet_is_one_stage(units, tmp_path):
     config = config_of(units)
-    assert_same_gradients(replace(config, model=replace(config.model, generators={"picture": UNET})), tmp_path)
+    assert_same_gradients(
+        replace(config, model=replace(config.model, generators={"picture": UNET})), tmp_path
+    )
 
 
 CONDITION, IMAGES = "picture.1.condition", "picture.1.images"
@@ -163,12 +189,29 @@ CONNECTORS = ("vision.connector", "picture.connector")
 @pytest.mark.parametrize(
     ("frozen", "backward", "edges"),
     [
-        # MMScale's settings, connectors trained: queries too, so that the LLM always passes gradients on.
-        (("vision", "llm", "picture"), "vision llm picture[0:1] picture[1:2]", "vision picture picture.1 condition"),
-        (("vision", "picture"), "vision llm picture[0:1] picture[1:2]", "vision picture picture.1 condition"),
-        (("vision", "llm"), "vision llm picture[0:1] picture[1:2]", "vision picture picture.1 condition images"),
+        # MMScale's settings, connectors trained: queries too, so that the LLM always passes
+        # gradients on.
+        (
+            ("vision", "llm", "picture"),
+            "vision llm picture[0:1] picture[1:2]",
+            "vision picture picture.1 condition",
+        ),
+        (
+            ("vision", "picture"),
+            "vision llm picture[0:1] picture[1:2]",
+            "vision picture picture.1 condition",
+        ),
+        (
+            ("vision", "llm"),
+            "vision llm picture[0:1] picture[1:2]",
+            "vision picture picture.1 condition images",
+        ),
         (("vision", "llm", *CONNECTORS), "picture[0:1] picture[1:2]", "picture.1 condition images"),
-        (("llm", "picture", *CONNECTORS), "vision llm picture[0:1] picture[1:2]", "vision picture picture.1 condition"),
+        (
+            ("llm", "picture", *CONNECTORS),
+            "vision llm picture[0:1] picture[1:2]",
+            "vision picture picture.1 condition",
+        ),
         (
             ("vision", "llm", "picture", "vision.connector"),
             "llm picture[0:1] picture[1:2]",
@@ -176,12 +219,24 @@ CONNECTORS = ("vision.connector", "picture.connector")
         ),
         (("vision", "llm", "picture", *CONNECTORS), "", ""),
     ],
-    ids=["connectors", "llm", "generator", "generator alone", "encoder", "all but its connector", "nothing"],
+    ids=[
+        "connectors",
+        "llm",
+        "generator",
+        "generator alone",
+        "encoder",
+        "all but its connector",
+        "nothing",
+    ],
 )
 def test_gradients_go_where_one_is_wanted(frozen, backward, edges, tmp_path):
     config = config_of("two stages", frozen)
     pipeline = assert_same_gradients(config, tmp_path) if backward else make_pipeline(config)
-    runs = [stage.name for stage, p in zip(pipeline.stages, pipeline.programs, strict=True) if p.has_backward]
+    runs = [
+        stage.name
+        for stage, p in zip(pipeline.stages, pipeline.programs, strict=True)
+        if p.has_backward
+    ]
     assert runs == backward.split()
     named = edges.replace("condition", CONDITION).replace("images", IMAGES).split()
     assert sorted(name for p in pipeline.programs for name in p.gradient_inputs) == sorted(named)
@@ -216,8 +271,12 @@ def test_updates_and_reports_are_those_of_one_program(units, tmp_path):
         state, accumulated, expected = one.step(state, accumulated, put, hyper, reports, noise)
         put = [pipeline.put(batch) for batch in batches]
         staged, sums, report = pipeline.step(staged, sums, put, hyper, reports, noise)
-        np.testing.assert_allclose(report.losses.images["picture"], expected.losses.images["picture"], rtol=1e-5)
-        assert report.losses.images["picture"][1] < sum((b.items["picture"].item >= 0).sum() for b in batches)
+        np.testing.assert_allclose(
+            report.losses.images["picture"], expected.losses.images["picture"], rtol=1e-5
+        )
+        assert report.losses.images["picture"][1] < sum(
+            (b.items["picture"].item >= 0).sum() for b in batches
+        )
         np.testing.assert_allclose(report.losses.loss.sum(), expected.losses.loss.sum(), rtol=1e-5)
         np.testing.assert_allclose(report.gradient_norm, expected.gradient_norm, rtol=1e-4)
         assert bool(report.finite & report.agreed)
@@ -226,7 +285,9 @@ def test_updates_and_reports_are_those_of_one_program(units, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("llm", ["pipeline", "context"])
-def test_a_process_for_every_stage_has_the_gradients_of_one_mesh_which_goes_on(llm, runs, monkeypatch):
+def test_a_process_for_every_stage_has_the_gradients_of_one_mesh_which_goes_on(
+    llm, runs, monkeypatch
+):
     monkeypatch.setenv("MMJAX_CHECK_TRANSFERS", "1")
     words = (TINY_DRAWING, *SHORT, "training.evaluate_every=0", "batch.microbatches=2")
     words = (*words, "model.llm.layers=2", "model.generators.picture.layers=2")
@@ -282,7 +343,9 @@ def test_every_stage_is_planned_and_compiled_ahead(units, tmp_path):
 def assert_planned_as_compiled(config: Config, folder: Path) -> None:
     """The bytes of every stage are about those that the compiler counts, and its passes take time."""
     index = build_index(open_sources(config, "train", folder), config.model.item_modules)
-    layout = make_planner(index, config, [1.0] * len(config.data.sources), units_topology(config.units))[1]
+    layout = make_planner(
+        index, config, [1.0] * len(config.data.sources), units_topology(config.units)
+    )[1]
     speed = Speed(Rates(1e9, 1e9, 1e9))
     plan = plan_run(config, layout, speed, MemoryLimit(math.inf))
     plans = time_stages(config, layout, plan, parse_cluster("h100x8"), speed).stages
@@ -300,11 +363,20 @@ SKETCH = "model.generators.sketch"
 TWO_GENERATORS = (
     "data.sources.sketching=function",
     "data.sources.sketching.function=mmjax.data.toy.drawing:drawings",
-    *(f"data.sources.sketching.arguments.{key}={value}" for key, value in (("samples", 96), ("held_out", 24))),
+    *(
+        f"data.sources.sketching.arguments.{key}={value}"
+        for key, value in (("samples", 96), ("held_out", 24))
+    ),
     "data.sources.sketching.arguments.generator=sketch",
     f"{SKETCH}=diffusion_transformer",
-    *(f"{SKETCH}.{key}={value}" for key, value in (("layers", 2), ("width", 16), ("heads", 2), ("mlp_width", 32))),
-    *(f"{SKETCH}.{key}={value}" for key, value in (("condition_width", 16), ("queries", 4), ("grid", 4))),
+    *(
+        f"{SKETCH}.{key}={value}"
+        for key, value in (("layers", 2), ("width", 16), ("heads", 2), ("mlp_width", 32))
+    ),
+    *(
+        f"{SKETCH}.{key}={value}"
+        for key, value in (("condition_width", 16), ("queries", 4), ("grid", 4))
+    ),
     f"{SKETCH}.latents=pixels",
     f"{SKETCH}.latents.channels=1",
     "batch.rows.sketch=1",
@@ -312,10 +384,14 @@ TWO_GENERATORS = (
 
 
 @pytest.mark.exhaustive
-def test_a_run_of_two_generators_has_the_losses_of_one_mesh_and_each_goes_on_from_the_other(runs, capsys, monkeypatch):
+def test_a_run_of_two_generators_has_the_losses_of_one_mesh_and_each_goes_on_from_the_other(
+    runs, capsys, monkeypatch
+):
     words = (TINY_DRAWING, *TWO_GENERATORS)
     units = ("units.llm.modules=llm,vision,picture", "units.sketch.pipeline=2")
-    folder = assert_stages_and_one_mesh_go_on_from_each_other(runs, capsys, monkeypatch, *words, units=units)
+    folder = assert_stages_and_one_mesh_go_on_from_each_other(
+        runs, capsys, monkeypatch, *words, units=units
+    )
     for step, record in steps_of_run(folder).items():
         wanted = steps_of_run(runs / "on_1")[step]
         for key in ("image_loss/picture", "image_loss/sketch"):

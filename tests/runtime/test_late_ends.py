@@ -26,7 +26,11 @@ def test_of_writes_that_end_late_nothing_is_printed_and_of_anything_else_all(mon
     torn = RuntimeError("Encountered error while reading array index")
     with contextlib.suppress(RuntimeError):  # as where Orbax raises
         exec("raise torn", {"__name__": "orbax.checkpoint", "torn": torn})
-    for error in (ValueError("OUT_OF_RANGE: Error writing local file"), torn, ValueError("of a user's own")):
+    for error in (
+        ValueError("OUT_OF_RANGE: Error writing local file"),
+        torn,
+        ValueError("of a user's own"),
+    ):
         loop.create_future().set_exception(error)
         gc.collect()
     loop.close()

@@ -23,7 +23,11 @@ from mmjax.runtime.latents import make_latents
 from mmjax.runtime.vae import Vae
 
 SAMPLES = 12
-FAULTS = {4: BadSample("no image"), 7: BadMedia("it is grey noise"), 9: Unreadable("x.png is missing")}
+FAULTS = {
+    4: BadSample("no image"),
+    7: BadMedia("it is grey noise"),
+    9: Unreadable("x.png is missing"),
+}
 SIZES = ((4, 4), (8, 6), (2, 10))
 
 
@@ -37,7 +41,10 @@ def tiny_vae(devices: int = 1) -> Vae:
 def read(sample: int) -> list[np.ndarray]:
     """Sample k has k % 3 images, of several sizes."""
     rng = np.random.default_rng(sample)
-    return [rng.integers(0, 256, (*SIZES[(sample + k) % len(SIZES)], 3), np.uint8) for k in range(sample % 3)]
+    return [
+        rng.integers(0, 256, (*SIZES[(sample + k) % len(SIZES)], 3), np.uint8)
+        for k in range(sample % 3)
+    ]
 
 
 def check(folder: Path, vae: Vae) -> None:
@@ -52,7 +59,9 @@ def check(folder: Path, vae: Vae) -> None:
 
 
 @pytest.mark.parametrize(("devices", "pixels"), [(1, 60), (3, 60)])
-def test_latents_are_those_of_each_image_alone_whatever_the_batches(devices, pixels, tmp_path, monkeypatch):
+def test_latents_are_those_of_each_image_alone_whatever_the_batches(
+    devices, pixels, tmp_path, monkeypatch
+):
     monkeypatch.setattr("mmjax.runtime.vae.CPU_PIXELS", pixels)
     vae = tiny_vae(devices)
     counts = []
@@ -65,7 +74,9 @@ def test_latents_are_those_of_each_image_alone_whatever_the_batches(devices, pix
     assert store.contents().bad == []
 
 
-def test_a_bad_image_is_a_bad_sample_and_one_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch):
+def test_a_bad_image_is_a_bad_sample_and_one_that_could_not_be_read_is_tried_again(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(module, "SHARD_BYTES", 100)
     vae = tiny_vae()
     store = LatentStore(tmp_path, SAMPLES)

@@ -35,10 +35,12 @@ CHAIN: Plan = [
     (Layout(), [("llm", 3, 4)]),
 ]
 UNEQUAL = [
-    (Layout(**{mesh: 2}), pieces) for mesh, (_, pieces) in zip(("data", "fsdp", "fsdp", "data"), CHAIN, strict=True)
+    (Layout(**{mesh: 2}), pieces)
+    for mesh, (_, pieces) in zip(("data", "fsdp", "fsdp", "data"), CHAIN, strict=True)
 ]
 SINK = [(Layout(), [("vision", 0, 2)]), (Layout(), [("audio", 0, 2), ("llm", 0, 4)])]
-# Layouts of stages side by side: experts shared, and not; tokens divided between layers, also behind products, and not.
+# Layouts of stages side by side: experts shared, and not; tokens divided between layers, also
+# behind products, and not.
 LAYOUTS: Plan = [
     (Layout(data=2), [("vision", 0, 2)]),
     (Layout(expert=2, tensor=2), [("audio", 0, 2), ("llm", 0, 2)]),
@@ -52,7 +54,10 @@ DIVIDED: Plan = [
 # All in one, and in few programs.
 SINK_OF_EXPERTS: Plan = [
     (Layout(tensor=2, sequence_parallel="overlap"), [("vision", 0, 2)]),
-    (Layout(expert=2, tensor=2, sequence_parallel="on", encoders="data"), [("audio", 0, 2), ("llm", 0, 4)]),
+    (
+        Layout(expert=2, tensor=2, sequence_parallel="on", encoders="data"),
+        [("audio", 0, 2), ("llm", 0, 4)],
+    ),
 ]
 DEEP = [
     (Layout(), [("vision", 0, 2)]),
@@ -67,7 +72,9 @@ def make_pipeline(config: Config, plan: Plan) -> Executor:
     cuts: dict[str, set[int]] = {}
     for _, pieces in plan:
         for tower, start, stop in pieces:
-            cuts.setdefault(tower, set()).update({start, stop} - {0, layers_of(config.model, tower)})
+            cuts.setdefault(tower, set()).update(
+                {start, stop} - {0, layers_of(config.model, tower)}
+            )
     sorted_cuts = {tower: tuple(sorted(layers)) for tower, layers in cuts.items()}
     model = Model.build(config.model, jnp.dtype(config.training.precision), sorted_cuts)
     stages, first = [], 0
@@ -87,12 +94,22 @@ def make_pipeline(config: Config, plan: Plan) -> Executor:
     [
         pytest.param(config_of("by module"), CHAIN, Topology(), id="a chain"),
         pytest.param(
-            config_of("by module", dropout=0.1, remat="full"), UNEQUAL, Topology(2, 2, 2), id="unequal meshes"
+            config_of("by module", dropout=0.1, remat="full"),
+            UNEQUAL,
+            Topology(2, 2, 2),
+            id="unequal meshes",
         ),
-        pytest.param(config_of("by module", ("vision", "vision.connector", "audio")), CHAIN, Topology(), id="frozen"),
+        pytest.param(
+            config_of("by module", ("vision", "vision.connector", "audio")),
+            CHAIN,
+            Topology(),
+            id="frozen",
+        ),
         pytest.param(config_of("by module", tied=False), SINK, Topology(), id="a sink"),
         pytest.param(deepstack_config_of("by module"), DEEP, Topology(), id="a deepstack"),
-        pytest.param(with_experts(config_of("by module")), LAYOUTS, Topology(2, 2, 2), id="shared experts"),
+        pytest.param(
+            with_experts(config_of("by module")), LAYOUTS, Topology(2, 2, 2), id="shared experts"
+        ),
         pytest.param(
             one_shape(with_experts(config_of("by module", tied=False), range(4))),
             SINK_OF_EXPERTS,
@@ -104,7 +121,9 @@ def make_pipeline(config: Config, plan: Plan) -> Executor:
 )
 def test_mixed_stages_have_the_gradients_of_one_mesh(config, plan, topology, tmp_path):
     pipeline = make_pipeline(config, plan)
-    batches, plain = (load_steps(config, tmp_path, 1, ranks)[0][:3] for ranks in (topology, Topology()))
+    batches, plain = (
+        load_steps(config, tmp_path, 1, ranks)[0][:3] for ranks in (topology, Topology())
+    )
     assert_gradients_of_one_mesh(config, pipeline, batches, plain)
 
 
@@ -112,4 +131,6 @@ def test_mixed_stages_have_the_gradients_of_one_mesh(config, plan, topology, tmp
 def test_mixed_stages_take_the_steps_of_one_mesh(tmp_path):
     config = config_of("by module")
     config = replace(config, training=replace(config.training, clip=0.05, steps=20))
-    assert_updates_of_one_mesh(config, make_pipeline(config, CHAIN), load_steps(config, tmp_path, 20))
+    assert_updates_of_one_mesh(
+        config, make_pipeline(config, CHAIN), load_steps(config, tmp_path, 20)
+    )

@@ -14,7 +14,9 @@ from test_frozen_reference import FROZEN, GRPO, LLM, VISION, adapted
 from mmjax.config import Config, CrossEntropy, ExpertsConfig, LossConfig, Unit
 from mmjax.config.training import unit_devices
 
-EXPERTS = ExpertsConfig(layers=(0, 1, 3), count=4, per_token=2, width=24, balance_loss=0.3, z_loss=0.05)
+EXPERTS = ExpertsConfig(
+    layers=(0, 1, 3), count=4, per_token=2, width=24, balance_loss=0.3, z_loss=0.05
+)
 LAYOUTS = (  # of four devices
     {"expert": 2, "tensor": 2, "sequence_parallel": "overlap"},
     {"expert": 2, "fsdp": 2},
@@ -24,7 +26,11 @@ LAYOUTS = (  # of four devices
 ENCODERS = (
     {"vision": Unit(data=2), "audio": Unit(context=2)},
     {"encoders": Unit(modules=("vision", "audio"), tensor=2, context=2, encoders="data")},
-    {"encoders": Unit(modules=("audio", "vision"), tensor=2, sequence_parallel="overlap", pipeline=2)},
+    {
+        "encoders": Unit(
+            modules=("audio", "vision"), tensor=2, sequence_parallel="overlap", pipeline=2
+        )
+    },
 )
 
 
@@ -41,7 +47,9 @@ def mixture(seed: int) -> tuple[Config, str, LossConfig]:
         units = {"all": Unit(modules=("vision", "audio", "llm"), pipeline=2, cuts=cuts, **layout)}
     else:
         units = choose(ENCODERS) | {"llm": Unit(**layout)}
-    config = config_of("by module", tied=bool(rng.integers(2)), remat=choose(("none", "full", "products")))
+    config = config_of(
+        "by module", tied=bool(rng.integers(2)), remat=choose(("none", "full", "products"))
+    )
     llm = replace(config.model.llm, experts=EXPERTS)
     config = replace(config, units=units, model=replace(config.model, llm=llm))
     loss: LossConfig = CrossEntropy()
@@ -53,7 +61,8 @@ def mixture(seed: int) -> tuple[Config, str, LossConfig]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", [12, 14, 23, 27])  # experts, context and tokens divided, alone and in a chain
+# experts, context and tokens divided, alone and in a chain
+@pytest.mark.parametrize("seed", [12, 14, 23, 27])
 def test_any_mixture_has_the_gradients_of_one_mesh(seed, tmp_path):
     config, schedule, loss = mixture(seed)
     assert sum(map(unit_devices, config.units.values())) == 8

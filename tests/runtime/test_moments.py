@@ -28,7 +28,13 @@ def stacked(x) -> dict:
 
 
 def single(x) -> dict:
-    return {"llm": {"layers": {"runs": {str(i): {"up": x[i - 2], "norm": x[i - 2, ..., 0]} for i in range(2, 5)}}}}
+    return {
+        "llm": {
+            "layers": {
+                "runs": {str(i): {"up": x[i - 2], "norm": x[i - 2, ..., 0]} for i in range(2, 5)}
+            }
+        }
+    }
 
 
 def gradients(step: int, shape=(3, 16, 24)) -> np.ndarray:
@@ -50,7 +56,9 @@ def run(dtype: str, tree, steps: int = 4, shardings=None):
     state = jax.jit(inner.init)(tree(gradients(0)))
     for step in range(steps):
         arrays = tree(gradients(step))
-        directions, state = update(jax.device_put(arrays, shardings) if shardings else arrays, state)
+        directions, state = update(
+            jax.device_put(arrays, shardings) if shardings else arrays, state
+        )
     return jax.device_get((directions, state))
 
 
@@ -61,10 +69,14 @@ def test_int8_moments_begin_as_the_codes_of_zeros_which_nothing_computes(name):
     (codes,) = (x for x in jax.tree.leaves(moment.codes) if x.ndim == 3)
     (scales,) = jax.tree.leaves(moment.scales)
     noise = random_bits(PATH, codes.shape, jnp.uint32(0)) & 0xFFFF
-    np.testing.assert_array_equal(codes, encode_rows(jnp.zeros(codes.shape), scales, noise, FORMATS[name]))
+    np.testing.assert_array_equal(
+        codes, encode_rows(jnp.zeros(codes.shape), scales, noise, FORMATS[name])
+    )
     assert not decode_rows(codes, scales, FORMATS[name]).any()
     # Of a 7B model XLA would compute them for minutes, while it compiles.
-    primitives = {equation.primitive.name for equation in jax.make_jaxpr(inner.init)(parameters).eqns}
+    primitives = {
+        equation.primitive.name for equation in jax.make_jaxpr(inner.init)(parameters).eqns
+    }
     assert primitives == {"broadcast_in_dim"}
 
 
@@ -100,7 +112,8 @@ def test_rounding_is_to_a_neighbour_and_without_bias(dtype, name):
 
     draws = np.asarray(jax.jit(jax.vmap(stored))(jnp.arange(4000, dtype=jnp.uint32)), np.float64)
     size, scale = np.abs(np.asarray(x, np.float64)), np.asarray(scale, np.float64)
-    gap = 2.0 ** (np.floor(np.log2(np.maximum(size, 1e-30))) - 7)  # 8 bits, the first of which is not stored
+    # 8 bits, the first of which is not stored
+    gap = 2.0 ** (np.floor(np.log2(np.maximum(size, 1e-30))) - 7)
     if dtype == "int8":
         code = np.floor(form.largest * (size / scale) ** (1 / form.power) + 1e-6)
         gap = scale * ((code + 1) ** form.power - code**form.power) / form.largest**form.power
@@ -109,12 +122,15 @@ def test_rounding_is_to_a_neighbour_and_without_bias(dtype, name):
     floor = scale * (form.smallest / form.largest) ** form.power * (dtype == "int8")
     assert np.all(np.abs(draws) >= 0.999 * floor)
     error = np.abs(draws.mean(0) - x)
-    assert np.all((error <= 0.04 * gap) | (size <= floor))  # 5 standard deviations; to nearest it is up to 0.5
+    # 5 standard deviations; to nearest it is up to 0.5
+    assert np.all((error <= 0.04 * gap) | (size <= floor))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_directions_stay_near_those_of_float32(dtype):
-    exact, stored = (run(d, stacked, 12)[0]["llm"]["layers"]["runs"]["2:5"] for d in ("float32", dtype))
+    exact, stored = (
+        run(d, stacked, 12)[0]["llm"]["layers"]["runs"]["2:5"] for d in ("float32", dtype)
+    )
     np.testing.assert_array_equal(exact["norm"], stored["norm"])
     difference = np.abs(exact["up"] - stored["up"])
     assert difference.mean() < (0.02 if dtype == "bfloat16" else 0.1) * np.abs(exact["up"]).mean()
@@ -129,7 +145,11 @@ def test_a_layer_in_a_stack_is_rounded_as_it_is_alone(dtype):
         stack = jax.tree.map(lambda x, i=i: x[i] if x.ndim else x, together)
         for a, b in zip(
             layers(jax.tree.leaves(stack)),
-            layers(x for p, x in jax.tree.leaves_with_path(apart) if f"'{i + 2}'" in jax.tree_util.keystr(p)),
+            layers(
+                x
+                for p, x in jax.tree.leaves_with_path(apart)
+                if f"'{i + 2}'" in jax.tree_util.keystr(p)
+            ),
             strict=True,
         ):
             np.testing.assert_array_equal(a, b)
@@ -141,7 +161,9 @@ def test_every_mesh_rounds_alike(dtype, spec):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tensor"))
     place = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))  # noqa: E731
     shardings = {"llm": {"layers": {"runs": {"2:5": {"up": place(*spec), "norm": place()}}}}}
-    jax.tree.map(np.testing.assert_array_equal, run(dtype, stacked), run(dtype, stacked, shardings=shardings))
+    jax.tree.map(
+        np.testing.assert_array_equal, run(dtype, stacked), run(dtype, stacked, shardings=shardings)
+    )
 
 
 def test_bits_differ_by_update_parameter_layer_and_element_and_are_even():

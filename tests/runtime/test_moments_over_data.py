@@ -19,7 +19,9 @@ COPIES = 4
 AXES = {
     "llm": {
         "embed": {"weight": ("vocab", "embed")},
-        "layers": {"runs": {"0:3": {"mlp": {"up": {"weight": ("embed", "mlp"), "bias": ("mlp",)}}}}},
+        "layers": {
+            "runs": {"0:3": {"mlp": {"up": {"weight": ("embed", "mlp"), "bias": ("mlp",)}}}}
+        },
     }
 }
 SHAPES = {
@@ -39,7 +41,9 @@ MESH = make_mesh(MeshConfig(COPIES, fsdp=2), jax.devices()[: 2 * COPIES])
 def draw(seed: int) -> Any:
     rng = np.random.default_rng(seed)
     is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    return jax.tree.map(lambda shape: rng.normal(size=shape).astype(np.float32), SHAPES, is_leaf=is_shape)
+    return jax.tree.map(
+        lambda shape: rng.normal(size=shape).astype(np.float32), SHAPES, is_leaf=is_shape
+    )
 
 
 def updated(config: Any, steps: int = 3) -> tuple[Any, TrainState, Any]:
@@ -48,12 +52,16 @@ def updated(config: Any, steps: int = 3) -> tuple[Any, TrainState, Any]:
     parameters = draw(0)
     is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
     laid = jax.tree.map(
-        lambda axes, x: sharding(MESH, ShardingRules(), x.shape, axes), AXES, parameters, is_leaf=is_axes
+        lambda axes, x: sharding(MESH, ShardingRules(), x.shape, axes),
+        AXES,
+        parameters,
+        is_leaf=is_axes,
     )
     shardings = shardings_with_moments(optimizer, parameters, laid, {}, mesh=MESH)
     state = jax.jit(optimizer.init, out_shardings=shardings.optimizer)(parameters)
     update = jax.jit(
-        lambda g, state, p: optimizer.update(g, state, p, HYPER)[:2], out_shardings=(laid, shardings.optimizer)
+        lambda g, state, p: optimizer.update(g, state, p, HYPER)[:2],
+        out_shardings=(laid, shardings.optimizer),
     )
     parameters = jax.device_put(parameters, laid)
     for step in range(1, steps + 1):
@@ -62,12 +70,20 @@ def updated(config: Any, steps: int = 3) -> tuple[Any, TrainState, Any]:
 
 
 def bytes_on_device(tree: Any) -> int:
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
 
 
 @pytest.mark.parametrize(
     "config",
-    [AdamW(), AdamW(moments="bfloat16"), AdamW(moments="int8"), Muon(), Adafactor(moments="float32")],
+    [
+        AdamW(),
+        AdamW(moments="bfloat16"),
+        AdamW(moments="int8"),
+        Muon(),
+        Adafactor(moments="float32"),
+    ],
     ids=["float32", "bfloat16", "int8", "muon", "adafactor"],
 )
 def test_moments_over_data_take_a_part_of_the_bytes_and_update_alike(config):
@@ -75,10 +91,16 @@ def test_moments_over_data_take_a_part_of_the_bytes_and_update_alike(config):
     divided = updated(replace(config, over_data=True))
     exact = isinstance(config, AdamW) and config.moments != "int8"
     tolerance = 0.0 if exact else 1e-6
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance), divided[0], parameters)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance),
+        divided[0],
+        parameters,
+    )
     if isinstance(config, AdamW):
         jax.tree.map(np.testing.assert_array_equal, divided[1], moments)
-    assert jax.tree.map(lambda x: x.spec, divided[2].trainable) == jax.tree.map(lambda x: x.spec, shardings.trainable)
+    assert jax.tree.map(lambda x: x.spec, divided[2].trainable) == jax.tree.map(
+        lambda x: x.spec, shardings.trainable
+    )
     # Counters and Adafactor's factors of rows and columns are whole.
     assert 1 <= bytes_on_device(divided[1]) / (bytes_on_device(moments) / COPIES) < 1.5
 

@@ -47,8 +47,12 @@ def test_the_iteration_is_optaxs_and_in_bfloat16_it_is_rounded_less_than_the_ref
     np.testing.assert_allclose(newton_schulz(x), wanted, atol=2e-6)
     rounded = newton_schulz(x.astype(jnp.bfloat16))
     assert rounded.dtype == jnp.bfloat16
-    error = lambda found: np.linalg.norm(found.astype(jnp.float32) - wanted) / np.linalg.norm(wanted)  # noqa: E731
-    assert error(rounded) < min(0.1, error(reference(x) if shape[0] <= shape[1] else reference(x.T).T))
+    error = lambda found: (  # noqa: E731
+        np.linalg.norm(found.astype(jnp.float32) - wanted) / np.linalg.norm(wanted)
+    )
+    assert error(rounded) < min(
+        0.1, error(reference(x) if shape[0] <= shape[1] else reference(x.T).T)
+    )
     assert ITERATIONS == MUON_ITERATIONS
 
 
@@ -92,11 +96,19 @@ def test_under_fsdp_a_device_receives_its_shards_twice_and_no_whole_matrix():
     )
     received = {"all-to-all": 0, "all-gather": 0, "all-reduce": 0}
     for shapes, kind in re.findall(rf" = (.*?) ({'|'.join(received)})(?:-start)?\(", text):
-        received[kind] += sum(math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", shapes))
-    axes = jax.tree.leaves_with_path(executor.model.axes["llm"]["layers"], is_leaf=lambda x: isinstance(x, tuple))
+        received[kind] += sum(
+            math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", shapes)
+        )
+    axes = jax.tree.leaves_with_path(
+        executor.model.axes["llm"]["layers"], is_leaf=lambda x: isinstance(x, tuple)
+    )
     stacks = jax.tree.leaves(executor.states[0].abstract.trainable["llm"]["layers"])
     matrices = sum(x.size for x, (_, names) in zip(stacks, axes, strict=True) if len(names) == 2)
-    others = sum(x.size for x in jax.tree.leaves(executor.states[0].abstract.trainable) if x.ndim > 1) - matrices
-    # 8 layers of the LLM are one for each device; a tower of 2 layers, or a connector, is padded to 8.
+    others = (
+        sum(x.size for x in jax.tree.leaves(executor.states[0].abstract.trainable) if x.ndim > 1)
+        - matrices
+    )
+    # 8 layers of the LLM are one for each device; a tower of 2 layers, or a connector, is padded to
+    # 8.
     assert 2 * matrices / 8 <= received["all-to-all"] <= 2 * (matrices / 8 + others)
     assert received["all-gather"] + received["all-reduce"] < 0.05 * received["all-to-all"]

@@ -25,27 +25,42 @@ FOUR_RANKS = Topology(4, 4, 4)
 
 
 def with_llm(**changes):
-    return replace(TINY, model=replace(TINY.model, llm=replace(TINY.model.llm, layers=4, **changes)))
+    return replace(
+        TINY, model=replace(TINY.model, llm=replace(TINY.model.llm, layers=4, **changes))
+    )
 
 
 def with_encoders(config, **changes):
-    encoders = {name: replace(encoder, **changes) for name, encoder in config.model.encoders.items()}
+    encoders = {
+        name: replace(encoder, **changes) for name, encoder in config.model.encoders.items()
+    }
     return replace(config, model=replace(config.model, encoders=encoders))
 
 
 def with_adapters(loss, *patterns):
     frozen = {
-        n: replace(e, frozen=True, connector=replace(e.connector, frozen=True)) for n, e in TINY.model.encoders.items()
+        n: replace(e, frozen=True, connector=replace(e.connector, frozen=True))
+        for n, e in TINY.model.encoders.items()
     }
     model = replace(TINY.model, llm=replace(TINY.model.llm, frozen=True), encoders=frozen)
-    return replace(TINY, model=replace(model, lora={"adapters": LoraConfig(patterns, 4)}), loss=loss)
+    return replace(
+        TINY, model=replace(model, lora={"adapters": LoraConfig(patterns, 4)}), loss=loss
+    )
 
 
 EXPERTS = ExpertsConfig(
-    layers=(0, 1, 3), count=4, per_token=2, width=24, shared_width=16, balance_loss=0.01, z_loss=0.001
+    layers=(0, 1, 3),
+    count=4,
+    per_token=2,
+    width=24,
+    shared_width=16,
+    balance_loss=0.01,
+    z_loss=0.001,
 )
 DEEPSTACK = with_llm()
-DEEPSTACK.model.encoders["vision"] = replace(DEEPSTACK.model.encoders["vision"], layers=4, deepstack=(0, 1, 3))
+DEEPSTACK.model.encoders["vision"] = replace(
+    DEEPSTACK.model.encoders["vision"], layers=4, deepstack=(0, 1, 3)
+)
 CASES = {
     "one device": (TINY, "one device", ONE_RANK),
     "data 2 x fsdp 2 x tensor 2": (TINY, "data=2 x fsdp=2 x tensor=2", FOUR_RANKS),
@@ -66,17 +81,37 @@ CASES = {
         "context=2",
         Topology(1, 1, 1, 2, 2),
     ),
-    "context and overlapped products": (TINY, "data=2 x context=2 x tensor=2, overlap", Topology(2, 2, 2, 2, 2)),
+    "context and overlapped products": (
+        TINY,
+        "data=2 x context=2 x tensor=2, overlap",
+        Topology(2, 2, 2, 2, 2),
+    ),
     "a generator": (DRAWING, "one device", ONE_RANK),
-    "a UNet": (replace(DRAWING, model=replace(DRAWING.model, generators={"picture": UNET})), "one device", ONE_RANK),
-    "DPO beside adapters in the LLM": (with_adapters(Dpo(0.1), "llm.*.attention.*"), "one device", ONE_RANK),
+    "a UNet": (
+        replace(DRAWING, model=replace(DRAWING.model, generators={"picture": UNET})),
+        "one device",
+        ONE_RANK,
+    ),
+    "DPO beside adapters in the LLM": (
+        with_adapters(Dpo(0.1), "llm.*.attention.*"),
+        "one device",
+        ONE_RANK,
+    ),
     "GRPO beside adapters in two towers": (
         with_adapters(Grpo(beta=0.1), "llm.*.attention.*", "vision.*.attention.*"),
         "fsdp=4 x tensor=2",
         FOUR_RANKS,
     ),
 }
-SHIPPED = ("tiny_audio", "tiny_draw", "tiny_frozen", "tiny_omni", "tiny_text", "tiny_video", "tiny_vlm")
+SHIPPED = (
+    "tiny_audio",
+    "tiny_draw",
+    "tiny_frozen",
+    "tiny_omni",
+    "tiny_text",
+    "tiny_video",
+    "tiny_vlm",
+)
 
 
 @pytest.mark.default_cases("context and overlapped products")
@@ -85,7 +120,9 @@ def test_any_model_and_mesh_has_the_programs_of_the_specification(case, tmp_path
     config, mesh, topology = CASES[case]
     (batches,) = load_steps(config, tmp_path, 1, topology)
     executor = make_executor(config, MESHES[mesh])
-    batch = with_answers(batches[:1], config.loss)[0] if config.loss != CrossEntropy() else batches[0]
+    batch = (
+        with_answers(batches[:1], config.loss)[0] if config.loss != CrossEntropy() else batches[0]
+    )
     assert_programs_are_those_of_one_mesh(executor, step_arguments(config, executor, batch))
 
 
@@ -113,7 +150,9 @@ def test_encoders_in_another_order_are_another_program(tmp_path, monkeypatch):
     executor = make_executor(TINY, MESHES["one device"])
     given = step_arguments(TINY, executor, load_steps(TINY, tmp_path, 1)[0][0]).accumulate
     own, encode = lowered_text(executor.programs[0].forward_backward, given), MultimodalModel.encode
-    monkeypatch.setattr(MultimodalModel, "encode", lambda self, items, noise: encode(self, reverse(items), noise))
+    monkeypatch.setattr(
+        MultimodalModel, "encode", lambda self, items, noise: encode(self, reverse(items), noise)
+    )
     assert lowered_text(gradient_program(executor), given) != own
 
 

@@ -32,7 +32,11 @@ def stacked_up(x: np.ndarray) -> dict:
 
 
 def hyper_of(rate: float) -> dict[str, np.float32]:
-    return {"clip": np.float32(1e9), "learning_rate/llm": np.float32(rate), "weight_decay/llm": np.float32(0)}
+    return {
+        "clip": np.float32(1e9),
+        "learning_rate/llm": np.float32(rate),
+        "weight_decay/llm": np.float32(0),
+    }
 
 
 def normal(seed: int, scale: float = 1.0):
@@ -59,9 +63,12 @@ def hyper(optimizer, rate=0.1, decay=0.0, clip=1e9, **own) -> dict[str, np.float
 def test_adamw_is_optaxs_with_decay_on_the_matrices_alone():
     config = AdamW(b1=0.8, b2=0.9, eps=1e-6)
     optimizer = make_optimizer(config, AXES)
-    is_matrix = jax.tree.map(lambda axes: len(axes) > 1, AXES, is_leaf=lambda x: isinstance(x, tuple))
+    is_matrix = jax.tree.map(
+        lambda axes: len(axes) > 1, AXES, is_leaf=lambda x: isinstance(x, tuple)
+    )
     theirs = optax.chain(
-        optax.clip_by_global_norm(2.0), optax.adamw(0.1, b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.3, mask=is_matrix)
+        optax.clip_by_global_norm(2.0),
+        optax.adamw(0.1, b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.3, mask=is_matrix),
     )
     ours, wanted = normal(0), normal(0)
     state, their_state = jax.jit(optimizer.init)(ours), jax.jit(theirs.init)(wanted)
@@ -77,7 +84,8 @@ def test_adamw_is_optaxs_with_decay_on_the_matrices_alone():
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 100.0])
 def test_clipping_by_the_global_norm_is_optaxs(size):
-    optimizer = make_optimizer(AdamW(b1=0.0), AXES)  # without momentum the first moment is the clipped gradient
+    # without momentum the first moment is the clipped gradient
+    optimizer = make_optimizer(AdamW(b1=0.0), AXES)
     gradients, params = normal(1, size), normal(0)
     _, state, _ = jax.jit(optimizer.update)(
         gradients, jax.jit(optimizer.init)(params), params, hyper(optimizer, clip=1.5)
@@ -92,12 +100,16 @@ def test_each_module_follows_its_own_learning_rate_and_weight_decay():
     params, nothing = normal(0), jax.tree.map(np.zeros_like, normal(0))
     rates = hyper(optimizer, 0.1, 0.2, vision=(0.05, 0.4), vision_connector=(0.0, 0.5))
     after, _, _ = jax.jit(optimizer.update)(nothing, jax.jit(optimizer.init)(params), params, rates)
-    np.testing.assert_allclose(after["llm"]["query"], params["llm"]["query"] * (1 - 0.1 * 0.2), rtol=1e-6)
+    np.testing.assert_allclose(
+        after["llm"]["query"], params["llm"]["query"] * (1 - 0.1 * 0.2), rtol=1e-6
+    )
     np.testing.assert_allclose(after["llm"]["norm"], params["llm"]["norm"])
     vision, before = after["encoders"]["vision"], params["encoders"]["vision"]
     np.testing.assert_allclose(vision["up"], before["up"] * (1 - 0.05 * 0.4), rtol=1e-6)
     np.testing.assert_allclose(vision["bias"], before["bias"])
-    np.testing.assert_allclose(after["connectors"]["vision"]["up"], params["connectors"]["vision"]["up"])
+    np.testing.assert_allclose(
+        after["connectors"]["vision"]["up"], params["connectors"]["vision"]["up"]
+    )
 
 
 def test_muon_makes_every_layers_matrix_orthogonal_and_gives_adam_the_rest():
@@ -106,10 +118,18 @@ def test_muon_makes_every_layers_matrix_orthogonal_and_gives_adam_the_rest():
     params, gradients = normal(0), normal(1)
     rates = hyper(optimizer, 1.0)
     groups = {name.partition("/")[2] for name in rates if name.startswith("learning_rate/")}
-    assert groups == {f"{m}/{kind}" for m in MODULES for kind in ("matrix", "other")} - {"vision.connector/other"}
-    after, _, _ = jax.jit(optimizer.update)(gradients, jax.jit(optimizer.init)(params), params, rates)
+    assert groups == {f"{m}/{kind}" for m in MODULES for kind in ("matrix", "other")} - {
+        "vision.connector/other"
+    }
+    after, _, _ = jax.jit(optimizer.update)(
+        gradients, jax.jit(optimizer.init)(params), params, rates
+    )
     moved = jax.tree.map(lambda a, b: b - np.asarray(a), after, params)
-    matrices = [*moved["llm"]["query"], moved["encoders"]["vision"]["up"], moved["connectors"]["vision"]["up"]]
+    matrices = [
+        *moved["llm"]["query"],
+        moved["encoders"]["vision"]["up"],
+        moved["connectors"]["vision"]["up"],
+    ]
     for matrix in matrices:
         scale = math.sqrt(max(1.0, matrix.shape[1] / matrix.shape[0]))
         values = np.linalg.svd(matrix, compute_uv=False) / scale
@@ -118,7 +138,9 @@ def test_muon_makes_every_layers_matrix_orthogonal_and_gives_adam_the_rest():
     adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
     wanted, _ = jax.jit(lambda g: adam.update(g, adam.init(g)))(gradients)
     for name in ("llm.embed", "llm.norm", "encoders.vision.embed", "encoders.vision.bias"):
-        np.testing.assert_allclose(paths(moved)[name], paths(wanted)[name], rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            paths(moved)[name], paths(wanted)[name], rtol=1e-4, atol=1e-5, err_msg=name
+        )
 
 
 def test_muon_treats_a_layer_in_a_stack_as_it_does_one_alone():
@@ -129,7 +151,9 @@ def test_muon_treats_a_layer_in_a_stack_as_it_does_one_alone():
     update = jax.jit(optimizer.update)
     together, _, _ = update(gradients, optimizer.init(stacked), stacked, rates)
     for i in range(3):
-        alone, _, _ = update(layer(gradients, i), optimizer.init(layer(stacked, i)), layer(stacked, i), rates)
+        alone, _, _ = update(
+            layer(gradients, i), optimizer.init(layer(stacked, i)), layer(stacked, i), rates
+        )
         np.testing.assert_allclose(together["llm"]["query"][i], alone["llm"]["query"], atol=1e-4)
 
 
@@ -142,12 +166,15 @@ def test_adafactor_is_optaxs_with_momentum_on_every_layer_alone():
         optax.ema(0.5, debias=False),
     )
     rng = np.random.default_rng(0)
-    layers = lambda: rng.normal(size=(3, 40, 48)).astype(np.float32) * np.float32([[[1]], [[10]], [[100]]])  # noqa: E731
+    layers = lambda: (  # noqa: E731
+        rng.normal(size=(3, 40, 48)).astype(np.float32) * np.float32([[[1]], [[10]], [[100]]])
+    )
     params = stacked_up(np.zeros((3, 40, 48), np.float32))
     state = jax.jit(optimizer.init)(params)
     alone = [theirs.init(np.zeros((40, 48), np.float32)) for _ in range(3)]
     update, their_update = jax.jit(optimizer.update), jax.jit(theirs.update)
-    assert sum(x.size for x in jax.tree.leaves(state)) < 1.1 * 3 * 40 * 48  # its momentum, and factors of the squares
+    # its momentum, and factors of the squares
+    assert sum(x.size for x in jax.tree.leaves(state)) < 1.1 * 3 * 40 * 48
     for _ in range(4):
         gradients = layers()
         moved, state, _ = update(stacked_up(gradients), state, params, hyper_of(1.0))
@@ -157,14 +184,24 @@ def test_adafactor_is_optaxs_with_momentum_on_every_layer_alone():
             np.testing.assert_allclose(found[i], wanted, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("config", [AdamW(), Muon(), Adafactor()], ids=["adamw", "muon", "adafactor"])
+@pytest.mark.parametrize(
+    "config", [AdamW(), Muon(), Adafactor()], ids=["adamw", "muon", "adafactor"]
+)
 def test_a_fixed_table_stays_as_it_is(config):
-    params = {"encoders": {"audio": {"table": normal(0)["llm"]["embed"], "up": normal(1)["llm"]["embed"]}}}
-    optimizer = make_optimizer(config, {"encoders": {"audio": {"table": ("fixed", "embed"), "up": ("embed", "mlp")}}})
+    params = {
+        "encoders": {"audio": {"table": normal(0)["llm"]["embed"], "up": normal(1)["llm"]["embed"]}}
+    }
+    optimizer = make_optimizer(
+        config, {"encoders": {"audio": {"table": ("fixed", "embed"), "up": ("embed", "mlp")}}}
+    )
     groups = {optimizer.group_of(("encoders", "audio", name)) for name in ("table", "up")}
     rates = {f"learning_rate/{group}": np.float32(0.1) for group in groups}
-    rates |= {f"weight_decay/{group}": np.float32(0.5) for group in groups} | {"clip": np.float32(1)}
-    moved, _, _ = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params, rates)
+    rates |= {f"weight_decay/{group}": np.float32(0.5) for group in groups} | {
+        "clip": np.float32(1)
+    }
+    moved, _, _ = optimizer.update(
+        jax.tree.map(np.zeros_like, params), optimizer.init(params), params, rates
+    )
     before, after = params["encoders"]["audio"], moved["encoders"]["audio"]
     np.testing.assert_array_equal(after["table"], before["table"])
     np.testing.assert_allclose(after["up"], 0.95 * before["up"], rtol=1e-5)
@@ -190,13 +227,27 @@ def test_rates_of_a_config_are_scheduled_and_given_by_module():
     adamw = AdamW(learning_rate=0.2, weight_decay=0.1, modules=own)
     config = tiny_config(optimizer=adamw, schedule=Schedule(warmup=4))
     rates = hyperparameters(config, 0)
-    wanted = {"learning_rate/llm": 0.05, "learning_rate/vision": 0.125, "learning_rate/vision.connector": 0.05}
-    wanted |= {"weight_decay/llm": 0.7, "weight_decay/vision": 0.1, "weight_decay/vision.connector": 0.1}
+    wanted = {
+        "learning_rate/llm": 0.05,
+        "learning_rate/vision": 0.125,
+        "learning_rate/vision.connector": 0.05,
+    }
+    wanted |= {
+        "weight_decay/llm": 0.7,
+        "weight_decay/vision": 0.1,
+        "weight_decay/vision.connector": 0.1,
+    }
     wanted |= {f"learning_rate/{module}": 0.05 for module in ("audio", "audio.connector")}
     wanted |= {f"weight_decay/{module}": 0.1 for module in ("audio", "audio.connector")}
     assert rates == pytest.approx(wanted | {"clip": config.training.clip})
 
     muon = Muon(learning_rate=0.2, adam_learning_rate=0.02, weight_decay=0.1, modules=own)
     rates = hyperparameters(replace(config, optimizer=muon), 3)
-    for group, pair in {"vision/matrix": (0.5, 0.1), "vision/other": (0.05, 0.1), "llm/other": (0.02, 0.7)}.items():
-        assert (rates[f"learning_rate/{group}"], rates[f"weight_decay/{group}"]) == pytest.approx(pair)
+    for group, pair in {
+        "vision/matrix": (0.5, 0.1),
+        "vision/other": (0.05, 0.1),
+        "llm/other": (0.02, 0.7),
+    }.items():
+        assert (rates[f"learning_rate/{group}"], rates[f"weight_decay/{group}"]) == pytest.approx(
+            pair
+        )

@@ -28,9 +28,16 @@ def partitioned(name: str, layers: Sequence[int]) -> Config:
         llm=replace(config.model.llm, layers=row.llm.layers),
         encoders={"vision": replace(config.model.encoders["vision"], layers=row.vision.layers)},
     )
-    data = replace(config.data, sources={"embedded": EmbeddedSource(samples=100, modalities=("image",))})
+    data = replace(
+        config.data, sources={"embedded": EmbeddedSource(samples=100, modalities=("image",))}
+    )
     rows = {"llm": 2, "vision": 1}
-    return replace(config, model=model, data=data, batch=replace(config.batch, rows=rows, microbatches=2, shapes=1))
+    return replace(
+        config,
+        model=model,
+        data=data,
+        batch=replace(config.batch, rows=rows, microbatches=2, shapes=1),
+    )
 
 
 @pytest.mark.exhaustive
@@ -41,6 +48,8 @@ def test_partitions_of_omnibal_have_the_gradients_of_one_mesh(name, whose, tmp_p
     layers = row.layers if whose == "paper" else omnibal_partition(row)
     config = partitioned(name, layers)
     pipeline = make_pipeline(config)
-    assert [sum(p.stop - p.start for p in placed.stage.pieces) for placed in pipeline.stages] == list(layers)
+    assert [
+        sum(p.stop - p.start for p in placed.stage.pieces) for placed in pipeline.stages
+    ] == list(layers)
     batches = load_steps(config, tmp_path, 1)[0]
     assert_gradients_of_one_mesh(config, pipeline, batches, batches)

@@ -20,15 +20,26 @@ from started import ROOT, begin, environment, finish, free_port, launch
 WORDS = (TINY_MEDIA, "training.evaluate_every=0", "batch.microbatches=2")
 SHORT = ("training.steps=3", "training.checkpoint_every=1", "training.keep=3")
 ROLES = ("units.encoders.modules=vision,audio", "units.llm.data=1")  # of two processes
-MODULES = ("units.vision.data=2", "units.audio.data=2", "units.llm.pipeline=2", "units.llm.tensor=2")
+MODULES = (
+    "units.vision.data=2",
+    "units.audio.data=2",
+    "units.llm.pipeline=2",
+    "units.llm.tensor=2",
+)
 LAYOUTS = {
     "inside processes": (2, MODULES),  # both encoders in one, the LLM in the other
     "across processes": (4, MODULES),  # a stage in each
-    # MMScale's example halved, but that stages of one LLM have equally many ranks: encoders of two ranks before an LLM
-    # of three ranks with two devices each. Two of these are in the encoders' process, four in the other.
+    # MMScale's example halved, but that stages of one LLM have equally many ranks: encoders of two
+    # ranks before an LLM of three ranks with two devices each. Two of these are in the encoders'
+    # process, four in the other.
     "spanning two": (
         2,
-        ("units.encoders.modules=vision,audio", "units.encoders.data=2", "units.llm.data=3", "units.llm.tensor=2"),
+        (
+            "units.encoders.modules=vision,audio",
+            "units.encoders.data=2",
+            "units.llm.data=3",
+            "units.llm.tensor=2",
+        ),
     ),
     # vision on device 0, LLM stages on 1-2 and 3-4, audio on 5-7; a process has two.
     "stages of several towers": (
@@ -52,15 +63,23 @@ LAYOUTS = {
         ),
     ),
     "carried by collectives": (4, (*MODULES, "pipeline.carrier=collective")),
-    "spanning four": (4, ("units.vision.data=1", "units.llm.tensor=2", "units.llm.pipeline=2", "units.audio.fsdp=3")),
+    "spanning four": (
+        4,
+        ("units.vision.data=1", "units.llm.tensor=2", "units.llm.pipeline=2", "units.audio.fsdp=3"),
+    ),
 }
 
 
 def begin_each(*commands: Sequence[object], **variables: str) -> list[subprocess.Popen]:
     """Start processes of one group, a device each, every one with its own command behind `python`."""
-    variables |= {"MMJAX_PROCESSES": str(len(commands)), "MMJAX_COORDINATOR": f"127.0.0.1:{free_port()}"}
+    variables |= {
+        "MMJAX_PROCESSES": str(len(commands)),
+        "MMJAX_COORDINATOR": f"127.0.0.1:{free_port()}",
+    }
     return [
-        begin([sys.executable, *map(str, command)], environment(1, MMJAX_PROCESS=str(p), **variables))
+        begin(
+            [sys.executable, *map(str, command)], environment(1, MMJAX_PROCESS=str(p), **variables)
+        )
         for p, command in enumerate(commands)
     ]
 
@@ -80,7 +99,9 @@ def test_units_inside_across_and_spanning_processes_have_the_gradients_of_one_me
 ):
     monkeypatch.setenv("MMJAX_CHECK_TRANSFERS", "1")
     processes, units = LAYOUTS[layout]
-    ended = finish(launch(processes, *WORDS, *SHORT, *units, f"run={folder}", devices=8 // processes))
+    ended = finish(
+        launch(processes, *WORDS, *SHORT, *units, f"run={folder}", devices=8 // processes)
+    )
     assert ended.code == 0, ended
     assert "; 0 programs compiled after the start" in ended.out
     assert_same_gradients(folder, one_mesh)
@@ -107,7 +128,8 @@ def test_transfers_of_the_runtime_have_the_gradients_of_one_mesh(one_mesh, folde
     ended = [
         finish(process)
         for process in begin_each(
-            *((script, f"127.0.0.1:{free_port()}", *words) for _ in range(2)), MMJAX_CHECK_TRANSFERS="1"
+            *((script, f"127.0.0.1:{free_port()}", *words) for _ in range(2)),
+            MMJAX_CHECK_TRANSFERS="1",
         )
     ]
     assert [e.code for e in ended] == [0, 0], ended
@@ -125,14 +147,19 @@ def assert_same_gradients(folder: Path, one_mesh: Path) -> None:
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         # What has no gradient but by rounding, a key's bias, is of this size.
-        assert np.abs(gradients[name] - gradient).max() <= 1e-5 * np.abs(gradient).max() + 1e-10, name
+        assert np.abs(gradients[name] - gradient).max() <= 1e-5 * np.abs(gradient).max() + 1e-10, (
+            name
+        )
 
 
 def compare_delayed(folder: Path, steps: int, seeds: int, seconds: float) -> str:
     """What four processes print that train with random delays and without."""
     command = (Path(__file__).with_name("delayed.py"), folder, steps, seeds)
     path = f"{ROOT}:{ROOT / 'tests' / 'training'}"
-    ended = [finish(p, seconds) for p in begin_each(*[command] * 4, PYTHONPATH=path, MMJAX_CHECK_TRANSFERS="1")]
+    ended = [
+        finish(p, seconds)
+        for p in begin_each(*[command] * 4, PYTHONPATH=path, MMJAX_CHECK_TRANSFERS="1")
+    ]
     assert [e.code for e in ended] == [0] * 4, ended
     return ended[0].out
 
@@ -175,7 +202,9 @@ sys.exit(run_command(train.main))
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", ["stopped", "lost"])
-def test_a_stopped_stage_or_a_lost_message_is_named_with_the_transfer_that_is_waited_for(fault, folder):
+def test_a_stopped_stage_or_a_lost_message_is_named_with_the_transfer_that_is_waited_for(
+    fault, folder
+):
     """The LLM's process stops in its forward pass, or loses a gradient on its way to an encoder."""
     script = folder.with_name("faulty.py")
     script.write_text(FAULTY)
@@ -185,7 +214,9 @@ def test_a_stopped_stage_or_a_lost_message_is_named_with_the_transfer_that_is_wa
     ended = finish(encoders)
     assert ended.code in (1, 3), ended
     line = next(line for line in ended.err.splitlines() if line.startswith("error: "))
-    assert re.search(r"waiting for the gradients of llm, microbatch \d, from process 1\b", line), line
+    assert re.search(r"waiting for the gradients of llm, microbatch \d, from process 1\b", line), (
+        line
+    )
     assert "in the backward pass of " in line
     if fault == "stopped":
         assert "process 1 (llm)" in line or "process 1 of this run's 2 (llm)" in line
@@ -201,14 +232,22 @@ def test_a_stopped_stage_or_a_lost_message_is_named_with_the_transfer_that_is_wa
     [((*ROLES, "pipeline.schedule=gpipe"), "different units, cuts or "), ((), "different units;")],
     ids=["another schedule", "no units"],
 )
-def test_processes_with_other_schedules_or_units_are_refused_before_they_wait_for_each_other(words, message, folder):
-    started = begin_each(*(("-m", "mmjax.train", *WORDS, *changes, f"run={folder}") for changes in (ROLES, words)))
+def test_processes_with_other_schedules_or_units_are_refused_before_they_wait_for_each_other(
+    words, message, folder
+):
+    started = begin_each(
+        *(("-m", "mmjax.train", *WORDS, *changes, f"run={folder}") for changes in (ROLES, words))
+    )
     ended = [finish(p) for p in started]
     assert [e.code for e in ended] == [2, 2], ended
-    assert ended[0].err.splitlines()[-1].startswith(f"error: process 0: the processes have {message}")
+    assert (
+        ended[0].err.splitlines()[-1].startswith(f"error: process 0: the processes have {message}")
+    )
     assert steps_of(folder) == {}
 
 
 if __name__ == "__main__":  # STEPS SEEDS
     with tempfile.TemporaryDirectory() as parent:
-        print(compare_delayed(Path(parent) / "data", int(sys.argv[1]), int(sys.argv[2]), 7200), end="")
+        print(
+            compare_delayed(Path(parent) / "data", int(sys.argv[1]), int(sys.argv[2]), 7200), end=""
+        )

@@ -52,7 +52,10 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def test_no_product_of_a_bfloat16_step_has_a_float32_operand(chunks, tied):
     base = tiny_config()
     # Dense attention, the reference, has float32 gradients of its scores.
-    encoders = {name: replace(encoder, attention="blockwise") for name, encoder in base.model.encoders.items()}
+    encoders = {
+        name: replace(encoder, attention="blockwise")
+        for name, encoder in base.model.encoders.items()
+    }
     llm = replace(base.model.llm, tied=tied, logit_cap=30.0, attention="blockwise")
     model = replace(base.model, llm=llm, encoders=encoders)
     training = replace(base.training, precision="bfloat16", loss_chunks=chunks)
@@ -60,7 +63,9 @@ def test_no_product_of_a_bfloat16_step_has_a_float32_operand(chunks, tied):
     products = [e for e in equations(program) if e.primitive.name == "dot_general"]
     # The table's gradient leaves its product in bfloat16, in which it is reduced over the ranks.
     table = {llm.vocab // chunks, llm.width}
-    assert {x.aval.dtype for e in products for x in e.outvars if {*x.aval.shape} == table} == {jnp.dtype("bfloat16")}
+    assert {x.aval.dtype for e in products for x in e.outvars if {*x.aval.shape} == table} == {
+        jnp.dtype("bfloat16")
+    }
     wide = [e for e in products if any(x.aval.dtype == np.float32 for x in e.invars)]
     # Losses and weights are added up by source: vectors, not matrices.
     sums = (len(base.data.sources),)

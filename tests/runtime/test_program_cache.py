@@ -27,7 +27,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     before = jax.config.jax_compilation_cache_dir
     enable_compilation_cache(tmp_path)
     yield tmp_path
-    enable_compilation_cache(Path(before)) if before else jax.config.update("jax_compilation_cache_dir", None)
+    enable_compilation_cache(Path(before)) if before else jax.config.update(
+        "jax_compilation_cache_dir", None
+    )
 
 
 class Start:
@@ -38,13 +40,17 @@ class Start:
         counter = CompileCounter()
         mesh = make_mesh(MeshConfig(), jax.devices()[:1])
 
-        def function(x: dict[str, jax.Array], count: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        def function(
+            x: dict[str, jax.Array], count: jax.Array
+        ) -> tuple[dict[str, jax.Array], jax.Array]:
             self.traced += 1
             return {"scaled": jnp.sin(x["values"]) * scale}, count + 1
 
         program = CachedProgram(context, mesh, function)
         self.result = jax.device_get(program.run({"values": X}, np.int32(3)))
-        assert jax.tree.structure(program({"values": X}, np.int32(3))) == jax.tree.structure(self.result)
+        assert jax.tree.structure(program({"values": X}, np.int32(3))) == jax.tree.structure(
+            self.result
+        )
         self.compiled = counter.compiled
         self.from_cache = counter.from_cache
 

@@ -51,7 +51,10 @@ def test_without_a_folder_a_run_goes_under_runs_by_its_name(tmp_path, monkeypatc
 
 def test_an_existing_run_needs_a_word_and_stays_as_it_is(run):
     before = files(run)
-    with pytest.raises(UserError, match=r"already holds a run; continue it with --resume, replace it with --overwrite"):
+    with pytest.raises(
+        UserError,
+        match=r"already holds a run; continue it with --resume, replace it with --overwrite",
+    ):
         start(config_in(run))
     assert files(run) == before
 
@@ -81,7 +84,9 @@ def test_overwriting_replaces_the_run_and_leaves_nothing_of_it(run):
 
 
 @pytest.mark.parametrize("mode", ["overwrite", "resume", "auto"])
-@pytest.mark.parametrize("fault", [UserError("no sample fits"), KeyboardInterrupt(), RuntimeError("out of memory")])
+@pytest.mark.parametrize(
+    "fault", [UserError("no sample fits"), KeyboardInterrupt(), RuntimeError("out of memory")]
+)
 def test_a_start_that_fails_leaves_the_run_to_the_byte(run, mode, fault):
     before = files(run)
     with pytest.raises(type(fault)), claim(config_in(run, "training.steps=9"), Path(TINY), mode):
@@ -122,8 +127,16 @@ def test_a_run_reached_through_a_link_is_overwritten_where_it_is(run, tmp_path):
 
 
 def test_resuming_may_change_how_long_and_how_fast_which_is_said_and_nothing_else(run, capsys):
-    lines = ("training.steps=9", "mesh.data=4", "mesh.fsdp=2", "data.workers=2", "training.keep_every=4")
-    assert start(config_in(run, *lines, "model.llm.remat=full", "training.loss_chunks=43"), "resume")
+    lines = (
+        "training.steps=9",
+        "mesh.data=4",
+        "mesh.fsdp=2",
+        "data.workers=2",
+        "training.keep_every=4",
+    )
+    assert start(
+        config_in(run, *lines, "model.llm.remat=full", "training.loss_chunks=43"), "resume"
+    )
     assert RunFolder(run).read_config().training.steps == 9
     assert "changed training.steps: 6 -> 9\n" in capsys.readouterr().out
     before = files(run)
@@ -140,7 +153,11 @@ def test_resuming_may_change_how_long_and_how_fast_which_is_said_and_nothing_els
             start(config_in(run, line), "resume")
         assert told in str(error.value)
         assert "init_from=" in str(error.value)
-        word = "--new-data" if line.startswith("data.sources") else f"--change {line.partition('=')[0]}"
+        word = (
+            "--new-data"
+            if line.startswith("data.sources")
+            else f"--change {line.partition('=')[0]}"
+        )
         assert f"that they shall change: {word};" in str(error.value)
     assert files(run) == before
 
@@ -151,7 +168,8 @@ def test_what_is_named_may_change_and_is_said(run, capsys):
     out = capsys.readouterr().out
     for line in ("seed: 0 -> 3", "batch.size.count: 8 -> 9", "data.sources.few.weight: 1.0 -> 2.0"):
         assert f"changed {line}\n" in out
-    assert start(config, "resume", permitted=AllowedChanges(True, ("seed",)))  # the same line again, after a restart
+    # the same line again, after a restart
+    assert start(config, "resume", permitted=AllowedChanges(True, ("seed",)))
     with pytest.raises(UserError, match=r"that they shall change: --new-data --change seed;"):
         start(config_in(run, "batch.size.count=9"), "resume")
     with pytest.raises(UserError, match=r"--change batc: a config has no such key: did you mean"):
@@ -177,6 +195,9 @@ def test_its_own_folder_is_nothing_to_start_from(run):
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     for place in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/mmjax/run")):
-        with pytest.raises(UserError, match=f"cannot write the run folder {place}: .*; choose another with run=FOLDER"):
+        with pytest.raises(
+            UserError,
+            match=f"cannot write the run folder {place}: .*; choose another with run=FOLDER",
+        ):
             start(config_in(place))
     assert files(tmp_path) == {"file": b"not a folder"}

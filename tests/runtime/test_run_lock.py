@@ -34,7 +34,11 @@ def hold(folder: Path, script: Path) -> tuple[subprocess.Popen[str], int]:
     script.write_text(HOLDER)
     command = [sys.executable, str(script), str(folder)]
     holder = subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert holder.stdout
     return holder, int(holder.stdout.readline())
@@ -44,7 +48,10 @@ def test_a_second_process_is_refused_with_the_firsts_host_and_number(tmp_path: P
     run = tmp_path / "runs" / "mine"
     holder, _ = hold(run, tmp_path / "holder.py")
     try:
-        with pytest.raises(UserError, match="two trainings cannot write in one run") as error, lock_run(run):
+        with (
+            pytest.raises(UserError, match="two trainings cannot write in one run") as error,
+            lock_run(run),
+        ):
             pass
     finally:
         os.killpg(holder.pid, 9)
@@ -66,7 +73,9 @@ def test_a_killed_process_holds_nothing_though_its_worker_lives_on(tmp_path: Pat
         os.killpg(holder.pid, 9)
 
 
-def test_the_folder_may_be_moved_and_deleted_under_the_lock_which_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_folder_may_be_moved_and_deleted_under_the_lock_which_leaves_nothing_behind(
+    tmp_path: Path,
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
     with lock_run(run):
@@ -91,7 +100,9 @@ def test_one_of_many_that_come_and_go_holds_it_at_a_time(tmp_path: Path) -> None
         "    except UserError:\n        pass\n"
     )
     command = [sys.executable, str(script), str(tmp_path / "run")]
-    started = [subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}) for _ in range(3)]
+    started = [
+        subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}) for _ in range(3)
+    ]
     assert [process.wait(timeout=480) for process in started] == [0, 0, 0]
 
 

@@ -29,7 +29,8 @@ from mmjax.runtime.run_trust import SIGNATURES, is_own, statements_of
 from mmjax.training.run_data import Launch, append_launch
 
 EVIL = "import pathlib\npathlib.Path({!r}).touch()\ndef few(split, **more): ...\ndef scale(*args): ...\n"
-# A line per command that its folder of a run is given to: all others get it in their config's place.
+# A line per command that its folder of a run is given to: all others get it in their config's
+# place.
 WORDS: dict[str, list[list[str]]] = {
     "train": [["--resume"], ["--resume", "training.steps=9"]],
     "generate": [["What is it?"]],
@@ -68,7 +69,9 @@ def of_others(folder: Path, marker: Path, name: str) -> None:
         tokenizer.save(str(chat / "tokenizer.json"))
         template = "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
         (chat / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-        data = replace(config.data, sources=served_by(f"pipe:touch {marker}"), chat=ChatFormat(str(chat)))
+        data = replace(
+            config.data, sources=served_by(f"pipe:touch {marker}"), chat=ChatFormat(str(chat))
+        )
         config = replace(config, data=data)
     if name == "callback":
         config = load(TINY_MEDIA)
@@ -102,7 +105,10 @@ def of_others(folder: Path, marker: Path, name: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_executes_what_a_run_of_others_says(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -113,13 +119,18 @@ def test_no_command_executes_what_a_run_of_others_says(
             return ended.code
 
     marker = tmp_path / "PWNED"
-    for name in ("pipe", "function", "callback")[: 1 if command == "doctor" else 3]:  # which takes seconds
+    # which takes seconds
+    for name in ("pipe", "function", "callback")[: 1 if command == "doctor" else 3]:
         folder = tmp_path / "runs" / name
         of_others(folder, marker, name)
         before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         for words in WORDS.get(command, [[]]):
-            first = [words[0], folder, *words[1:]] if words[:1] == ["--resume"] else [folder, *words]
-            ended = run(capsys, main, *(str(w).replace("OUT", str(tmp_path / "out")) for w in first))
+            first = (
+                [words[0], folder, *words[1:]] if words[:1] == ["--resume"] else [folder, *words]
+            )
+            ended = run(
+                capsys, main, *(str(w).replace("OUT", str(tmp_path / "out")) for w in first)
+            )
             assert not marker.exists(), (name, words)
             if command in EXECUTING:
                 assert ended.code == 2, ended
@@ -128,7 +139,9 @@ def test_no_command_executes_what_a_run_of_others_says(
                 assert "Traceback" not in ended.err
             if command == "report":
                 assert "you did not make this run" in (tmp_path / "out.html").read_text()
-        assert before == {path.name: path.read_bytes() for path in folder.iterdir() if path.name in before}
+        assert before == {
+            path.name: path.read_bytes() for path in folder.iterdir() if path.name in before
+        }
 
 
 @pytest.mark.parametrize("name", ["pipe", "function"])
@@ -142,7 +155,10 @@ def test_what_the_user_trusts_or_types_is_executed(
     assert not (tmp_path / "run" / SIGNATURES).exists()
     if name == "pipe":
         marker.unlink()
-        words = [f"data.sources.shards.{key}=pipe:touch {tmp_path}/typed" for key in ("path", "validation", "test")]
+        words = [
+            f"data.sources.shards.{key}=pipe:touch {tmp_path}/typed"
+            for key in ("path", "validation", "test")
+        ]
         ended = run(capsys, evaluate.main, tmp_path / "run", *words[:2])
         assert "data.sources.shards.test='pipe:touch" in ended.err
         run(capsys, evaluate.main, tmp_path / "run", *words)
@@ -174,8 +190,12 @@ def test_a_run_is_this_users_by_its_key_wherever_it_lies_and_nobody_elses(
     (tmp_path / "moved" / "tiny.py").write_text("# changed\n")
     with pytest.raises(UserError, match=r"its tiny\.py would be executed"):
         RunFolder(tmp_path / "moved").read_config()
-    (tmp_path / "unpacked" / "config.json").write_text(to_json(config).replace("ray://here:1", "ray://there:1"))
-    with pytest.raises(UserError, match=r"its config says data\.pool='ray://there:1', which would be executed"):
+    (tmp_path / "unpacked" / "config.json").write_text(
+        to_json(config).replace("ray://here:1", "ray://there:1")
+    )
+    with pytest.raises(
+        UserError, match=r"its config says data\.pool='ray://there:1', which would be executed"
+    ):
         RunFolder(tmp_path / "unpacked").read_config()
     (tmp_path / "unpacked" / "config.json").write_text(to_json(config))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "elsewhere"))
@@ -199,7 +219,9 @@ def test_where_the_home_cannot_be_written_runs_begin_and_ask_for_trust(
     assert RunFolder(tmp_path / "run", trusted=True).read_config() == config
 
 
-def test_a_run_goes_on_by_its_config_file_where_its_copy_is_the_same_and_else_with_trust(tmp_path: Path) -> None:
+def test_a_run_goes_on_by_its_config_file_where_its_copy_is_the_same_and_else_with_trust(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
     config = made(folder)
     (folder / SIGNATURES).unlink()  # as of a version before
@@ -208,7 +230,10 @@ def test_a_run_goes_on_by_its_config_file_where_its_copy_is_the_same_and_else_wi
     assert RunFolder(folder).read_config() == config
     (folder / SIGNATURES).unlink()
     (folder / "config.py").write_text("raise SystemExit\n")
-    with pytest.raises(UserError, match=r"its config\.py would be executed"), claim(config, Path(TINY), "resume"):
+    with (
+        pytest.raises(UserError, match=r"its config\.py would be executed"),
+        claim(config, Path(TINY), "resume"),
+    ):
         pass
     assert not (folder / SIGNATURES).exists()
     with claim(config, Path(TINY), "resume", AllowedChanges(trust=True)):
@@ -223,7 +248,11 @@ def test_whatever_a_config_would_execute_or_fetch_is_known(tmp_path: Path) -> No
 
     def added(**changes: object) -> dict[str, str]:
         changed = replace(config, data=replace(config.data, **changes))
-        return {s.key.removeprefix("data."): s.verb for s in statements_of(changed) if s.key not in known}
+        return {
+            s.key.removeprefix("data."): s.verb
+            for s in statements_of(changed)
+            if s.key not in known
+        }
 
     here = tmp_path / "d.jsonl"
     here.touch()
@@ -241,20 +270,33 @@ def test_whatever_a_config_would_execute_or_fetch_is_known(tmp_path: Path) -> No
     for field in ("images", "audio", "videos"):
         source = MessagesSource(str(here), **{field: "http://x/y"})
         assert added(sources={"a": source}) == {f"sources.a.{field}": "fetched"}
-    assert added(sources={"a": MessagesSource(str(here), outside="allow")}) == {"sources.a.outside": "fetched"}
+    assert added(sources={"a": MessagesSource(str(here), outside="allow")}) == {
+        "sources.a.outside": "fetched"
+    }
     assert added(sources={"a": MessagesSource(str(here))}) == {}
     assert added(chat=ChatFormat("someone/model")) == {"chat.folder": "fetched"}
     assert added(chat=ChatFormat(str(tmp_path))) == {}
     assert added(pool="10.0.0.1:6379") == {"pool": "executed"}
     compiled = replace(config, compiler={"xla_gpu_cuda_data_dir": "/evil"})
     assert {s.key for s in statements_of(compiled)} - known == {"compiler.xla_gpu_cuda_data_dir"}
-    arguments = replace(config, data=replace(config.data, sources={"a": FunctionSource("config:few", {"n": 2})}))
-    assert [(s.key, s.text) for s in statements_of(arguments)] == [("data.sources.a.function", 'config:few {"n": 2}')]
+    arguments = replace(
+        config, data=replace(config.data, sources={"a": FunctionSource("config:few", {"n": 2})})
+    )
+    assert [(s.key, s.text) for s in statements_of(arguments)] == [
+        ("data.sources.a.function", 'config:few {"n": 2}')
+    ]
 
 
-def test_a_plan_of_others_executes_nothing_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_others_executes_nothing_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "p.json"
-    assert run(capsys, plan.main, TINY, "cluster=h100x1x1", "data.pool=ray://mine:1", f"--out={path}").code == 0
+    assert (
+        run(
+            capsys, plan.main, TINY, "cluster=h100x1x1", "data.pool=ray://mine:1", f"--out={path}"
+        ).code
+        == 0
+    )
     assert run(capsys, train.main, TINY, f"plan={path}", "--show").code == 0
     own = path.read_text()
     for text in (
@@ -264,8 +306,14 @@ def test_a_plan_of_others_executes_nothing_either(tmp_path: Path, capsys: pytest
     ):
         path.write_text(text)
         ended = run(capsys, train.main, TINY, f"plan={path}", "--show")
-        assert f"plan={path}: you did not make this plan, or it was changed since: it says data.pool='ray:" in ended.err
+        assert (
+            f"plan={path}: you did not make this plan, or it was changed since: it says data.pool='ray:"
+            in ended.err
+        )
         assert run(capsys, train.main, TINY, f"plan={path}", "--show", "data.pool=local").code == 0
         assert run(capsys, train.main, TINY, f"plan={path}", "--show", "--trust").code == 0
-    path.write_text(own.partition(',\n  "signature"')[0].replace('"data.pool": "ray://mine:1"', '"seed": 1') + "}")
+    path.write_text(
+        own.partition(',\n  "signature"')[0].replace('"data.pool": "ray://mine:1"', '"seed": 1')
+        + "}"
+    )
     assert run(capsys, train.main, TINY, f"plan={path}", "--show").code == 0

@@ -52,10 +52,15 @@ def test_a_mesh_gives_the_gradients_of_one_device(tmp_path):
     batches = load_steps(made, folder(tmp_path, "one"), 1, ONE_RANK)[0]
     assert batches[0].text.position.shape[-1] == 3
     wanted = gradients(one, state_with(one, parameters), batches)
-    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(wanted.gradients["connectors"]["vision"]["deeper"]))
+    assert all(
+        np.abs(g).max() > 0
+        for g in jax.tree.leaves(wanted.gradients["connectors"]["vision"]["deeper"])
+    )
     mesh = "data=2 x fsdp=2 x tensor=2, encoders=data"
     executor = make_executor(made, MESHES[mesh])
-    batches = load_steps(made, folder(tmp_path, "many"), 1, mesh_topology(executor.mesh, MESHES[mesh]))[0]
+    batches = load_steps(
+        made, folder(tmp_path, "many"), 1, mesh_topology(executor.mesh, MESHES[mesh])
+    )[0]
     with stderr_of() as written:
         found = gradients(executor, state_with(executor, parameters), batches)
     assert "rematerialization" not in "".join(written)

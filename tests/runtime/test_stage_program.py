@@ -14,7 +14,9 @@ from test_executor import config_of, make_pipeline
 from mmjax.autotune.compile_run import BatchShape, RunPrograms
 from mmjax.config import Unit
 
-SHAPE = BatchShape({"llm": (8, 16), "vision": (4, 64), "audio": (4, 64)}, {"vision": 16, "audio": 16}, 4)
+SHAPE = BatchShape(
+    {"llm": (8, 16), "vision": (4, 64), "audio": (4, 64)}, {"vision": 16, "audio": 16}, 4
+)
 
 
 def flops_of_stages(*frozen: str, mlp_width: int = 512) -> dict[str, dict[str, float]]:
@@ -28,7 +30,8 @@ def flops_of_stages(*frozen: str, mlp_width: int = 512) -> dict[str, dict[str, f
     programs = RunPrograms(config, pipeline, SHAPE)
     return {
         placed.name: {
-            name: program.cost_analysis()["flops"] for name, program in programs.compile_passes(number)[0].items()
+            name: program.cost_analysis()["flops"]
+            for name, program in programs.compile_passes(number)[0].items()
         }
         for number, placed in enumerate(pipeline.stages)
     }
@@ -47,13 +50,25 @@ def test_frozen_stages_compute_no_gradients_of_weights():
     assert trained["llm[0:1]"]["backward"] > 1.8 * forward
     assert llm["llm[0:1]"]["backward"] <= 1.1 * llm["llm[0:1]"]["forward"]
     # The last stage has as many layers, and logits for little more.
-    assert llm["llm[1:2]"]["forward_backward"] <= 2.1 * forward < trained["llm[1:2]"]["forward_backward"]
+    assert (
+        llm["llm[1:2]"]["forward_backward"]
+        <= 2.1 * forward
+        < trained["llm[1:2]"]["forward_backward"]
+    )
 
 
 def reduced_sizes(program: Any) -> list[int]:
     """Elements of every array that a program all-reduces or reduce-scatters."""
-    lines = (line for line in program.as_text().splitlines() if re.search(r" (all-reduce|reduce-scatter)\(", line))
-    shapes = (shape for line in lines for shape in re.findall(r"\w\d+\[([\d,]*)\]", line.split(" all-reduce(")[0]))
+    lines = (
+        line
+        for line in program.as_text().splitlines()
+        if re.search(r" (all-reduce|reduce-scatter)\(", line)
+    )
+    shapes = (
+        shape
+        for line in lines
+        for shape in re.findall(r"\w\d+\[([\d,]*)\]", line.split(" all-reduce(")[0])
+    )
     return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
 
 
@@ -61,9 +76,13 @@ def test_gradients_are_reduced_over_data_once_a_step_and_not_once_a_microbatch()
     units = {"encoders": Unit(modules=("vision", "audio")), "llm": Unit(data=2, pipeline=2)}
     config = replace(config_of("by module", tied=False), units=units)
     pipeline = make_pipeline(config)
-    for number, (placed, program) in enumerate(zip(pipeline.stages, pipeline.programs, strict=True)):
+    for number, (placed, program) in enumerate(
+        zip(pipeline.stages, pipeline.programs, strict=True)
+    ):
         if placed.stage.text:
-            programs, _ = RunPrograms(config, pipeline, SHAPE._replace(peers=2)).compile_passes(number)
+            programs, _ = RunPrograms(config, pipeline, SHAPE._replace(peers=2)).compile_passes(
+                number
+            )
             layer = pipeline.model.config.llm.width**2
             assert all(size < layer for name in programs for size in reduced_sizes(programs[name]))
             reduced = reduced_sizes(program.reduce.lower(program.sums.gradients).compile())

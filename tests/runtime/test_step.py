@@ -8,10 +8,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import MESHES, Trained, load_steps, make_executor, paths, tiny_config, train, weight, weights
+from tiny_run import (
+    MESHES,
+    Trained,
+    load_steps,
+    make_executor,
+    paths,
+    tiny_config,
+    train,
+    weight,
+    weights,
+)
 
 from mmjax.batch import Microbatch
-from mmjax.config import AdamW, BatchConfig, EmbeddedSource, PackGrouping, Rates, Samples, TrainingConfig
+from mmjax.config import (
+    AdamW,
+    BatchConfig,
+    EmbeddedSource,
+    PackGrouping,
+    Rates,
+    Samples,
+    TrainingConfig,
+)
 from mmjax.data.plan.placement import Topology
 from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport, put_report
 from mmjax.runtime.devices import CompileCounter
@@ -29,7 +47,9 @@ def config():
     return replace(
         base,
         data=replace(base.data, sources={"embedded": source}),
-        batch=BatchConfig(Samples(8), {"llm": 2, "vision": 2}, grouping=PackGrouping(chunk_steps=STEPS), shapes=2),
+        batch=BatchConfig(
+            Samples(8), {"llm": 2, "vision": 2}, grouping=PackGrouping(chunk_steps=STEPS), shapes=2
+        ),
         model=replace(base.model, encoders={"vision": vision}),
     )
 
@@ -80,7 +100,11 @@ def test_a_frozen_module_has_no_gradient_and_no_optimizer_state(run):
     state = run.trained.state
     trained = set(paths(state.trainable))
     assert trained.isdisjoint(paths(state.frozen))
-    assert set(paths(state.stages[0].optimizer.mu)) == set(paths(state.stages[0].optimizer.nu)) == trained
+    assert (
+        set(paths(state.stages[0].optimizer.mu))
+        == set(paths(state.stages[0].optimizer.nu))
+        == trained
+    )
     assert set(paths(run.executor.zeros()[0].gradients)) == trained
     assert trained | set(paths(state.frozen)) == set(paths(run.executor.model.abstract))
     assert run.executor.parameters(state).keys() == run.executor.model.abstract.keys()
@@ -89,7 +113,9 @@ def test_a_frozen_module_has_no_gradient_and_no_optimizer_state(run):
 def test_what_is_not_frozen_around_it_learns(run):
     for name, p in paths(run.before.trainable).items():
         if name.startswith("connectors.vision.mlp") or name == "llm.embed.weight":
-            assert np.abs(np.asarray(paths(run.trained.state.trainable)[name]) - p).max() > 1e-3, name
+            assert np.abs(np.asarray(paths(run.trained.state.trainable)[name]) - p).max() > 1e-3, (
+                name
+            )
 
 
 def test_another_learning_rate_decay_clip_or_seed_compiles_nothing(run):
@@ -133,7 +159,9 @@ def test_a_step_without_weight_or_finite_numbers_updates_nothing_and_says_so(run
     before = jax.device_get(state)
     hyper = hyperparameters(config(), 0)
     batches = [executor.put(b) for b in run.steps[0]]
-    weighed = [(b._replace(text=b.text._replace(weight=b.text.weight * factor)),) for (b,) in batches]
+    weighed = [
+        (b._replace(text=b.text._replace(weight=b.text.weight * factor)),) for (b,) in batches
+    ]
     state, accumulated, report = executor.step(state, accumulated, weighed, hyper)
     assert (float(report.losses.weight.sum()) > 0) == (factor > 0)
     assert factor == 0 or not report.finite
@@ -151,11 +179,16 @@ def test_a_sample_that_some_process_could_not_read_weighs_nothing_and_all_know_i
     texts = [batch.text for (batch,) in batches]
     silenced = [jnp.where(jnp.isin(text.owner, jnp.array(bad)), 0.0, text.weight) for text in texts]
     silent = [
-        (batch._replace(text=batch.text._replace(weight=new)),) for (batch,), new in zip(batches, silenced, strict=True)
+        (batch._replace(text=batch.text._replace(weight=new)),)
+        for (batch,), new in zip(batches, silenced, strict=True)
     ]
-    wanted, _, same = executor.step(executor.init(jax.random.key(0)), executor.zeros(), silent, hyper)
+    wanted, _, same = executor.step(
+        executor.init(jax.random.key(0)), executor.zeros(), silent, hyper
+    )
     state = executor.init(jax.random.key(0))
-    state, _, told = executor.step(state, executor.zeros(), batches, hyper, ProcessReport(unreadable=bad))
+    state, _, told = executor.step(
+        state, executor.zeros(), batches, hyper, ProcessReport(unreadable=bad)
+    )
     assert sorted(int(n) for n in told.unreadable if n >= 0) == bad
     assert int(told.unreadable_count) == 2
     assert float(told.losses.weight.sum()) == float(same.losses.weight.sum()) < weight(run.steps[0])
@@ -177,7 +210,9 @@ def test_where_more_cannot_be_read_than_may_be_left_out_nothing_is_updated(run):
     before = jax.device_get(state)
     batches = [executor.put(b) for b in run.steps[0]]
     hyper, many = hyperparameters(config(), 0), range(10_000, 10_000 + 5 * MAX_UNREADABLE)
-    state, _, told = executor.step(state, executor.zeros(), batches, hyper, ProcessReport(unreadable=many))
+    state, _, told = executor.step(
+        state, executor.zeros(), batches, hyper, ProcessReport(unreadable=many)
+    )
     assert int(told.unreadable_count) == MAX_UNREADABLE + 1
     assert_unchanged(state, before)
 
@@ -200,12 +235,18 @@ def test_one_microbatch_leaves_nothing_between_steps_and_updates_the_same(tmp_pa
     direct.compile(states[1], [batch], hyper)
 
     def gradients(executor, sums):
-        return executor.gradients(states[1], [sums], [executor.put(batch)], weights([batch]), None).sums[0]
+        return executor.gradients(
+            states[1], [sums], [executor.put(batch)], weights([batch]), None
+        ).sums[0]
 
     # A bfloat16 product holds all of a matrix's gradient.
     wanted = gradients(summing, summing.zeros()[0]).gradients
     once = gradients(direct, None)
-    matrices = [x for name, x in paths(once.gradients).items() if ".runs." in name and name.endswith("weight")]
+    matrices = [
+        x
+        for name, x in paths(once.gradients).items()
+        if ".runs." in name and name.endswith("weight")
+    ]
     assert {x.dtype for x in matrices} == {jnp.dtype(jnp.bfloat16)}
     twice = gradients(direct, jax.tree.map(jnp.copy, once))  # for it is donated
     for name, g in paths(wanted).items():
@@ -220,10 +261,14 @@ def test_one_microbatch_leaves_nothing_between_steps_and_updates_the_same(tmp_pa
         assert kept == [None]
     assert programs.requested == 0
     for batches in steps:
-        states[0], _, same = summing.step(states[0], summing.zeros(), [summing.put(b) for b in batches], hyper)
+        states[0], _, same = summing.step(
+            states[0], summing.zeros(), [summing.put(b) for b in batches], hyper
+        )
     assert float(told.losses.loss.sum()) == pytest.approx(float(same.losses.loss.sum()), rel=1e-5)
     for name, p in paths(states[0].trainable).items():
-        np.testing.assert_allclose(paths(states[1].trainable)[name], p, rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            paths(states[1].trainable)[name], p, rtol=1e-5, atol=1e-6, err_msg=name
+        )
 
 
 def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(run):
@@ -234,7 +279,9 @@ def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(r
     put = [executor.put(batch) for batch in run.steps[0]]
     (accumulated,) = executor.gradients(state, accumulated, put, {"llm": np.float32(1)}, None).sums
     part = state.stages[0]
-    report = ProcessReport(digest=123 << 31 | 5, content=7 << 40 | 3, needed_flops=8.0, batch_seconds=0.5, stop=True)
+    report = ProcessReport(
+        digest=123 << 31 | 5, content=7 << 40 | 3, needed_flops=8.0, batch_seconds=0.5, stop=True
+    )
     reports = put_report(report, executor.mesh)
     unreadable = executor.merge_unreadable(reports.unreadable)
     for half in range(2):
@@ -246,7 +293,9 @@ def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(r
         )
         assert not told.agreed
         assert_unchanged(part, before)
-    _, _, told = executor.update_whole(part, accumulated, hyper, {"llm": np.float32(1)}, reports, unreadable)
+    _, _, told = executor.update_whole(
+        part, accumulated, hyper, {"llm": np.float32(1)}, reports, unreadable
+    )
     assert told.agreed
     assert told.stop
     assert float(told.needed_flops) == 8

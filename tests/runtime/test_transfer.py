@@ -29,7 +29,9 @@ def mesh(first: int, a: int, b: int) -> Mesh:
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("target", SPECS, ids=str)
 @pytest.mark.parametrize("source", SPECS, ids=str)
-@pytest.mark.parametrize("meshes", [((0, 2, 2), (4, 2, 2)), ((0, 3, 1), (2, 1, 2)), ((0, 1, 4), (4, 2, 1))], ids=str)
+@pytest.mark.parametrize(
+    "meshes", [((0, 2, 2), (4, 2, 2)), ((0, 3, 1), (2, 1, 2)), ((0, 1, 4), (4, 2, 1))], ids=str
+)
 def test_a_moved_array_is_the_same_on_the_other_mesh(meshes, source, target):
     x = np.arange(12 * 8 * 3, dtype=np.float32).reshape(12, 8, 3)
     x[0, 0, 0] = -0.0
@@ -61,7 +63,10 @@ def test_every_element_arrives_once_and_from_a_device_that_has_it():
 
 def boxes(rng: np.random.Generator, rows: int, columns: int) -> list:
     """A grid of boxes over all of an array, some of them on several devices."""
-    cuts = [sorted({0, size, *rng.integers(0, size + 1, rng.integers(0, 2)).tolist()}) for size in (rows, columns)]
+    cuts = [
+        sorted({0, size, *rng.integers(0, size + 1, rng.integers(0, 2)).tolist()})
+        for size in (rows, columns)
+    ]
     grid = [((a, b), (c, d)) for a, b in pairwise(cuts[0]) for c, d in pairwise(cuts[1])]
     return [*grid, *(grid[i] for i in rng.integers(0, len(grid), 3))]
 
@@ -73,12 +78,16 @@ def test_a_device_that_has_a_piece_keeps_it():
 
 
 def test_transfers_of_the_runtime_are_refused_on_cpus():
-    with pytest.raises(UserError, match=r"pipeline\.carrier=device: CPUs have no transfers of their own; use"):
+    with pytest.raises(
+        UserError, match=r"pipeline\.carrier=device: CPUs have no transfers of their own; use"
+    ):
         open_carrier("device", "cpu")
 
 
 def test_a_source_that_lacks_a_part_is_refused():
-    with pytest.raises(ValueError, match=r"8 elements .* on device 1 are on no device of the source"):
+    with pytest.raises(
+        ValueError, match=r"8 elements .* on device 1 are on no device of the source"
+    ):
         plan_moves({0: ((0, 2), (0, 4))}, {1: ((0, 4), (0, 4))}, {0: 0, 1: 0})
 
 
@@ -104,5 +113,7 @@ def test_a_piece_that_comes_in_the_place_of_another_or_changed_is_refused(number
     for n, piece in pieces.items():
         links.send(piece, n)
     assert np.array_equal(links.receive(struct, 0, 4, "whole"), pieces[4])
-    with pytest.raises(RuntimeError, match="transfer broken brought another piece than process 0 sent"):
+    with pytest.raises(
+        RuntimeError, match="transfer broken brought another piece than process 0 sent"
+    ):
         links.receive(struct, 0, number, "broken")

@@ -1,7 +1,7 @@
 """Steps of any grouping and balance on any devices.
 
-Also a program, for several processes: `python balanced.py FOLDER OUT.npz CASE ...`, a case being grouping/balance or
-grouping/balance/mesh.
+Also a program, for several processes: `python balanced.py FOLDER OUT.npz CASE ...`, a case being
+grouping/balance or grouping/balance/mesh.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ from mmjax.runtime.state import hyperparameters, make_optimizer
 
 STEPS = 20
 GROUPINGS = {"none": NoGrouping(24), "isf": IsfGrouping(chunk_steps=24), "pack": PackGrouping(24)}
-BALANCES = {"none": NoBalance(), "llm": LlmBalance(), "post": PostBalance(), "apart": PostBalance("off")}
+BALANCES = {
+    "none": NoBalance(),
+    "llm": LlmBalance(),
+    "post": PostBalance(),
+    "apart": PostBalance("off"),
+}
 CASES = [f"{grouping}/{balance}" for grouping in GROUPINGS for balance in BALANCES]
 MESHES = {"data": MeshConfig(), "tensor as data": MeshConfig(tensor=2, encoders="data")}
 
@@ -56,8 +61,13 @@ def config_of(case: str) -> Config:
     batch = BatchConfig(Samples(32), rows, 1, GROUPINGS[grouping], BALANCES[balance], shapes=1)
     config = tiny_config(batch=batch, mesh=MESHES[mesh[0] if mesh else "data"])
     model = config.model
-    encoders = {name: replace(encoder, layers=1, dropout=0.1) for name, encoder in model.encoders.items()}
-    return replace(config, model=replace(model, llm=replace(model.llm, layers=1, dropout=0.1), encoders=encoders))
+    encoders = {
+        name: replace(encoder, layers=1, dropout=0.1) for name, encoder in model.encoders.items()
+    }
+    return replace(
+        config,
+        model=replace(model, llm=replace(model.llm, layers=1, dropout=0.1), encoders=encoders),
+    )
 
 
 @cache
@@ -67,7 +77,9 @@ def parameters() -> Any:
     return jax.device_get(jax.jit(model.init)(jax.random.key(0)))
 
 
-def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STEPS) -> dict[str, np.ndarray]:
+def run(
+    case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STEPS
+) -> dict[str, np.ndarray]:
     """`loss` and gradients (by path) of the first step, `losses` of all, sample ids, LLM tokens that moved, widths.
 
     `opened`, `opened_items`: tokens of samples, and positions of items, that this process opened.
@@ -75,7 +87,9 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
     config = config_of(case)
     mesh = make_mesh(config.mesh, devices)
     index = build_index(open_sources(config, "train", folder), config.model.encoders)
-    coordination.run_on_leader(lambda: index.save(folder / "index") if not (folder / "index").exists() else None)
+    coordination.run_on_leader(
+        lambda: index.save(folder / "index") if not (folder / "index").exists() else None
+    )
     planner, layout = make_planner(index, config, [1.0], mesh_topology(mesh, config.mesh))
     held = local_ranks(mesh), coordination.is_leader(), local_ranks(mesh, encoder_axes(config.mesh))
     loader = StepLoader(config, planner.grouper.budget, layout, folder / "index", folder, *held)
@@ -109,9 +123,18 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
         "samples": np.concatenate([np.sort(arrays.samples) for arrays in loaded]),
         "moved": np.concatenate([arrays.moved for arrays in loaded]).sum(0),
         "widths": np.concatenate([arrays.widths for arrays in loaded]).max(0),
-        "opened": np.array([sum(int((b.text.sample >= 0).sum()) for a in loaded for b in a.microbatches)]),
+        "opened": np.array(
+            [sum(int((b.text.sample >= 0).sum()) for a in loaded for b in a.microbatches)]
+        ),
         "opened_items": np.array(
-            [sum(int((i.item >= 0).sum()) for a in loaded for b in a.microbatches for i in b.items.values())]
+            [
+                sum(
+                    int((i.item >= 0).sum())
+                    for a in loaded
+                    for b in a.microbatches
+                    for i in b.items.values()
+                )
+            ]
         ),
     }
 

@@ -6,7 +6,14 @@ from dataclasses import replace
 
 from tiny_run import tiny_config
 
-from mmjax.config import Config, DiffusionTransformerConfig, EmbeddedSource, FunctionSource, PixelLatents, UnetConfig
+from mmjax.config import (
+    Config,
+    DiffusionTransformerConfig,
+    EmbeddedSource,
+    FunctionSource,
+    PixelLatents,
+    UnetConfig,
+)
 
 PICTURE = DiffusionTransformerConfig(
     layers=2,
@@ -42,7 +49,11 @@ def drawing_config(**changes) -> Config:
         "embedded": EmbeddedSource(modalities=("image", "text"), samples=300),
         "drawing": FunctionSource("mmjax.data.toy.drawing:drawings", {"samples": 300}),
     }
-    model = replace(base.model, encoders={"vision": base.model.encoders["vision"]}, generators={"picture": PICTURE})
+    model = replace(
+        base.model,
+        encoders={"vision": base.model.encoders["vision"]},
+        generators={"picture": PICTURE},
+    )
     rows = {"llm": 3, "vision": 1, "picture": 2}
     return replace(
         base,

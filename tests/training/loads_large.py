@@ -26,8 +26,12 @@ def main(folder: str, frozen: bool) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     model = Model.build(from_hf(folder, freeze=["llm"] if frozen else []), jnp.bfloat16)
     mesh = make_mesh(MeshConfig(data=1, fsdp=8), jax.devices())
-    params = jax.block_until_ready(load_pretrained(model, parameter_shardings(model, mesh, ShardingRules())))
-    held = sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards)
+    params = jax.block_until_ready(
+        load_pretrained(model, parameter_shardings(model, mesh, ShardingRules()))
+    )
+    held = sum(
+        shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards
+    )
     print(json.dumps({"peak": peak(), "held": held}))
 
 

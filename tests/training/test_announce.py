@@ -18,7 +18,12 @@ from mmjax.models import attention
 from mmjax.training import loop
 from mmjax.training.announce import describe_attention, describe_interruption, describe_zero_rates
 
-SHORT = ("training.steps=2", "training.evaluate_every=0", "training.checkpoint_every=0", "schedule.warmup=1")
+SHORT = (
+    "training.steps=2",
+    "training.evaluate_every=0",
+    "training.checkpoint_every=0",
+    "schedule.warmup=1",
+)
 WITHOUT_LIBRARIES = ("tensorboard",)
 
 
@@ -56,12 +61,24 @@ def conversations(tmp_path, splits: tuple[str, ...]) -> list[str]:
     llava_folder.save_questions(tmp_path / "data", 16)
     data = tmp_path / "data" / "data.json"
     words = [f"checkpoint={tmp_path / 'llava'}", f"data={data}", f"images={data.parent / 'images'}"]
-    small = ("training.precision=float32", "batch.size.count=8", "batch.rows.llm=8", "batch.rows.vision=8")
-    return ["llava_style", *words, *small, *(f"data.sources.chat.{split}={data}" for split in splits)]
+    small = (
+        "training.precision=float32",
+        "batch.size.count=8",
+        "batch.rows.llm=8",
+        "batch.rows.vision=8",
+    )
+    return [
+        "llava_style",
+        *words,
+        *small,
+        *(f"data.sources.chat.{split}={data}" for split in splits),
+    ]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["text", "drawing", "chat", "chat with validation", "embedded", "preference"])
+@pytest.mark.parametrize(
+    "kind", ["text", "drawing", "chat", "chat with validation", "embedded", "preference"]
+)
 def test_the_commands_that_a_run_of_any_kind_names_work_wherever_it_lies(kind, tmp_path, capsys):
     words = {
         "text": [TINY],
@@ -80,9 +97,14 @@ def test_the_commands_that_a_run_of_any_kind_names_work_wherever_it_lies(kind, t
 
 def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(tmp_path):
     (saved,) = describe_interruption(tmp_path / "my run", 7, 6)
-    assert saved.startswith("interrupted after step 7; step 6 is saved; go on with python -m mmjax.train --resume '")
+    assert saved.startswith(
+        "interrupted after step 7; step 6 is saved; go on with python -m mmjax.train --resume '"
+    )
     (unsaved,) = describe_interruption(tmp_path, 1, 0)
-    assert "after step 1; nothing is saved yet; go on from the beginning with python -m mmjax.train --resume" in unsaved
+    assert (
+        "after step 1; nothing is saved yet; go on from the beginning with python -m mmjax.train --resume"
+        in unsaved
+    )
 
 
 @pytest.mark.exhaustive
@@ -100,11 +122,18 @@ def test_ctrl_c_names_the_command_that_goes_on_with_the_run(tmp_path, capsys, mo
         ended = run(capsys, train.main, TINY, f"run={folder}")
     assert (ended.code, ended.err) == (130, "interrupted\n")
     line = ended.out.splitlines()[-1]
-    assert line.startswith("interrupted after step 3; step 2 is saved; go on with python -m mmjax.train --resume ")
+    assert line.startswith(
+        "interrupted after step 3; step 2 is saved; go on with python -m mmjax.train --resume "
+    )
     shutil.move(folder, tmp_path / "moved")
-    words = [word.replace("a run", "moved") for word in shlex.split(line.partition("python -m ")[2])]
+    words = [
+        word.replace("a run", "moved") for word in shlex.split(line.partition("python -m ")[2])
+    ]
     assert_works(capsys, words)
-    steps = [json.loads(text)["step"] for text in (tmp_path / "moved" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(text)["step"]
+        for text in (tmp_path / "moved" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps[-1] == 6
 
 
@@ -112,10 +141,19 @@ def test_ctrl_c_names_the_command_that_goes_on_with_the_run(tmp_path, capsys, mo
     ("words", "said"),
     [
         ((), []),
-        (("optimizer=adamw", "optimizer.learning_rate=0"), ["NOTHING IS TRAINED: every learning rate is 0"]),
-        (("optimizer.learning_rate=0",), ["not trained, with a learning rate of 0: llm/matrix, vision/matrix"]),
+        (
+            ("optimizer=adamw", "optimizer.learning_rate=0"),
+            ["NOTHING IS TRAINED: every learning rate is 0"],
+        ),
+        (
+            ("optimizer.learning_rate=0",),
+            ["not trained, with a learning rate of 0: llm/matrix, vision/matrix"],
+        ),
         (("optimizer.learning_rate=0", "optimizer.adam_learning_rate=0"), ["NOTHING IS TRAINED"]),
-        (("optimizer.modules.llm.learning_rate=0",), ["not trained, with a learning rate of 0: llm/matrix, llm/other"]),
+        (
+            ("optimizer.modules.llm.learning_rate=0",),
+            ["not trained, with a learning rate of 0: llm/matrix, llm/other"],
+        ),
     ],
 )
 def test_a_learning_rate_of_0_is_said(words, said):
@@ -125,16 +163,23 @@ def test_a_learning_rate_of_0_is_said(words, said):
 
 
 def test_a_gpus_kernels_are_named_with_what_keeps_a_tower_from_hoppers(monkeypatch):
-    monkeypatch.setattr(attention, "first_device", lambda: SimpleNamespace(platform="gpu", compute_capability="9.0"))
+    monkeypatch.setattr(
+        attention, "first_device", lambda: SimpleNamespace(platform="gpu", compute_capability="9.0")
+    )
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     precision, backends = (
         ["training.precision=bfloat16"],
         ["model.llm.attention=auto", "model.encoders.vision.attention=auto"],
     )
-    layout = SimpleNamespace(shapes=[SimpleNamespace(lengths=(256, 256)), SimpleNamespace(lengths=(512, 64))])
-    config = load("tiny_vlm", [*precision, *backends, "model.llm.head_width=32", "model.encoders.vision.heads=8"])
+    layout = SimpleNamespace(
+        shapes=[SimpleNamespace(lengths=(256, 256)), SimpleNamespace(lengths=(512, 64))]
+    )
+    config = load(
+        "tiny_vlm",
+        [*precision, *backends, "model.llm.head_width=32", "model.encoders.vision.heads=8"],
+    )
     expected = "llm: Mosaic GPU for Hopper; vision: Triton (heads of 12 channels)"
     assert describe_attention(config, layout) == expected
-    assert describe_attention(load("tiny_vlm", [*precision, "model.llm.attention=dense"]), layout).startswith(
-        "llm: dense; "
-    )
+    assert describe_attention(
+        load("tiny_vlm", [*precision, "model.llm.attention=dense"]), layout
+    ).startswith("llm: dense; ")

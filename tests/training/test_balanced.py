@@ -51,7 +51,9 @@ def test_phases_planned_apart_send_most_encoder_tokens_and_others_few(on):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("count", "case"), [(2, "none/apart"), (4, "isf/post")])
-def test_processes_give_the_losses_and_gradients_of_one_device_and_each_opens_its_part(on, tmp_path, count, case):
+def test_processes_give_the_losses_and_gradients_of_one_device_and_each_opens_its_part(
+    on, tmp_path, count, case
+):
     folder, out = tmp_path / "data", tmp_path / "out.npz"
     folder.mkdir()
     found, opened = processes_found(folder, out, [case], count, 8 // count)
@@ -64,13 +66,17 @@ def test_processes_give_the_losses_and_gradients_of_one_device_and_each_opens_it
 
 
 @pytest.mark.exhaustive
-def test_processes_that_share_a_rank_give_those_of_one_device_and_open_each_its_part_of_the_items(on, tmp_path):
+def test_processes_that_share_a_rank_give_those_of_one_device_and_open_each_its_part_of_the_items(
+    on, tmp_path
+):
     """Two ranks of two devices, every device a process, with the tensor axis as data for encoders."""
     case, wanted = "none/post/tensor as data", on("none/none", 1)
     (tmp_path / "data").mkdir()
     found, opened = processes_found(tmp_path / "data", tmp_path / "out.npz", [case], 4, 1)
     assert_same(found[case], wanted)
-    texts, items = ([int(o[f"{case}:{what}"][0]) for o in opened] for what in ("opened", "opened_items"))
+    texts, items = (
+        [int(o[f"{case}:{what}"][0]) for o in opened] for what in ("opened", "opened_items")
+    )
     assert sum(texts) == 2 * wanted["opened"][0]
     assert sum(items) == wanted["opened_items"][0]
     assert max(items) < 1.5 / 4 * sum(items)
@@ -84,12 +90,20 @@ def processes_found(
     started = [
         begin(
             [sys.executable, str(program), str(folder), str(out), *cases],
-            environment(devices, MMJAX_PROCESSES=str(count), MMJAX_PROCESS=str(p), MMJAX_COORDINATOR=together),
+            environment(
+                devices,
+                MMJAX_PROCESSES=str(count),
+                MMJAX_PROCESS=str(p),
+                MMJAX_COORDINATOR=together,
+            ),
         )
         for p in range(count)
     ]
     ended = [finish(p, 1200) for p in started]
     assert [e.code for e in ended] == [0] * count, ended
     with np.load(out) as file:
-        found = {case: {k.split(":")[1]: file[k] for k in file.files if k.startswith(f"{case}:")} for case in cases}
+        found = {
+            case: {k.split(":")[1]: file[k] for k in file.files if k.startswith(f"{case}:")}
+            for case in cases
+        }
     return found, [dict(np.load(out.with_suffix(f".{p}.npz"))) for p in range(count)]

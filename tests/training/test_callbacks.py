@@ -61,7 +61,11 @@ def place(tmp_path_factory):
 
 def words(place: Path, checkpoint: str = "checkpoint") -> list[str]:
     data = place / "data"
-    given = [f"checkpoint={place / checkpoint}", f"data={data / 'data.json'}", f"images={data / 'images'}"]
+    given = [
+        f"checkpoint={place / checkpoint}",
+        f"data={data / 'data.json'}",
+        f"images={data / 'images'}",
+    ]
     return [*given, f"data.cache={place / 'cache'}"]
 
 
@@ -75,7 +79,9 @@ def whole_batch(config, folder):
 
 
 def loaded(config, folder):
-    model = Model.build(config.model, jnp.float32, functions=resolve_callbacks(config.model, folder))
+    model = Model.build(
+        config.model, jnp.float32, functions=resolve_callbacks(config.model, folder)
+    )
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     return model, load_pretrained(model, parameter_shardings(model, mesh, ShardingRules()))
 
@@ -105,12 +111,16 @@ def test_what_was_trained_with_them_is_exported_as_it_was_read(place):
     train.train(config, find_config(place / "any_res.py"), devices=jax.devices()[:1])
     export.main([str(place / "run"), str(place / "served")])
     before, after = (load_file(place / of / "model.safetensors") for of in ("checkpoint", "served"))
-    assert {k: (v.shape, v.dtype) for k, v in after.items()} == {k: (v.shape, v.dtype) for k, v in before.items()}
+    assert {k: (v.shape, v.dtype) for k, v in after.items()} == {
+        k: (v.shape, v.dtype) for k, v in before.items()
+    }
     changed = {k for k, v in before.items() if not torch.equal(v, after[k])}
     assert {"image_newline", "model.image_newline"} & changed
     assert not any("vision_tower" in key for key in changed)
     others = sorted(p.name for p in (place / "checkpoint").iterdir() if p.suffix != ".safetensors")
-    assert filecmp.cmpfiles(place / "checkpoint", place / "served", others, shallow=False)[0] == others
+    assert (
+        filecmp.cmpfiles(place / "checkpoint", place / "served", others, shallow=False)[0] == others
+    )
     check_answers_there(place)
 
 
@@ -121,13 +131,20 @@ def check_answers_there(place: Path) -> None:
     model, params = loaded(config, place)
     ours = np.asarray(jax.jit(model.logits)(params, batch))
     processor = AutoProcessor.from_pretrained(place / "served")
-    there = AutoModelForImageTextToText.from_pretrained(place / "served", dtype=torch.float32).eval()
+    there = AutoModelForImageTextToText.from_pretrained(
+        place / "served", dtype=torch.float32
+    ).eval()
     for n, record in enumerate(json.loads((place / "data" / "data.json").read_text())):
         asked, answered = (turn["value"] for turn in record["conversations"])
-        content = [*[{"type": "image"}] * len(record["image"]), {"type": "text", "text": asked.replace("<image>", "")}]
+        content = [
+            *[{"type": "image"}] * len(record["image"]),
+            {"type": "text", "text": asked.replace("<image>", "")},
+        ]
         turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answered}]
         images = [image_of(place / "data", name) for name in record["image"]]
-        inputs = processor(images=images, text=[processor.apply_chat_template(turns)], return_tensors="pt")
+        inputs = processor(
+            images=images, text=[processor.apply_chat_template(turns)], return_tensors="pt"
+        )
         with torch.no_grad():
             wanted = there(**inputs).logits[0].numpy()
         np.testing.assert_allclose(ours[batch.text.owner == n], wanted, atol=1e-4)
@@ -158,12 +175,16 @@ def shorter(x, batch):
 
 
 def test_functions_inside_the_step_see_what_the_encoder_and_the_connector_make(place):
-    config = load("llava_style", [*words(place), *SMALL, "batch.size.count=10", "batch.grouping=none"])
+    config = load(
+        "llava_style", [*words(place), *SMALL, "batch.size.count=10", "batch.grouping=none"]
+    )
     batch = jax.tree.map(jnp.asarray, whole_batch(config, place))
     model, params = loaded(config, place)
     plain = np.asarray(model.encode(params, batch.items)["vision"])
     down = jax.tree.map(lambda x: x, params)
-    down["connectors"]["vision"]["mlp"]["up"]["weight"] = params["connectors"]["vision"]["mlp"]["up"]["weight"] / 2
+    down["connectors"]["vision"]["mlp"]["up"]["weight"] = (
+        params["connectors"]["vision"]["mlp"]["up"]["weight"] / 2
+    )
     after = {
         "after_connector": np.concatenate([plain[:, :-1] / 2, plain[:, -1:]], axis=1),
         "after_encoder": np.asarray(model.encode(down, batch.items)["vision"]),
@@ -172,11 +193,15 @@ def test_functions_inside_the_step_see_what_the_encoder_and_the_connector_make(p
         eyes = replace(config.model.encoders["vision"], callbacks=Callbacks(**{name: "config:f"}))
         own = replace(config.model, encoders={"vision": eyes})
         called = Model.build(own, jnp.float32, functions={"config:f": halved})
-        np.testing.assert_allclose(np.asarray(called.encode(params, batch.items)["vision"]), wanted, atol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(called.encode(params, batch.items)["vision"]), wanted, atol=1e-6
+        )
         with pytest.raises(ValueError, match="the config names config:f, but Model"):
             Model.build(own, jnp.float32).encode(params, batch.items)
         with pytest.raises(ValueError, match="it must keep the shape"):
-            Model.build(own, jnp.float32, functions={"config:f": shorter}).encode(params, batch.items)
+            Model.build(own, jnp.float32, functions={"config:f": shorter}).encode(
+                params, batch.items
+            )
 
 
 def test_functions_that_are_not_there_or_cannot_be_meant_are_refused(place):
@@ -184,10 +209,20 @@ def test_functions_that_are_not_there_or_cannot_be_meant_are_refused(place):
     own = "model.encoders.vision.callbacks"
     with pytest.raises(UserError, match=f"{own}.before_llm: no function 'row' in"):
         load(place / "any_res.py", [*given, f"{own}.before_llm=config:row"])
-    with pytest.raises(UserError, match=f"{own}.before_encoder prepares images, and so does .*images=any_res"):
-        load("llava_style", [*given, f"{own}.before_encoder=mmjax.data.media.image_transforms:any_res"])
+    with pytest.raises(
+        UserError, match=f"{own}.before_encoder prepares images, and so does .*images=any_res"
+    ):
+        load(
+            "llava_style",
+            [*given, f"{own}.before_encoder=mmjax.data.media.image_transforms:any_res"],
+        )
     with pytest.raises(UserError, match=f"{own}.before_llm says in what order tokens stand"):
         load("llava_style", [*given, f"{own}.before_llm=mmjax.data.media.token_layout:in_order"])
-    tiles = ["model.encoders.vision.images.order=tiles", "model.encoders.vision.images.most_tiles=3"]
-    with pytest.raises(UserError, match="most_tiles=3: it is rows that are interpolated; choose order=rows"):
+    tiles = [
+        "model.encoders.vision.images.order=tiles",
+        "model.encoders.vision.images.most_tiles=3",
+    ]
+    with pytest.raises(
+        UserError, match="most_tiles=3: it is rows that are interpolated; choose order=rows"
+    ):
         load("llava_style", [*given, *tiles])

@@ -36,12 +36,19 @@ from mmjax.runtime.weights import load_pretrained
 
 GENERATOR = "model.generators.picture"
 KINDS = {
-    "transformer": (f"{GENERATOR}.biases=query,value,output,up,down",),  # a key's has a gradient of rounding alone
+    # a key's has a gradient of rounding alone
+    "transformer": (f"{GENERATOR}.biases=query,value,output,up,down",),
     "unet": (
         f"{GENERATOR}=unet",
-        *(f"{GENERATOR}.{key}={value}" for key, value in (("widths", "4,8"), ("heads", "2,2"), ("size", "4,6"))),
+        *(
+            f"{GENERATOR}.{key}={value}"
+            for key, value in (("widths", "4,8"), ("heads", "2,2"), ("size", "4,6"))
+        ),
         f"{GENERATOR}.attending=true,false",
-        *(f"{GENERATOR}.{key}={value}" for key, value in (("blocks", 1), ("groups", 2), ("queries", 4))),
+        *(
+            f"{GENERATOR}.{key}={value}"
+            for key, value in (("blocks", 1), ("groups", 2), ("queries", 4))
+        ),
         f"{GENERATOR}.condition_width=16",
         f"{GENERATOR}.latents=vae",
         f"{GENERATOR}.latents.factor=2",
@@ -59,7 +66,10 @@ def encoding_words(folder: Path, kind: str) -> list[str]:
         *KINDS[kind],
         f"{GENERATOR}.latents.weights={folder}/model",
         f"{GENERATOR}.latents.encode=step",
-        *(f"{GENERATOR}.latents.vae.{key}={value}" for key, value in (("widths", "4,8"), ("blocks", 1), ("groups", 2))),
+        *(
+            f"{GENERATOR}.latents.vae.{key}={value}"
+            for key, value in (("widths", "4,8"), ("blocks", 1), ("groups", 2))
+        ),
         f"{GENERATOR}.images=fixed_size",
         f"{GENERATOR}.images.resize=8,12",
         f"{GENERATOR}.images.crop=8,12",
@@ -79,17 +89,25 @@ def stored(config: Config, batch: Microbatch) -> Microbatch:
     rows, columns = (n // patch for n in image_size(generator))
     values = np.zeros((*items.item.shape, generator.patch_values), np.float32)
     model = VaeModel.build(generator.latents.vae)
-    params, encode = load_parameters(open_vae(generator.latents.weights), model), jax.jit(model.encode)
+    params, encode = (
+        load_parameters(open_vae(generator.latents.weights), model),
+        jax.jit(model.encode),
+    )
     for row, owned in enumerate(items.item):
         for image in np.unique(owned[owned >= 0]):  # an unreadable one leaves a gap
             at = owned == image
             pixels = items.values[row, at].reshape(rows, columns, side, side, 3).swapaxes(1, 2)
             pixels = pixels.reshape(rows * side, columns * side, 3)
             mean, log_variance = (
-                np.asarray(x)[0].reshape(rows, patch, columns, patch, -1).swapaxes(1, 2).reshape(rows * columns, -1)
+                np.asarray(x)[0]
+                .reshape(rows, patch, columns, patch, -1)
+                .swapaxes(1, 2)
+                .reshape(rows * columns, -1)
                 for x in encode(params, jnp.asarray(pixels[None], jnp.float32) / 127.5 - 1)
             )
-            values[row, at] = (mean + np.exp(0.5 * log_variance) * posterior[row, at]) * generator.latents.scale
+            values[row, at] = (
+                mean + np.exp(0.5 * log_variance) * posterior[row, at]
+            ) * generator.latents.scale
     return batch._replace(items=batch.items | {"picture": items._replace(values=values)})
 
 
@@ -100,7 +118,9 @@ def test_the_losses_and_gradients_are_those_of_stored_latents_and_the_vae_gets_n
     (batches,) = load_steps(config, tmp_path, 1)
     assert all(batch.items["picture"].values.dtype == np.uint8 for batch in batches)
     executor = make_executor(config, MESHES["one device"])
-    state = executor.init(jax.random.key(0), load_pretrained(executor.model, executor.parameter_shardings))
+    state = executor.init(
+        jax.random.key(0), load_pretrained(executor.model, executor.parameter_shardings)
+    )
     assert {module_of(tuple(name.split("."))) for name in paths(state.frozen)} == {"picture.vae"}
     found = gradients(executor, state, batches)
     assert found.losses.images["picture"][1] > 0
@@ -111,7 +131,9 @@ def test_the_losses_and_gradients_are_those_of_stored_latents_and_the_vae_gets_n
     state = State((state.stages[0]._replace(frozen={}),))
     wanted = gradients(other, state, [stored(config, batch) for batch in batches])
     np.testing.assert_allclose(found.losses.loss, wanted.losses.loss, rtol=1e-4)
-    np.testing.assert_allclose(found.losses.images["picture"], wanted.losses.images["picture"], rtol=1e-4)
+    np.testing.assert_allclose(
+        found.losses.images["picture"], wanted.losses.images["picture"], rtol=1e-4
+    )
     assert worst_leaf(found.gradients, wanted.gradients) < (1e-4, "")
 
 
@@ -119,32 +141,50 @@ def test_the_losses_and_gradients_are_those_of_stored_latents_and_the_vae_gets_n
 @pytest.mark.parametrize("kind", KINDS)
 def test_images_are_encoded_on_every_mesh_as_on_one_device(kind, tmp_path):
     config = encoding_config(tmp_path, kind)
-    config = replace(config, batch=replace(config.batch, rows=config.batch.rows | {"llm": 4, "picture": 4}))
+    config = replace(
+        config, batch=replace(config.batch, rows=config.batch.rows | {"llm": 4, "picture": 4})
+    )
     sums = {}
-    for mesh, topology in (("one device", ONE_RANK), ("data=2 x fsdp=2 x tensor=2", Topology(4, 4, 4))):
+    for mesh, topology in (
+        ("one device", ONE_RANK),
+        ("data=2 x fsdp=2 x tensor=2", Topology(4, 4, 4)),
+    ):
         (batches,) = load_steps(config, tmp_path, 1, topology)
         executor = make_executor(config, MESHES[mesh])
-        state = executor.init(jax.random.key(0), load_pretrained(executor.model, executor.parameter_shardings))
+        state = executor.init(
+            jax.random.key(0), load_pretrained(executor.model, executor.parameter_shardings)
+        )
         sums[mesh] = gradients(executor, state, batches)
     one, many = sums.values()
-    np.testing.assert_allclose(many.losses.images["picture"], one.losses.images["picture"], rtol=1e-5)
+    np.testing.assert_allclose(
+        many.losses.images["picture"], one.losses.images["picture"], rtol=1e-5
+    )
     assert worst_leaf(many.gradients, one.gradients) < (1e-4, "")
 
 
 @pytest.mark.exhaustive  # it compiles the programs of a whole run
 def test_a_run_encodes_in_its_steps_and_draws(capsys, tmp_path):
-    short = ["training.steps=2", "schedule.warmup=0", "data.max_bad_share=0.5", f"run={tmp_path}/run"]
+    short = [
+        "training.steps=2",
+        "schedule.warmup=0",
+        "data.max_bad_share=0.5",
+        f"run={tmp_path}/run",
+    ]
     words = [word for word in encoding_words(tmp_path, "transformer") if not word.endswith("test=")]
     ended = run(capsys, train.main, "tiny_text", *words, *short)
     assert ended.code == 0, ended.err
-    ended = run(capsys, generate.main, tmp_path / "run", "draw 1", "--size=8x12", f"--out={tmp_path}/1.png")
+    ended = run(
+        capsys, generate.main, tmp_path / "run", "draw 1", "--size=8x12", f"--out={tmp_path}/1.png"
+    )
     assert ended.code == 0, ended.err
 
 
 def test_what_encodes_is_planned(tmp_path):
     config = encoding_config(tmp_path, "transformer")
     model = Model.build(config.model, jnp.float32)
-    assert parameters(config.model)["picture.vae"] == sum(x.size for x in jax.tree.leaves(model.abstract["vaes"]))
+    assert parameters(config.model)["picture.vae"] == sum(
+        x.size for x in jax.tree.leaves(model.abstract["vaes"])
+    )
     assert row_values(config.model.generators["picture"]) == 4 * 4 * 3
     pixels = tower_batch(config.model, "picture", (2, 18)).values
     assert (pixels.shape, pixels.dtype) == ((2, 18, 4 * 4 * 3), np.uint8)
@@ -186,7 +226,10 @@ def test_flops_of_encoding_are_xlas(widths, tmp_path):
     [
         (["images=as_is"], "images of one size are encoded in a step, and these have any"),
         (["images.crop=8,10"], "no whole patches of 4 x 4 pixels"),
-        (["latents.vae.widths=4,8,8"], "its vae says 4; use model.generators.picture.latents.factor=4"),
+        (
+            ["latents.vae.widths=4,8,8"],
+            "its vae says 4; use model.generators.picture.latents.factor=4",
+        ),
         (["latents.vae.scale=2.0"], "its vae says 2.0"),
     ],
 )

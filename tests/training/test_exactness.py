@@ -82,7 +82,9 @@ def on(loaded, steps, parameters) -> Callable[[str], OnMesh]:
     @cache
     def run(mesh: str) -> OnMesh:
         executor = make_executor(CONFIG, MESHES[mesh])
-        planned = steps if mesh == "one device" else loaded(mesh_topology(executor.mesh, MESHES[mesh]))
+        planned = (
+            steps if mesh == "one device" else loaded(mesh_topology(executor.mesh, MESHES[mesh]))
+        )
         with stderr_of() as written:
             first = gradients(executor, state_with(executor, parameters), planned[0])
             trained = train(CONFIG, executor, state_with(executor, parameters), planned)
@@ -125,8 +127,12 @@ def test_no_array_is_replicated_to_move_it_between_shardings(on, mesh):
     assert "rematerialization" not in on(mesh).warnings
 
 
-def test_the_rows_of_these_batches_do_not_divide_by_the_ranks_and_hold_every_modality(steps, loaded):
-    rows = {name: len(items.item) for name, items in steps[0][0].items.items()} | {"llm": len(steps[0][0].text.token)}
+def test_the_rows_of_these_batches_do_not_divide_by_the_ranks_and_hold_every_modality(
+    steps, loaded
+):
+    rows = {name: len(items.item) for name, items in steps[0][0].items.items()} | {
+        "llm": len(steps[0][0].text.token)
+    }
     assert all(count % 8 for count in rows.values()), rows
     assert all((slots >= 0).any() for slots in steps[0][0].text.slots.values())
     for ranks in (2, 8):
@@ -136,19 +142,27 @@ def test_the_rows_of_these_batches_do_not_divide_by_the_ranks_and_hold_every_mod
         assert all(any((b.text.slots[e] >= 0).any() for b in batches) for e in ("vision", "audio"))
 
 
-def test_four_microbatches_give_the_gradients_and_losses_of_their_rows_in_one(on, microbatches, parameters):
+def test_four_microbatches_give_the_gradients_and_losses_of_their_rows_in_one(
+    on, microbatches, parameters
+):
     one = on("one device")
-    assert_same(gradients(one.executor, state_with(one.executor, parameters), microbatches[0]), one.first)
+    assert_same(
+        gradients(one.executor, state_with(one.executor, parameters), microbatches[0]), one.first
+    )
     trained = train(CONFIG, one.executor, state_with(one.executor, parameters), microbatches)
     np.testing.assert_allclose(trained.losses, one.trained.losses, rtol=OF_TRAINING)
 
 
-def test_a_microbatch_without_images_or_audio_is_only_a_part_of_its_step(on, microbatches, parameters):
+def test_a_microbatch_without_images_or_audio_is_only_a_part_of_its_step(
+    on, microbatches, parameters
+):
     executor = on("one device").executor
     first, second, *rest = microbatches[0]
     some_empty = [*rest, without(first, ("vision",)), without(second, ("vision", "audio"))]
     state = state_with(executor, parameters)
-    assert_same(gradients(executor, state, some_empty), gradients(executor, state, [merged(some_empty)]))
+    assert_same(
+        gradients(executor, state, some_empty), gradients(executor, state, [merged(some_empty)])
+    )
 
 
 @pytest.mark.parametrize("missing", [("vision",), ("audio",), ("vision", "audio")], ids="+".join)
@@ -158,25 +172,42 @@ def test_a_step_without_items_trains_the_rest_on_all_axes(on, loaded, steps, par
     batches, one = [without(b, missing) for b in planned], without(steps[0][0], missing)
     assert weight([one]) == weight(batches) > 0
     found = gradients(executor, state_with(executor, parameters), batches)
-    assert_same(found, gradients(on("one device").executor, state_with(on("one device").executor, parameters), [one]))
+    assert_same(
+        found,
+        gradients(
+            on("one device").executor, state_with(on("one device").executor, parameters), [one]
+        ),
+    )
     for name, gradient in paths(found.gradients).items():
-        empty = any(f"{kind}.{encoder}." in name for kind in ("encoders", "connectors") for encoder in missing)
+        empty = any(
+            f"{kind}.{encoder}." in name
+            for kind in ("encoders", "connectors")
+            for encoder in missing
+        )
         assert np.any(gradient) != empty, name
 
 
-def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its_norms(on, loaded, parameters):
+def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its_norms(
+    on, loaded, parameters
+):
     executor = on(ALL_AXES).executor
     planned = loaded(mesh_topology(executor.mesh, MESHES[ALL_AXES]))[0]
     batches = [without(b, ("vision",)) for b in planned]
     hyper = hyperparameters(CONFIG, 5)
     accumulated = gradients(executor, state_with(executor, parameters), batches)
-    accumulated = jax.device_put(accumulated, jax.tree.map(lambda x: x.sharding, executor.zeros()[0]))
+    accumulated = jax.device_put(
+        accumulated, jax.tree.map(lambda x: x.sharding, executor.zeros()[0])
+    )
     reports = put_report(ProcessReport(), executor.mesh)
     unreadable = executor.merge_unreadable(reports.unreadable)
     (state,) = state_with(executor, parameters).stages
-    state, _, _ = executor.update_whole(state, accumulated, hyper, {"llm": np.float32(1)}, reports, unreadable)
+    state, _, _ = executor.update_whole(
+        state, accumulated, hyper, {"llm": np.float32(1)}, reports, unreadable
+    )
     rate, decay = hyper["learning_rate/vision"], hyper["weight_decay/vision"]
-    before, after = (paths(tree["encoders"]["vision"]) for tree in (parameters, jax.device_get(state.trainable)))
+    before, after = (
+        paths(tree["encoders"]["vision"]) for tree in (parameters, jax.device_get(state.trainable))
+    )
     for name, p in before.items():
         kept = 1 - rate * decay if name.endswith("weight") else np.float32(1)
         np.testing.assert_allclose(after[name], p * kept, rtol=1e-6, err_msg=name)

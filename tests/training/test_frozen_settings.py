@@ -53,14 +53,20 @@ def test_each_setting_trains_every_projector_and_one_module_more(base):
 
 @pytest.mark.default_cases("projectors")
 @pytest.mark.parametrize("trained", SETTINGS)
-def test_what_is_frozen_stays_to_the_bit_and_every_parameter_that_is_not_has_a_gradient(trained, microbatches):
+def test_what_is_frozen_stays_to_the_bit_and_every_parameter_that_is_not_has_a_gradient(
+    trained, microbatches
+):
     config = setting(trained, 1, 1, 2)
     executor = make_executor(config, MESHES["one device"])
     state = executor.init(jax.random.key(0))
     before = jax.device_get(state)
     sums = gradients(executor, state, microbatches[0])
-    assert {module_of(tuple(name.split("."))) for name in paths(sums.gradients)} == SETTINGS[trained]
-    assert [name for name, leaf in paths(sums.gradients).items() if not np.abs(leaf).max() > 0] == []
+    assert {module_of(tuple(name.split("."))) for name in paths(sums.gradients)} == SETTINGS[
+        trained
+    ]
+    assert [
+        name for name, leaf in paths(sums.gradients).items() if not np.abs(leaf).max() > 0
+    ] == []
     accumulated = executor.zeros()
     for number, batches in enumerate(microbatches):
         put = [executor.put(batch) for batch in batches]
@@ -72,7 +78,9 @@ def test_what_is_frozen_stays_to_the_bit_and_every_parameter_that_is_not_has_a_g
     for name, leaf in paths(before.frozen).items():
         assert leaf.tobytes() == paths(after.frozen)[name].tobytes(), name
     assert [
-        name for name, leaf in paths(before.trainable).items() if (leaf == paths(after.trainable)[name]).all()
+        name
+        for name, leaf in paths(before.trainable).items()
+        if (leaf == paths(after.trainable)[name]).all()
     ] == []
 
 
@@ -98,7 +106,10 @@ def step_program(config: Config, batch):
 
 
 def shape_of(batch):
-    return {"llm": batch.text.token.shape, **{name: items.item.shape for name, items in batch.items.items()}}
+    return {
+        "llm": batch.text.token.shape,
+        **{name: items.item.shape for name, items in batch.items.items()},
+    }
 
 
 @pytest.mark.default_cases("projectors")
@@ -108,15 +119,20 @@ def test_the_products_of_a_step_are_those_that_its_gradients_need(trained, micro
     config = setting(trained, 4, 2, 4)
     batch = microbatches[0][0]
     executor, arguments = step_program(config, batch)
-    found = 2 * traced_products(jax.make_jaxpr(executor.programs[0].add_gradients)(*arguments).jaxpr)
-    needed = model_flops(config.model, row_work(config.model, shape_of(batch)), frozen_modules(config.model))
+    found = 2 * traced_products(
+        jax.make_jaxpr(executor.programs[0].add_gradients)(*arguments).jaxpr
+    )
+    needed = model_flops(
+        config.model, row_work(config.model, shape_of(batch)), frozen_modules(config.model)
+    )
     assert found == pytest.approx(sum(flops.total for flops in needed.values()), rel=0.02)
 
 
 @pytest.mark.default_cases("projectors")
 @pytest.mark.parametrize("trained", ["all", *SETTINGS])
 def test_the_compiled_step_executes_what_is_planned(trained, microbatches):
-    config = setting(trained, 1, 1, 1 if trained in ("all", "generator") else 2)  # XLA counts a scan's body once
+    # XLA counts a scan's body once
+    config = setting(trained, 1, 1, 1 if trained in ("all", "generator") else 2)
     batch = microbatches[0][0]
     executor, arguments = step_program(config, batch)
     quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -9,7 +9,16 @@ import jax
 import numpy as np
 import pytest
 from drawing import PICTURE, drawing_config
-from tiny_run import MESHES, gradients, load_steps, make_executor, one_shape, scattered, state_with, worst_leaf
+from tiny_run import (
+    MESHES,
+    gradients,
+    load_steps,
+    make_executor,
+    one_shape,
+    scattered,
+    state_with,
+    worst_leaf,
+)
 
 from mmjax.batch import PADDING
 from mmjax.config import LoraConfig, NoBalance, PostBalance
@@ -47,7 +56,9 @@ def one_device(loaded, parameters):
 
 def assert_same(found, wanted) -> None:
     np.testing.assert_allclose(found.losses.loss, wanted.losses.loss, rtol=1e-5)
-    np.testing.assert_allclose(found.losses.images["picture"], wanted.losses.images["picture"], rtol=1e-5)
+    np.testing.assert_allclose(
+        found.losses.images["picture"], wanted.losses.images["picture"], rtol=1e-5
+    )
     assert worst_leaf(found.gradients, wanted.gradients) < (1e-5, "")
 
 
@@ -57,7 +68,9 @@ ACROSS = {
     "data=2 x fsdp=2 x tensor=2, encoders=data": Topology(4, 2, 4, encoders_per_rank=2),
     "context=4": Topology(1, encoders_per_rank=4, context=4),
     "data=2 x context=2 x tensor=2": Topology(2, 2, 2, encoders_per_rank=2, context=2),
-    "fsdp=2 x context=2 x tensor=2, encoders=data": Topology(2, 2, 2, encoders_per_rank=4, context=2),
+    "fsdp=2 x context=2 x tensor=2, encoders=data": Topology(
+        2, 2, 2, encoders_per_rank=4, context=2
+    ),
 }
 
 
@@ -74,7 +87,9 @@ def test_losses_and_every_gradient_are_those_of_one_device(mesh, loaded, paramet
 @pytest.mark.exhaustive
 def test_adapters_of_a_generator_have_the_gradients_of_one_device_and_its_weights_none(loaded):
     config = drawing_config()
-    config = replace(config, model=replace(config.model, lora={"drawing": LoraConfig(("picture.*",), 4)}))
+    config = replace(
+        config, model=replace(config.model, lora={"drawing": LoraConfig(("picture.*",), 4)})
+    )
     mesh = "data=2 x fsdp=2 x tensor=2, encoders=data"
     found = []
     for name, topology in ((mesh, ACROSS[mesh]), ("one device", ONE_RANK)):
@@ -84,8 +99,11 @@ def test_adapters_of_a_generator_have_the_gradients_of_one_device_and_its_weight
         state = State((state._replace(trainable=trainable),))
         found.append(gradients(executor, state, loaded(topology)))
     assert_same(*found)
-    paths = [key_names(path) for path, _ in jax.tree.leaves_with_path(found[0].gradients["generators"])]
-    assert len(paths) == 2 * 10  # a and b of both attentions' four matrices and the MLP's two, over both layers
+    paths = [
+        key_names(path) for path, _ in jax.tree.leaves_with_path(found[0].gradients["generators"])
+    ]
+    # a and b of both attentions' four matrices and the MLP's two, over both layers
+    assert len(paths) == 2 * 10
     assert all("lora" in path for path in paths)
 
 
@@ -94,13 +112,17 @@ def test_a_condition_is_the_text_before_an_image_as_far_as_its_sample_goes_and_i
     for batch in loaded(ONE_RANK):
         text, items = batch.text, batch.items["picture"]
         place = np.arange(1.0, text.token.size + 1).reshape(*text.token.shape, 1)
-        condition = np.asarray(dispatch(place, text.send["picture"], text.condition["picture"], None))[..., 0]
+        condition = np.asarray(
+            dispatch(place, text.send["picture"], text.condition["picture"], None)
+        )[..., 0]
         sample = np.append(text.sample.reshape(-1), PADDING)
         for row, number in zip(*np.nonzero(np.diff(items.item, prepend=PADDING) > 0), strict=True):
             image = items.item[row, number]
             came = condition[row, image * tokens : (image + 1) * tokens].astype(int) - 1
             queries = came[PICTURE.text_tokens :]
-            assert text.slots["picture"].reshape(-1)[queries].tolist() == list(range(PICTURE.queries))
+            assert text.slots["picture"].reshape(-1)[queries].tolist() == list(
+                range(PICTURE.queries)
+            )
             whole = queries[0] + np.arange(-PICTURE.text_tokens, PICTURE.queries)
             inside = sample[whole] == sample[queries[0]]
             assert came.tolist() == np.where(inside, whole, -1).tolist()
@@ -115,7 +137,9 @@ def test_balancing_changes_where_images_are_made_and_nothing_else(loaded, parame
     assert_same(gradients(executor, state_with(executor, parameters), batches), one_device)
 
 
-def test_a_step_without_images_to_make_trains_the_rest_and_gives_generators_no_gradient(loaded, parameters):
+def test_a_step_without_images_to_make_trains_the_rest_and_gives_generators_no_gradient(
+    loaded, parameters
+):
     executor = make_executor(drawing_config(), MESHES["one device"])
     batches = loaded(ONE_RANK)
     empty = []

@@ -41,7 +41,9 @@ def tuned(source, tmp_path_factory) -> Path:
 def parameters(run: Path, step: int) -> dict[tuple[str, ...], np.ndarray]:
     folder = RunFolder(run)
     model = Model.build(folder.read_config().model, jnp.float32)
-    shardings = parameter_shardings(model, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules())
+    shardings = parameter_shardings(
+        model, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
+    )
     params = restore_parameters(folder.checkpoints, step, model, shardings)
     return {key_names(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
 
@@ -62,12 +64,17 @@ def test_the_first_loss_is_that_of_the_model_without_adapters(source, tuned, tmp
 
 
 @pytest.mark.exhaustive
-def test_a_run_with_adapters_goes_on_where_it_stopped_under_other_runs_of_layers(source, tuned, tmp_path):
+def test_a_run_with_adapters_goes_on_where_it_stopped_under_other_runs_of_layers(
+    source, tuned, tmp_path
+):
     stopped = shutil.copytree(tuned, tmp_path / "stopped")
     for step in ("2", "3"):
         shutil.rmtree(stopped / "checkpoints" / step)
     config = tuning(source, stopped, lora=LORA)
-    config = replace(config, model=replace(config.model, llm=replace(config.model.llm, remat=("none", "full", "full"))))
+    config = replace(
+        config,
+        model=replace(config.model, llm=replace(config.model.llm, remat=("none", "full", "full"))),
+    )
     train(config, Path(TINY), "resume", devices=jax.devices()[:1])
     assert losses(stopped)[3] == pytest.approx(losses(tuned)[3], rel=1e-6)
     one, other = parameters(tuned, 3), parameters(stopped, 3)
@@ -80,11 +87,16 @@ def test_adapters_train_the_same_on_four_devices(source, tmp_path):
     runs = {"one": (1, MeshConfig()), "four": (4, MeshConfig(1, fsdp=2, tensor=2))}
     for name, (devices, mesh) in runs.items():
         config = replace(tuning(source, tmp_path / name, lora=LORA), mesh=mesh)
-        # Adam divides a gradient that is but rounding by itself, so it would make of that a step of full size.
+        # Adam divides a gradient that is but rounding by itself, so it would make of that a step of
+        # full size.
         config = replace(config, optimizer=replace(config.optimizer, eps=1e-3))
         train(config, Path(TINY), devices=jax.devices()[:devices])
     one, four = (losses(tmp_path / name) for name in runs)
-    learned = [np.abs(x).max() for path, x in parameters(tmp_path / "one", 3).items() if path[-2:] == ("lora", "b")]
+    learned = [
+        np.abs(x).max()
+        for path, x in parameters(tmp_path / "one", 3).items()
+        if path[-2:] == ("lora", "b")
+    ]
     assert min(learned) > 0
     assert list(four.values()) == pytest.approx(list(one.values()), rel=2e-6)
 
@@ -98,7 +110,9 @@ def test_adapters_may_begin_from_the_parameters_of_a_run_without(source, tuned, 
     assert all((after[path] == x).all() for path, x in before.items())
     assert set(after) > set(before)
     back = replace(tuning(source, tmp_path / "third"), init_from=str(tuned))
-    with pytest.raises(UserError, match=r"that run has adapters and this model has none: .* mmjax\.export"):
+    with pytest.raises(
+        UserError, match=r"that run has adapters and this model has none: .* mmjax\.export"
+    ):
         train(back, Path(TINY), devices=jax.devices()[:1])
 
 

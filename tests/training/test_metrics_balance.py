@@ -33,11 +33,21 @@ def prices(*position: float, pair: tuple[float, ...] = (0.0, 0.0, 0.0)) -> Price
 
 def step(*of: dict[str, np.ndarray]) -> LoadedStep:
     others = dict.fromkeys(LoadedStep._fields)
-    return LoadedStep(**others | {name: np.stack([fields[name] for fields in of]) for name in of[0]})
+    return LoadedStep(
+        **others | {name: np.stack([fields[name] for fields in of]) for name in of[0]}
+    )
 
 
-ONE = work([[10, 5, 10, 5], [8, 4, 0, 0], [0, 0, 0, 0]], [[15, 15], [8, 4], [0, 0]], [[20, 10], [0, 12], [0, 0]])
-TWO = work([[10, 0, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0]], [[10, 0], [4, 0], [0, 0]], [[0, 10], [4, 0], [0, 0]])
+ONE = work(
+    [[10, 5, 10, 5], [8, 4, 0, 0], [0, 0, 0, 0]],
+    [[15, 15], [8, 4], [0, 0]],
+    [[20, 10], [0, 12], [0, 0]],
+)
+TWO = work(
+    [[10, 0, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0]],
+    [[10, 0], [4, 0], [0, 0]],
+    [[0, 10], [4, 0], [0, 0]],
+)
 
 
 def test_rows_are_as_full_and_as_equal_as_they_are_counted():
@@ -60,7 +70,10 @@ def test_ranks_are_as_equal_as_they_are_counted_now_and_as_they_would_be_without
     assert scalars["dist_ratio_before/vision"] == pytest.approx(12 / 24)
     assert scalars["max_over_mean_before/llm"] == pytest.approx(20 / 15)
     for suffix in ("", "_before"):
-        assert (scalars[f"dist_ratio{suffix}/audio"], scalars[f"max_over_mean{suffix}/audio"]) == (0, 1)
+        assert (scalars[f"dist_ratio{suffix}/audio"], scalars[f"max_over_mean{suffix}/audio"]) == (
+            0,
+            1,
+        )
     assert scalars["straggler_wait_before"] == pytest.approx(1 - (15 + 2 * 6) / (20 + 2 * 12))
 
 
@@ -69,10 +82,13 @@ def test_devices_that_share_rows_are_as_equal_in_encoders_as_they_are_counted_by
     balanced = [[15] * 8, [4, 4, 2, 2, 1, 3, 3, 1], [0] * 8]
     one = work([[10] * 8] * 3, balanced, balanced)
     scalars = balance_scalars(step(one), MODULES, layout, prices(1.0, 1.0, 1.0))
-    assert scalars["sp_ratio/vision"] == pytest.approx((4 / 16 + 0) / 2)  # 8 and 4 positions of one rank, 4 and 4
+    # 8 and 4 positions of one rank, 4 and 4
+    assert scalars["sp_ratio/vision"] == pytest.approx((4 / 16 + 0) / 2)
     assert scalars["sp_ratio/audio"] == 0
     assert "sp_ratio/llm" not in scalars
-    assert "sp_ratio/vision" not in balance_scalars(step(ONE), MODULES, LAYOUT, prices(1.0, 1.0, 1.0))
+    assert "sp_ratio/vision" not in balance_scalars(
+        step(ONE), MODULES, LAYOUT, prices(1.0, 1.0, 1.0)
+    )
 
 
 def test_microbatches_of_a_step_are_counted_together():
@@ -110,13 +126,17 @@ def test_a_rank_with_one_long_sample_keeps_those_with_short_ones_waiting_in_ever
     assert scalars["straggler_wait"] == pytest.approx(1 - mean / longest)
     assert scalars["straggler_wait"] > 0.2
     assert scalars["max_pairs_over_mean/llm"] == pytest.approx(2 * long / (long + short))
-    # By prices that were measured a pair takes half as long; what a data sheet says stands beside it.
+    # By prices that were measured a pair takes half as long; what a data sheet says stands beside
+    # it.
     measured = balance_scalars(step(first), MODULES, layout, of, of.times(2.0, 1.0))
     assert measured["straggler_wait_sheet"] == scalars["straggler_wait"]
     assert measured["straggler_wait"] == pytest.approx(1 - (rows + mean) / (rows + longest))
     assert measured["padding"] == pytest.approx(scalars["padding"])
     # Over both microbatches the ranks have the same, but they meet in each.
-    assert balance_scalars(step(first, second), MODULES, layout, of)["straggler_wait"] == scalars["straggler_wait"]
+    assert (
+        balance_scalars(step(first, second), MODULES, layout, of)["straggler_wait"]
+        == scalars["straggler_wait"]
+    )
 
 
 def test_a_padded_exchange_sends_its_width_between_all_pairs_of_peers():
@@ -129,7 +149,12 @@ def test_a_padded_exchange_sends_its_width_between_all_pairs_of_peers():
 
 @pytest.mark.parametrize(
     ("topology", "share"),
-    [(Topology(8, 8, 8), 0), (Topology(8, 4, 8), 0), (Topology(8, 8, 4), 4 / 7), (Topology(16, 16, 4), 12 / 15)],
+    [
+        (Topology(8, 8, 8), 0),
+        (Topology(8, 4, 8), 0),
+        (Topology(8, 8, 4), 4 / 7),
+        (Topology(16, 16, 4), 12 / 15),
+    ],
 )
 def test_what_leaves_a_node_is_what_goes_to_peers_on_others(topology, share):
     scalars = exchange_scalars(step(ONE), MODULES[1:], topology, token_bytes=1)

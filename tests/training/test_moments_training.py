@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from tiny_run import MESHES, load_steps, make_executor, tiny_config, train
 
-from mmjax.config import Adafactor, AdamW, BatchConfig, Muon, OptimizerConfig, PackGrouping, Samples, TrainingConfig
+from mmjax.config import (
+    Adafactor,
+    AdamW,
+    BatchConfig,
+    Muon,
+    OptimizerConfig,
+    PackGrouping,
+    Samples,
+    TrainingConfig,
+)
 
 pytestmark = pytest.mark.exhaustive
 
@@ -56,9 +65,13 @@ def last_loss(steps):
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_loss_is_within_a_hundredth_of_that_with_float32_moments(name, moments, last_loss):
     optimizer = WHOLE[name]
-    assert last_loss(replace(optimizer, moments=moments)) == pytest.approx(last_loss(optimizer), rel=0.01)
+    assert last_loss(replace(optimizer, moments=moments)) == pytest.approx(
+        last_loss(optimizer), rel=0.01
+    )
 
 
 def test_adafactor_learns_nearly_as_fast_at_the_rates_of_adamw(last_loss):
     # Another method, not another rounding: 1.6 % above after so few steps.
-    assert last_loss(replace(WHOLE["adafactor"], moments="bfloat16")) < 1.03 * last_loss(WHOLE["adamw"])
+    assert last_loss(replace(WHOLE["adafactor"], moments="bfloat16")) < 1.03 * last_loss(
+        WHOLE["adamw"]
+    )

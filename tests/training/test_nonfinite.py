@@ -19,9 +19,15 @@ from mmjax.runtime.executor import State
 from mmjax.runtime.state import hyperparameters
 from mmjax.training.bad_samples import MAX_SKIPPED, MIN_NORMS, NonFiniteWatch
 
-TINY = tiny_config(batch=BatchConfig(Samples(24), {"llm": 8, "vision": 8, "audio": 8}, 2, PackGrouping(chunk_steps=4)))
+TINY = tiny_config(
+    batch=BatchConfig(
+        Samples(24), {"llm": 8, "vision": 8, "audio": 8}, 2, PackGrouping(chunk_steps=4)
+    )
+)
 # Not tied: else a token's row of the table would be in every position's logits.
-CONFIG = replace(TINY, model=replace(TINY.model, llm=replace(TINY.model.llm, tied=False, norm_eps=1e-37)))
+CONFIG = replace(
+    TINY, model=replace(TINY.model, llm=replace(TINY.model.llm, tied=False, norm_eps=1e-37))
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +40,18 @@ def run(tmp_path_factory):
 def rarest(batches) -> int:
     """A token that stands in the fewest rows, and in one at least."""
     rows = [row for b in batches for row in np.where(b.text.kind != 0, b.text.token, 0)]
-    counts = np.array([sum(token in row for row in rows) for token in range(CONFIG.model.llm.vocab)])
+    counts = np.array(
+        [sum(token in row for row in rows) for token in range(CONFIG.model.llm.vocab)]
+    )
     counts[:2] = len(rows)
     return int(np.argmin(np.where(counts == 0, len(rows), counts)))
 
 
 def with_token(batches, token: int) -> set[int]:
     """All samples of the rows in which it stands."""
-    rows = ((owner, t) for b in batches for owner, t in zip(b.text.owner, b.text.token, strict=True))
+    rows = (
+        (owner, t) for b in batches for owner, t in zip(b.text.owner, b.text.token, strict=True)
+    )
     return {int(sample) for owner, t in rows if token in t for sample in owner if sample >= 0}
 
 
@@ -101,7 +111,8 @@ def test_halving_that_takes_too_long_names_whole_parts():
     assert len(found) > 500
 
 
-# ----------------------------------------------------------------------------------------------- what is said of it
+# -----------------------------------------------------------------------------------------------
+# what is said of it
 
 
 class Report:
@@ -111,7 +122,9 @@ class Report:
         self.finite, self.gradient_norm = finite, np.float32(norm)
         sample, loss = np.zeros(MAX_WORST, np.int32), np.zeros(MAX_WORST, np.float32)
         sample[: len(losses)], loss[: len(losses)] = np.arange(len(losses)) + 7, losses
-        self.losses = Losses(worst_samples=sample, worst_losses=loss, not_finite=np.int32(not_finite))
+        self.losses = Losses(
+            worst_samples=sample, worst_losses=loss, not_finite=np.int32(not_finite)
+        )
 
 
 def watching(**changes) -> NonFiniteWatch:
@@ -126,21 +139,34 @@ def test_a_gradient_norm_far_above_the_usual_names_the_worst_samples(capsys):
     assert capsys.readouterr().out == ""
     watch.check(MIN_NORMS + 1, Report(norm=14, losses=[5.5, 3.25]), list, [])
     out = capsys.readouterr().out
-    assert out == "step 22: the gradient norm is 14, usually 1.1; worst losses: few[7] 5.5, few[8] 3.25\n"
+    assert (
+        out
+        == "step 22: the gradient norm is 14, usually 1.1; worst losses: few[7] 5.5, few[8] 3.25\n"
+    )
     watching(spike=0).check(0, Report(norm=1e9), list, [])
     assert capsys.readouterr().out == ""
 
 
 def test_the_log_gets_the_eight_worst_by_name():
-    assert watching().worst_losses(Report(losses=np.arange(20, 0, -1))) == {f"few[{7 + k}]": 20.0 - k for k in range(8)}
+    assert watching().worst_losses(Report(losses=np.arange(20, 0, -1))) == {
+        f"few[{7 + k}]": 20.0 - k for k in range(8)
+    }
 
 
 def test_where_it_stops_it_names_the_samples_and_what_to_do():
-    with pytest.raises(UserError, match=r"step 5 is not a finite number, and nothing was updated\. The losses of 2 sa"):
+    with pytest.raises(
+        UserError,
+        match=r"step 5 is not a finite number, and nothing was updated\. The losses of 2 sa",
+    ):
         watching().check(4, Report(False, losses=[np.inf, np.inf], not_finite=2), list, [])
-    with pytest.raises(UserError, match=r"the gradients of the rows of 2 samples are not: few\[3\], few\[4\]\. Look"):
+    with pytest.raises(
+        UserError,
+        match=r"the gradients of the rows of 2 samples are not: few\[3\], few\[4\]\. Look",
+    ):
         watching().check(4, Report(False), lambda: [3, 4], [])
-    with pytest.raises(UserError, match=r"no rows alone give it; its samples are few\[0\], .* and 8 more\. Look at"):
+    with pytest.raises(
+        UserError, match=r"no rows alone give it; its samples are few\[0\], .* and 8 more\. Look at"
+    ):
         watching().check(4, Report(False), list, list(range(40)))
 
 
@@ -151,6 +177,11 @@ def test_where_it_skips_it_goes_on_but_not_for_ever(capsys):
     watch.check(MAX_SKIPPED, Report(), list, [])
     for step in range(MAX_SKIPPED - 1):
         watch.check(step, Report(False, not_finite=1, losses=[np.inf]), list, [])
-    assert capsys.readouterr().out.count("nothing was updated. The losses of 1 samples are not finite: few[7]") == 18
+    assert (
+        capsys.readouterr().out.count(
+            "nothing was updated. The losses of 1 samples are not finite: few[7]"
+        )
+        == 18
+    )
     with pytest.raises(UserError, match="10 steps in a row were skipped"):
         watch.check(99, Report(False, not_finite=1, losses=[np.inf]), list, [])

@@ -17,14 +17,28 @@ FORWARD, BACKWARD = (0.1, 0.2, 0.3), (0.2, 0.4, 0.0)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """With a plan of an encoder and an LLM of two stages, for two microbatches."""
-    plan = {"schedule": "1f1b", "microbatches": 2, "edges": [[0, 1], [1, 2]], "workers": [0, 1, 2], "profiled": False}
-    stages = {"stages": ["vision", "llm[0:2]", "llm[2:4]"], "forward": FORWARD, "backward": BACKWARD}
+    plan = {
+        "schedule": "1f1b",
+        "microbatches": 2,
+        "edges": [[0, 1], [1, 2]],
+        "workers": [0, 1, 2],
+        "profiled": False,
+    }
+    stages = {
+        "stages": ["vision", "llm[0:2]", "llm[2:4]"],
+        "forward": FORWARD,
+        "backward": BACKWARD,
+    }
     write_sealed(tmp_path / "planned.json", plan | stages)
     return tmp_path
 
 
 def record(folder: Path, process: int, step: int, *passes: tuple[Action, float, float]) -> None:
-    lines = [with_checksum({"step": step, "passes": [(*action, start, end) for action, start, end in passes]})]
+    lines = [
+        with_checksum(
+            {"step": step, "passes": [(*action, start, end) for action, start, end in passes]}
+        )
+    ]
     append_json_lines(folder / f"{process}.jsonl", lines)
 
 
@@ -46,16 +60,23 @@ def test_a_plan_alone_is_simulated(folder: Path) -> None:
     timelines = read_timelines(folder)
     assert timelines is not None
     assert (timelines.measured, timelines.schedule, timelines.stages[0]) == (None, "1f1b", "vision")
-    seconds = dict(zip(timelines.planned.actions, timelines.planned.end - timelines.planned.start, strict=True))
+    seconds = dict(
+        zip(timelines.planned.actions, timelines.planned.end - timelines.planned.start, strict=True)
+    )
     for action, length in seconds.items():
-        assert length == pytest.approx({"forward": FORWARD, "backward": BACKWARD}[action.kind][action.stage])
+        assert length == pytest.approx(
+            {"forward": FORWARD, "backward": BACKWARD}[action.kind][action.stage]
+        )
     assert len(seconds) == 12
 
 
-def test_the_last_step_that_all_processes_have_recorded_is_shown_from_its_first_pass_on(folder: Path) -> None:
+def test_the_last_step_that_all_processes_have_recorded_is_shown_from_its_first_pass_on(
+    folder: Path,
+) -> None:
     record_all(folder, 4, 1000.0)
     record_all(folder, 8, 2000.0, microbatches=3)
-    record(folder, 0, 16, (Action("forward", 0, 0), 3000.0, 3001.0))  # the other process has not got there
+    # the other process has not got there
+    record(folder, 0, 16, (Action("forward", 0, 0), 3000.0, 3001.0))
     timelines = read_timelines(folder)
     assert timelines is not None
     assert timelines.step == 8
@@ -64,13 +85,18 @@ def test_the_last_step_that_all_processes_have_recorded_is_shown_from_its_first_
     assert measured.schedule.microbatches == 3
     assert len(measured.actions) == 18
     assert (np.diff(measured.start) >= 0).all()
-    spans = {a: (start, end) for a, start, end in zip(measured.actions, measured.start, measured.end, strict=True)}
+    spans = {
+        a: (start, end)
+        for a, start, end in zip(measured.actions, measured.start, measured.end, strict=True)
+    }
     assert spans[Action("forward", 0, 0)] == (0, 1)
     assert spans[Action("backward", 2, 2)] == (27, 30)
     assert measured.makespan == 30
 
 
-def test_a_pass_of_several_processes_lasts_from_the_last_start_to_the_last_end(folder: Path) -> None:
+def test_a_pass_of_several_processes_lasts_from_the_last_start_to_the_last_end(
+    folder: Path,
+) -> None:
     record_all(folder, 4, 1000.0)
     record(folder, 2, 4, (Action("forward", 1, 0), 1000.5, 1002.0))
     record(folder, 3, 4, (Action("forward", 1, 0), 1001.5, 1004.5))

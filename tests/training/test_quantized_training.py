@@ -38,7 +38,9 @@ def source(tmp_path_factory) -> Path:
 
 
 @pytest.mark.exhaustive
-def test_a_run_goes_on_where_it_stopped_under_other_stacks_and_begins_another_that_quantises_alike(source, tmp_path):
+def test_a_run_goes_on_where_it_stopped_under_other_stacks_and_begins_another_that_quantises_alike(
+    source, tmp_path
+):
     config = quantized(source, tmp_path / "run", "nf4")
     train(config, Path(TINY), devices=jax.devices()[:1])
     stopped = shutil.copytree(tmp_path / "run", tmp_path / "stopped")
@@ -52,7 +54,9 @@ def test_a_run_goes_on_where_it_stopped_under_other_stacks_and_begins_another_th
     train(second, Path(TINY), devices=jax.devices()[:1])
     assert losses(tmp_path / "second")[1] < losses(tmp_path / "run")[1]
     other = replace(quantized(source, tmp_path / "other", "int8"), init_from=str(tmp_path / "run"))
-    with pytest.raises(UserError, match=r"that run quantises other weights than this model: .* mmjax\.export"):
+    with pytest.raises(
+        UserError, match=r"that run quantises other weights than this model: .* mmjax\.export"
+    ):
         train(other, Path(TINY), devices=jax.devices()[:1])
 
 
@@ -65,7 +69,9 @@ def accuracy(folder: Path) -> float:
 def learning(source: Path, folder: Path, steps: int, **changes):
     """The config of a run on the embedded texts from a checkpoint."""
     base = load("tiny_text")
-    training = replace(base.training, steps=steps, checkpoint_every=0, evaluate_every=0, evaluate_samples=256)
+    training = replace(
+        base.training, steps=steps, checkpoint_every=0, evaluate_every=0, evaluate_samples=256
+    )
     model = replace(from_hf(source), **changes)
     batch = replace(base.batch, size=Samples(24))
     return replace(base, model=model, training=training, batch=batch, run=str(folder))
@@ -75,7 +81,9 @@ def learning(source: Path, folder: Path, steps: int, **changes):
 def test_a_checkpoint_learns_beside_quantised_weights_as_beside_its_own(tmp_path):
     save_checkpoint(tmp_path / "random", **SIZES)
     path = find_config("tiny_text")
-    train(learning(tmp_path / "random", tmp_path / "whole", LEARNT), path, devices=jax.devices()[:1])
+    train(
+        learning(tmp_path / "random", tmp_path / "whole", LEARNT), path, devices=jax.devices()[:1]
+    )
     export.export(tmp_path / "whole", tmp_path / "learnt")
     found = {"whole": accuracy(tmp_path / "whole")}
     for how in ("none", "nf4", "int8"):

@@ -24,7 +24,14 @@ from mmjax.planning.hardware import ATTENTION_EFFICIENCY, COMPUTE_EFFICIENCY
 from mmjax.planning.measured_file import Probed, read_probed
 from mmjax.planning.work import allowed_pairs, pairs_beyond_window
 from mmjax.training import loop, rate_probe
-from mmjax.training.rate_probe import ProbedRow, cut_rows, fit_rates, fullest_pairs, reached_shares, total_of
+from mmjax.training.rate_probe import (
+    ProbedRow,
+    cut_rows,
+    fit_rates,
+    fullest_pairs,
+    reached_shares,
+    total_of,
+)
 
 WORDS = (
     "model.llm.attention=blockwise", "batch.microbatches=2", "batch.shapes=1", "training.steps=6",
@@ -37,16 +44,29 @@ def text(sample: Any, **others: Any) -> TextBatch:
     """Rows of these samples, -1 = padding, whose tokens are in order and see each other both ways."""
     sample = np.array(sample, np.int32)
     order = np.broadcast_to(np.arange(sample.shape[1], dtype=np.int32), sample.shape)
-    fields = dict.fromkeys(TextBatch._fields, sample) | {"pos": order, "span": 0 * sample + 1, "kind": 0 * sample + 2}
+    fields = dict.fromkeys(TextBatch._fields, sample) | {
+        "pos": order,
+        "span": 0 * sample + 1,
+        "kind": 0 * sample + 2,
+    }
     return TextBatch(**fields | {"sees": 0 * sample, "slots": {}, "send": {}} | others)
 
 
 def llm(**changes: Any) -> DecoderConfig:
-    shape = {"layers": 2, "width": 8, "heads": 1, "kv_heads": 1, "head_width": 8, "mlp_width": 8, "vocab": 8}
+    shape = {
+        "layers": 2,
+        "width": 8,
+        "heads": 1,
+        "kv_heads": 1,
+        "head_width": 8,
+        "mlp_width": 8,
+        "vocab": 8,
+    }
     return DecoderConfig(**shape | changes)
 
 
-# ----------------------------------------------------------------------------------------------------------- two rows
+# --------------------------------------------------------------------------------------------------
+# two rows
 
 
 def test_rows_are_cut_into_samples_as_long_as_each_other_and_padding_stays():
@@ -61,14 +81,17 @@ def test_rows_are_cut_into_samples_as_long_as_each_other_and_padding_stays():
 
 @pytest.mark.parametrize("samples", [1, 3, 64])
 def test_pairs_of_cut_rows_are_those_that_their_mask_allows(samples):
-    rows = cut_rows(text([[0] * 90, [1] * 60 + [-1] * 30, [0] * 10 + [-1] * 80, [-1] * 90]), samples)
+    rows = cut_rows(
+        text([[0] * 90, [1] * 60 + [-1] * 30, [0] * 10 + [-1] * 80, [-1] * 90]), samples
+    )
     allowed = allowed_pairs(rows)
     assert fullest_pairs(llm(), rows, 4, 1) == allowed.max()
     assert fullest_pairs(llm(), rows, 2, 1) == allowed[:2].sum()
     window = 8
     mean = allowed - pairs_beyond_window(rows, window) / 2  # one of two layers has it
     windowed = llm(windowed=(0,), window=window)
-    assert fullest_pairs(windowed, rows, 1, 1) == pytest.approx(mean.sum(), rel=2e-3)  # of a sample whole pairs
+    # of a sample whole pairs
+    assert fullest_pairs(windowed, rows, 1, 1) == pytest.approx(mean.sum(), rel=2e-3)
 
 
 def test_devices_that_share_a_row_count_by_the_one_with_most():
@@ -86,7 +109,8 @@ def test_rates_solve_both_rows_and_rows_that_tell_nothing_give_none():
     assert (probed.position, probed.pair) == pytest.approx((wanted.position, wanted.pair))
     assert fit_rates(rows, items, pair, one._replace(seconds=many.seconds), many) is None
     assert fit_rates(rows, items, pair, one._replace(pairs=many.pairs), many) is None
-    assert fit_rates(rows, items, pair, one._replace(seconds=100.0), many) is None  # positions would take less than 0
+    # positions would take less than 0
+    assert fit_rates(rows, items, pair, one._replace(seconds=100.0), many) is None
 
 
 @pytest.mark.parametrize("backend", ["auto", "blockwise"])
@@ -94,21 +118,28 @@ def test_where_all_takes_twice_as_long_as_assumed_the_shares_are_half_of_those_a
     towers = ("llm", "vision", "audio")
     model = with_changes(make_model(), {name: {"attention": backend} for name in towers})
     prices, peak = pair_costs(model), 1e15
-    pairs, positions = {"llm": 3e7, "vision": 2e6, "audio": 1e6}, {"llm": 8192, "vision": 4096, "audio": 3000}
+    pairs, positions = (
+        {"llm": 3e7, "vision": 2e6, "audio": 1e6},
+        {"llm": 8192, "vision": 4096, "audio": 3000},
+    )
     rows = float(prices.position @ list(positions.values())) / peak
     llm, *others = prices.pair * list(pairs.values()) / peak
     one, many = (ProbedRow(2 * (rows + sum(others) + llm / n), pairs["llm"] / n) for n in (1, 64))
     probed = fit_rates(rows, sum(others), llm / pairs["llm"], one, many)
     assert (probed.position, probed.pair) == pytest.approx((2, 2))
     shape = {name: (1, n) for name, n in positions.items()}
-    flops = [total_of(executed(model, shape, frozenset(), pairs=n)) for n in (dict.fromkeys(towers, 0.0), pairs)]
+    flops = [
+        total_of(executed(model, shape, frozenset(), pairs=n))
+        for n in (dict.fromkeys(towers, 0.0), pairs)
+    ]
     shares = reached_shares(*flops, one.seconds, probed.pair * (llm + sum(others)), peak)
     assumed = {"products": COMPUTE_EFFICIENCY, "attention": ATTENTION_EFFICIENCY}
     assert shares == pytest.approx({key: assumed[key] / 2 for key in shares}, rel=1e-3)
     assert ("attention" in shares) == (backend == "auto")
 
 
-# -------------------------------------------------------------------------------------------------------------- a run
+# --------------------------------------------------------------------------------------------------
+# a run
 
 
 class Probes:
@@ -160,11 +191,16 @@ def check_that_probing_changes_nothing(
     return probed, ended.out
 
 
-def test_a_run_that_probes_trains_to_the_same_bits_and_its_rates_are_for_plans_and_later_starts(runs, capsys):
+def test_a_run_that_probes_trains_to_the_same_bits_and_its_rates_are_for_plans_and_later_starts(
+    runs, capsys
+):
     folder, out = check_that_probing_changes_nothing(TINY, WORDS, runs, capsys)
     path = folder / "rates.json"
     (line,) = (line for line in out.splitlines() if line.startswith("rates"))
-    assert "times as long as assumed; waits are by what was measured, and plans with --measured" in line
+    assert (
+        "times as long as assumed; waits are by what was measured, and plans with --measured"
+        in line
+    )
     assert " (sheet " in out
     stored = json.loads(path.read_text())
     assert list(stored) == ["device", "products", "probed"]  # blocks attend by products
@@ -178,9 +214,13 @@ def test_a_run_that_probes_trains_to_the_same_bits_and_its_rates_are_for_plans_a
     assert f"measured ({path})" in planned.out
     refused = run(capsys, plan.main, TINY, "cluster=h100x8", "--measured", path, *words)
     assert refused.code == 2
-    assert "device: these rates were measured on cpu, and the plan is for h100; remove the key" in refused.err
+    assert (
+        "device: these rates were measured on cpu, and the plan is for h100; remove the key"
+        in refused.err
+    )
 
-    # Gone on with, the run has its rates from its first step on; those of another device are measured again.
+    # Gone on with, the run has its rates from its first step on; those of another device are
+    # measured again.
     for device, probes_run in (("cpu", 0), ("NVIDIA H200", 2)):
         shutil.rmtree(folder / "checkpoints" / "6")
         (folder / "test.json").unlink()
@@ -190,7 +230,11 @@ def test_a_run_that_probes_trains_to_the_same_bits_and_its_rates_are_for_plans_a
             ended = run(capsys, train.main, TINY, *WORDS, f"run={folder}", "--resume")
         assert ended.code == 0, ended
         assert len(probes.pairs) == probes_run
-        measured = {step: "straggler_wait_sheet" in record for step, record in steps_of(folder).items() if step > 4}
+        measured = {
+            step: "straggler_wait_sheet" in record
+            for step, record in steps_of(folder).items()
+            if step > 4
+        }
         assert measured == {5: device == "cpu", 6: True}
 
 

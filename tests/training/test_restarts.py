@@ -69,7 +69,9 @@ def test_killed_inside_a_save_the_losses_are_to_the_bit_those_of_a_run_that_was_
     whole = whole if config == TINY else eight_steps(runs, config)
     script = folder.with_name("killed_in_a_save.py")
     script.write_text(KILLED_IN_A_SAVE)
-    killed = finish(begin([sys.executable, str(script), config, *EIGHT, f"run={folder}"], environment(8)))
+    killed = finish(
+        begin([sys.executable, str(script), config, *EIGHT, f"run={folder}"], environment(8))
+    )
     assert killed.code == -signal.SIGKILL, killed
     assert checkpoints(folder) == ["2", "4.partial"]
     ended = run(capsys, train.main, config, *EIGHT, f"run={folder}", "--resume")
@@ -84,7 +86,14 @@ def test_killed_at_twenty_moments_the_losses_are_to_the_bit_those_of_a_run_that_
     """Every other step is saved, so that many kills fall into a checkpoint's writing, and some into a start."""
     rng, cut_off, beside = random.Random(7), 0, folder.with_name("not_killed")
     for life in range(KILLS):
-        process = start("mmjax.train", TINY, f"run={folder}", *WORDS, "training.checkpoint_every=2", "--resume=auto")
+        process = start(
+            "mmjax.train",
+            TINY,
+            f"run={folder}",
+            *WORDS,
+            "training.checkpoint_every=2",
+            "--resume=auto",
+        )
         before = last(folder)
         if life % 5 == 4:
             time.sleep(rng.uniform(0.5, 6))  # wherever it is then
@@ -123,7 +132,9 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends_with_0(asked, folder):
 
 
 @pytest.mark.exhaustive
-def test_a_running_one_refuses_a_second_start_in_its_folder_and_records_steps_when_asked(folder, capsys):
+def test_a_running_one_refuses_a_second_start_in_its_folder_and_records_steps_when_asked(
+    folder, capsys
+):
     process = start("mmjax.train", TINY, f"run={folder}", *WORDS)
     wait_until(lambda: last(folder) >= 1, process)
     for word in ("--resume", "--overwrite"):
@@ -142,15 +153,22 @@ def test_a_running_one_refuses_a_second_start_in_its_folder_and_records_steps_wh
 def test_while_the_disk_is_full_the_run_goes_on_warns_and_keeps_the_last_checkpoint(folder):
     process = start("mmjax.train", TINY, f"run={folder}", *WORDS, "training.checkpoint_every=20")
     wait_until(lambda: (folder / "checkpoints" / "40").is_dir(), process)
-    largest = max(p.stat().st_size for p in folder.rglob("*") if p.is_file() and "checkpoints" not in p.parts)
-    # As a full disk does, to checkpoints and metrics alike: no file may grow beyond what the largest is now.
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (min(largest, 4096), resource.RLIM_INFINITY))
+    largest = max(
+        p.stat().st_size for p in folder.rglob("*") if p.is_file() and "checkpoints" not in p.parts
+    )
+    # As a full disk does, to checkpoints and metrics alike: no file may grow beyond what the
+    # largest is now.
+    resource.prlimit(
+        process.pid, resource.RLIMIT_FSIZE, (min(largest, 4096), resource.RLIM_INFINITY)
+    )
     at = last(folder)
     time.sleep(3)
     kept = [name for name in checkpoints(folder) if name.isdecimal()]
     assert kept
     assert last(folder) <= at + 20  # the log stands still as well
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    resource.prlimit(
+        process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    )
     newest = int(kept[-1])
     wait_until(lambda: any(n.isdecimal() and int(n) > newest for n in checkpoints(folder)), process)
     process.send_signal(signal.SIGTERM)
@@ -158,7 +176,10 @@ def test_while_the_disk_is_full_the_run_goes_on_warns_and_keeps_the_last_checkpo
     assert ended.code == 0, ended
     assert "could not be saved: " in ended.out
     assert f"the checkpoint after step {newest} is kept, and the run goes on" in ended.out
-    assert "metrics.jsonl cannot be written: File too large; its lines wait until there is room" in ended.out
+    assert (
+        "metrics.jsonl cannot be written: File too large; its lines wait until there is room"
+        in ended.out
+    )
     steps = [r["step"] for r in records(folder)]
     assert steps == list(range(1, steps[-1] + 1))  # none is missing, none is torn
     assert all(name.isdecimal() for name in checkpoints(folder))
@@ -196,7 +217,9 @@ def small_disk(tmp_path):
     """A folder with a file system of 6 MB of its own."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
     yield disk
@@ -204,15 +227,27 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_file_system_that_is_full_costs_the_saves_that_it_has_no_room_for_and_each_is_told(small_disk):
-    words = ("model.llm.width=128", "model.llm.mlp_width=512", "training.steps=8", f"run={small_disk / 'run'}")
+def test_a_file_system_that_is_full_costs_the_saves_that_it_has_no_room_for_and_each_is_told(
+    small_disk,
+):
+    words = (
+        "model.llm.width=128",
+        "model.llm.mlp_width=512",
+        "training.steps=8",
+        f"run={small_disk / 'run'}",
+    )
     ended = finish(start("mmjax.train", TINY, *words), 600)  # a checkpoint takes 5 MB
     assert ended.code == 2
     assert "Traceback" not in ended.out + ended.err
-    why, kept = "could not be saved: .*No space left on device.*; ", "the checkpoint after step 2 is kept, and the run"
+    why, kept = (
+        "could not be saved: .*No space left on device.*; ",
+        "the checkpoint after step 2 is kept, and the run",
+    )
     for step in (4, 6):
         assert re.search(f"WARNING step {step} {why}{kept} goes on", ended.out)
-    assert re.search(f"error: the last state {why}make room, and go on from step 2, which is kept", ended.err)
+    assert re.search(
+        f"error: the last state {why}make room, and go on from step 2, which is kept", ended.err
+    )
     assert checkpoints(small_disk / "run") == ["2"]
     subprocess.run(["mount", "-o", "remount,size=60m", small_disk], check=True)
     assert finish(start("mmjax.train", "--resume", small_disk / "run"), 600).code == 0
@@ -237,7 +272,8 @@ def test_a_torn_checkpoint_is_set_aside_and_the_one_before_is_gone_on_from(whole
         assert f"it is set aside as {step}.torn, and the run goes on from step 4" in ended.out
     assert f"resumed {folder} at step 4" in ended.out
     assert losses(folder) == losses(whole)
-    assert checkpoints(folder) == ["2", "4", "6", "8"]  # later ones are whole, so those set aside are gone
+    # later ones are whole, so those set aside are gone
+    assert checkpoints(folder) == ["2", "4", "6", "8"]
 
 
 @pytest.mark.exhaustive
@@ -249,7 +285,10 @@ def test_where_no_checkpoint_can_be_read_nothing_is_touched(folder, capsys):
     ended = run(capsys, train.main, *words, "training.steps=6", "--resume")
     assert ended.code == 2
     assert f"checkpoint {folder}/checkpoints/4 cannot be used: " in ended.err
-    assert "; nor can the 1 before it; restore the folder, or start afresh with --overwrite" in ended.err
+    assert (
+        "; nor can the 1 before it; restore the folder, or start afresh with --overwrite"
+        in ended.err
+    )
     assert checkpoints(folder) == ["2", "4"]
 
 
@@ -263,7 +302,12 @@ def test_every_so_many_steps_a_checkpoint_stays_for_good(folder, capsys):
 
 @pytest.mark.exhaustive
 def test_a_supervised_training_is_started_again_where_it_was_until_it_is_done(folder):
-    words = ("schedule.warmup=2", "training.evaluate_every=0", "training.steps=600", "training.checkpoint_every=20")
+    words = (
+        "schedule.warmup=2",
+        "training.evaluate_every=0",
+        "training.steps=600",
+        "training.checkpoint_every=20",
+    )
     command = ("mmjax.train", TINY, f"run={folder}", *words, "--resume=auto")
     process = start("mmjax.supervise", "--wait", "0", "--", sys.executable, "-m", *command)
     for step in (40, 100):
@@ -277,10 +321,17 @@ def test_a_supervised_training_is_started_again_where_it_was_until_it_is_done(fo
 
 
 @pytest.mark.exhaustive
-def test_memory_and_open_files_stay_flat_over_two_thousand_steps(folder, monkeypatch, optimized_programs):
+def test_memory_and_open_files_stay_flat_over_two_thousand_steps(
+    folder, monkeypatch, optimized_programs
+):
     """By what is in use: freed blocks are given back at once, of which the allocator else keeps some for later."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**18))
-    words = ("schedule.warmup=2", "training.evaluate_every=0", "training.steps=3000", "training.checkpoint_every=0")
+    words = (
+        "schedule.warmup=2",
+        "training.evaluate_every=0",
+        "training.steps=3000",
+        "training.checkpoint_every=0",
+    )
     ended = finish(start("mmjax.train", TINY, f"run={folder}", *words, "data.workers=1"), 400)
     assert ended.code == 0, ended
     of_steps = records(folder)[1000:]

@@ -39,13 +39,23 @@ def busy(number: signal.Signals, when: str):
 @pytest.mark.parametrize(
     ("number", "code", "expected"),
     [
-        (signal.SIGTERM, 0, "SIGTERM: no step was made since the start, so there is nothing to save; ending; start it"),
-        (signal.SIGUSR1, 0, "SIGUSR1: no step was made since the start, so there is nothing to save; ending; start it"),
+        (
+            signal.SIGTERM,
+            0,
+            "SIGTERM: no step was made since the start, so there is nothing to save; ending; start it",
+        ),
+        (
+            signal.SIGUSR1,
+            0,
+            "SIGUSR1: no step was made since the start, so there is nothing to save; ending; start it",
+        ),
         (signal.SIGINT, 130, "interrupted"),
     ],
     ids=["TERM", "USR1", "INT"],
 )
-def test_a_signal_while_native_code_runs_before_the_first_step_ends_the_process_with_one_line(number, code, expected):
+def test_a_signal_while_native_code_runs_before_the_first_step_ends_the_process_with_one_line(
+    number, code, expected
+):
     ended = busy(number, "before")
     assert ended.code == code
     assert ended.err.startswith(expected)
@@ -77,8 +87,16 @@ def test_a_signal_after_the_first_step_waits_for_the_step():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_that_is_stopped_while_it_compiles_ends_within_the_grace_of_a_cluster_and_goes_on(processes, folder):
-    words = (TINY, f"run={folder}", "training.evaluate_every=0", "training.steps=2", "schedule.warmup=1")
+def test_a_run_that_is_stopped_while_it_compiles_ends_within_the_grace_of_a_cluster_and_goes_on(
+    processes, folder
+):
+    words = (
+        TINY,
+        f"run={folder}",
+        "training.evaluate_every=0",
+        "training.steps=2",
+        "schedule.warmup=1",
+    )
     words += ("data.workers=2",)
     log = folder.with_name("log.txt")
     with log.open("w") as file:

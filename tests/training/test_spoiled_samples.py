@@ -68,7 +68,12 @@ def config():
         batch=replace(base.batch, rows={"llm": 4, "vision": 1}),
     )
 """
-WORDS = ("training.steps=6", "schedule.warmup=1", "training.evaluate_every=0", "batch.microbatches=2")
+WORDS = (
+    "training.steps=6",
+    "schedule.warmup=1",
+    "training.evaluate_every=0",
+    "batch.microbatches=2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +110,9 @@ def torn(config) -> tuple[Path, str]:
     return folder, out.getvalue()
 
 
-def test_a_sample_that_cannot_be_decoded_is_left_out_and_named_and_the_others_train_as_ever(torn, wanted):
+def test_a_sample_that_cannot_be_decoded_is_left_out_and_named_and_the_others_train_as_ever(
+    torn, wanted
+):
     folder, out = torn
     assert losses(folder) == pytest.approx(wanted, rel=1e-6)
     found = quarantined(folder)
@@ -130,7 +137,14 @@ def test_where_bad_samples_are_fatal_the_run_ends_with_its_name(config, capsys):
 
 @pytest.mark.exhaustive
 def test_more_than_the_share_that_may_be_bad_ends_the_run(config, capsys):
-    ended = run(capsys, train.main, config, f"run={config.parent / 'many'}", *WORDS, "data.max_bad_share=0.0001")
+    ended = run(
+        capsys,
+        train.main,
+        config,
+        f"run={config.parent / 'many'}",
+        *WORDS,
+        "data.max_bad_share=0.0001",
+    )
     assert ended.code == 2
     assert "That is more than data.max_bad_share=0.0001 allows" in ended.err
 
@@ -143,7 +157,16 @@ def test_every_process_leaves_out_the_same_whichever_could_not_read_it(config, t
     assert losses(folder) == pytest.approx(wanted, rel=1e-4)
     found = quarantined(folder)
     assert {line["reason"].split(": ")[-1] for line in found} == {"image file is truncated"}
-    assert sorted(line["sample"] for line in found) == sorted(line["sample"] for line in quarantined(torn[0]))
-    fatal = together(2, config, f"run={config.parent / 'two_fatal'}", *WORDS, "data.on_bad_sample=raise", devices=4)
+    assert sorted(line["sample"] for line in found) == sorted(
+        line["sample"] for line in quarantined(torn[0])
+    )
+    fatal = together(
+        2,
+        config,
+        f"run={config.parent / 'two_fatal'}",
+        *WORDS,
+        "data.on_bad_sample=raise",
+        devices=4,
+    )
     assert fatal.code == 2
     assert fatal.err.count("samples cannot be used; the first, few[") == 1

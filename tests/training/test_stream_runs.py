@@ -32,7 +32,9 @@ def place(tmp_path_factory) -> Path:
     for number in range(SHARDS):
         with tarfile.open(place / f"{number:02}.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
             for record in made[number * SAMPLES : (number + 1) * SAMPLES]:
-                (place / "record.json").write_text(json.dumps({"conversations": record["conversations"]}))
+                (place / "record.json").write_text(
+                    json.dumps({"conversations": record["conversations"]})
+                )
                 archive.add(place / "record.json", f"{record['id']}.json")
                 image = place / "made" / "images" / record["image"]
                 archive.add(image, f"{record['id']}{image.suffix}")
@@ -45,7 +47,9 @@ def train(place: Path, processes: int, path: str, run: str, *more: str, cache: s
     return launch(processes, "llava_style", *words, *paths, *more, devices=2 // processes)
 
 
-def test_killed_and_by_another_number_of_processes_a_stream_brings_the_batches_of_local_shards(place):
+def test_killed_and_by_another_number_of_processes_a_stream_brings_the_batches_of_local_shards(
+    place,
+):
     local, command = f"{place}/{{00..11}}.tar", f"pipe:sleep 0.5; cat {place}/{{00..11}}.tar"
     assert finish(train(place, 1, local, "local", cache="local_cache")).code == 0
     wanted = steps_of(place / "local")
@@ -58,7 +62,12 @@ def test_killed_and_by_another_number_of_processes_a_stream_brings_the_batches_o
         kill(process)
     ended = finish(train(place, 2, command, "stream", "--resume=auto", space, cache="cache"), 1200)
     assert ended.code == 0, ended
-    assert [life["processes"] for life in read_launches(place / "stream" / "history.jsonl")] == [1, 2, 1, 2]
+    assert [life["processes"] for life in read_launches(place / "stream" / "history.jsonl")] == [
+        1,
+        2,
+        1,
+        2,
+    ]
     found = steps_of(place / "stream")
     assert list(found) == list(wanted) == list(range(1, 61))
     for step, record in wanted.items():
@@ -83,7 +92,11 @@ def test_a_shard_that_changes_in_mid_run_ends_it_with_one_line_and_restored_noth
         shard.write_bytes(whole[: len(whole) // 2])
     ended = finish(process)
     assert ended.code == 2, ended
-    lines = [line for line in ended.err.splitlines() if "has changed since it was indexed, or is cut off" in line]
+    lines = [
+        line
+        for line in ended.err.splitlines()
+        if "has changed since it was indexed, or is cut off" in line
+    ]
     assert len(lines) == 1
     assert "--resume" in lines[0]
     for shard in folder.iterdir():

@@ -47,7 +47,8 @@ from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import TrainState, hyperparameters, make_optimizer
 
-MERGE = {"vision": 2 * 2, "audio": 2 * 2}  # encoder positions per LLM token: a square of patches; stride and merge
+# encoder positions per LLM token: a square of patches; stride and merge
+MERGE = {"vision": 2 * 2, "audio": 2 * 2}
 VOCAB = len(ALPHABET) + 3  # one more than there are tokens, so that tensor=2 divides it
 
 MESHES = {
@@ -62,9 +63,13 @@ MESHES = {
     "context=4": MeshConfig(1, context=4),
     "context=8": MeshConfig(1, context=8),
     "data=2 x context=2 x tensor=2": MeshConfig(2, context=2, tensor=2),
-    "data=2 x context=2 x tensor=2, overlap": MeshConfig(2, context=2, tensor=2, sequence_parallel="overlap"),
+    "data=2 x context=2 x tensor=2, overlap": MeshConfig(
+        2, context=2, tensor=2, sequence_parallel="overlap"
+    ),
     "fsdp=4 x context=2, heads": MeshConfig(1, fsdp=4, context=2, context_attention="heads"),
-    "fsdp=2 x context=2 x tensor=2, encoders=data": MeshConfig(1, fsdp=2, context=2, tensor=2, encoders="data"),
+    "fsdp=2 x context=2 x tensor=2, encoders=data": MeshConfig(
+        1, fsdp=2, context=2, tensor=2, encoders="data"
+    ),
 }
 
 
@@ -75,9 +80,17 @@ def tiny_config(**changes: Any) -> Config:
     config = Config(
         name="tiny",
         data=DataConfig({"embedded": EmbeddedSource(samples=300)}, alphabet=ALPHABET, workers=0),
-        batch=BatchConfig(Samples(48), {"llm": 3, "vision": 1, "audio": 1}, 4, PackGrouping(chunk_steps=12), shapes=2),
+        batch=BatchConfig(
+            Samples(48),
+            {"llm": 3, "vision": 1, "audio": 1},
+            4,
+            PackGrouping(chunk_steps=12),
+            shapes=2,
+        ),
         model=ModelConfig(
-            DecoderConfig(**tower | {"heads": 4}, kv_heads=2, head_width=8, vocab=VOCAB, rope_theta=1e3),
+            DecoderConfig(
+                **tower | {"heads": 4}, kv_heads=2, head_width=8, vocab=VOCAB, rope_theta=1e3
+            ),
             {
                 "vision": VisionConfig(**tower, patch=4, channels=1, connector=connector),
                 "audio": AudioConfig(
@@ -99,12 +112,16 @@ def one_shape(config: Config) -> Config:
     return replace(config, batch=replace(config.batch, shapes=1))
 
 
-def load_steps(config: Config, folder: Path, steps: int, topology: Topology = ONE_RANK) -> list[tuple[Microbatch, ...]]:
+def load_steps(
+    config: Config, folder: Path, steps: int, topology: Topology = ONE_RANK
+) -> list[tuple[Microbatch, ...]]:
     """The microbatches of the first steps of the config's data, for these ranks, by its own planner and loader."""
     index = build_index(open_sources(config, "train", folder), config.model.item_modules)
     index.save(folder / "index")
     planner, layout = make_planner(index, config, [1.0] * len(config.data.sources), topology)
-    loader = StepLoader(config, planner.grouper.budget, layout, folder / "index", folder, range(topology.ranks))
+    loader = StepLoader(
+        config, planner.grouper.budget, layout, folder / "index", folder, range(topology.ranks)
+    )
     return [loader(step).microbatches for step in range(steps)]
 
 
@@ -117,7 +134,14 @@ def make_executor(config: Config, mesh: MeshConfig, accumulates: bool = True) ->
     chunks = config.training.loss_chunks or 1
     sources = len(config.data.sources)
     return Executor.on_mesh(
-        model, optimizer, on, rules, sources=sources, loss_chunks=chunks, loss=config.loss, accumulates=accumulates
+        model,
+        optimizer,
+        on,
+        rules,
+        sources=sources,
+        loss_chunks=chunks,
+        loss=config.loss,
+        accumulates=accumulates,
     )
 
 
@@ -135,17 +159,26 @@ def scattered(executor: Executor, seed: int = 0) -> Any:
             return noise * np.float32(leaf.shape[-2] ** -0.5)
         return 0.02 * noise + (path[-1].key == "scale")
 
-    layers = unstack_layers(state.abstract.trainable, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype))
+    layers = unstack_layers(
+        state.abstract.trainable, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    )
     return stack_layers(jax.tree_util.tree_map_with_path(draw, layers), executor.model.runs)
 
 
 def state_with(executor: Executor, trainable: Any, frozen: Any = None) -> State:
     """Step 0 with these parameters, where the executor wants them, and its layers as it stacks them."""
-    given = [stack_layers(unstack_layers(part), executor.model.runs) for part in (trainable, frozen or {})]
+    given = [
+        stack_layers(unstack_layers(part), executor.model.runs)
+        for part in (trainable, frozen or {})
+    ]
     parts = []
     for state in executor.states:
-        owned = [restrict(part, like) for part, like in zip(given, state.abstract[1:3], strict=True)]
-        trainable, frozen = (jax.device_put(*pair) for pair in zip(owned, state.shardings[1:3], strict=True))
+        owned = [
+            restrict(part, like) for part, like in zip(given, state.abstract[1:3], strict=True)
+        ]
+        trainable, frozen = (
+            jax.device_put(*pair) for pair in zip(owned, state.shardings[1:3], strict=True)
+        )
         step, moments = state.init_optimizer(trainable)
         parts.append(TrainState(step, trainable, frozen, moments))
     return executor.from_parts(parts)
@@ -154,7 +187,8 @@ def state_with(executor: Executor, trainable: Any, frozen: Any = None) -> State:
 def gradients(executor: Executor, state: State, batches: Sequence[Microbatch]) -> Sums:
     """Gradients and report over the microbatches, on the host."""
     noise = np.array([0, 0], np.uint32) if executor.model.is_random else None
-    total = jax.device_put(weights(batches), replicated(executor.mesh))  # as in a step, so that both are one program
+    # as in a step, so that both are one program
+    total = jax.device_put(weights(batches), replicated(executor.mesh))
     put = [executor.put(batch) for batch in batches]
     return jax.device_get(executor.gradients(state, executor.zeros(), put, total, noise).sums[0])
 
@@ -168,7 +202,9 @@ class Trained:
     gradient_norms: np.ndarray
 
 
-def train(config: Config, executor: Executor, state: State, steps: Sequence[Sequence[Microbatch]]) -> Trained:
+def train(
+    config: Config, executor: Executor, state: State, steps: Sequence[Sequence[Microbatch]]
+) -> Trained:
     """One update per step's microbatches. `state` is donated."""
     accumulated = executor.zeros()
     losses, norms = [], []
@@ -190,7 +226,8 @@ def weight(batches: Sequence[Microbatch]) -> float:
 def weights(batches: Sequence[Microbatch]) -> dict[str, np.float32]:
     """Weights of the losses of all microbatches together: of the LLM, and of generators by name."""
     patches = {
-        name: np.float32(sum((b.items[name].item >= 0).sum() for b in batches)) for name in batches[0].text.condition
+        name: np.float32(sum((b.items[name].item >= 0).sum() for b in batches))
+        for name in batches[0].text.condition
     }
     return {"llm": np.float32(weight(batches))} | patches
 
@@ -199,9 +236,14 @@ def with_answers(batches: Sequence[Microbatch], loss: LossConfig) -> list[Microb
     """The microbatches with numbers of every token for a loss of answers, the same wherever the token stands."""
 
     def of(number: int, text: TextBatch) -> np.ndarray:
-        return np.where(text.weight > 0, np.sin(3.0 * number + 7 * text.owner + text.offset), 0).astype(np.float32)
+        return np.where(
+            text.weight > 0, np.sin(3.0 * number + 7 * text.owner + text.offset), 0
+        ).astype(np.float32)
 
-    texts = [b.text._replace(loss_inputs={x: of(n, b.text) for n, x in enumerate(loss.inputs)}) for b in batches]
+    texts = [
+        b.text._replace(loss_inputs={x: of(n, b.text) for n, x in enumerate(loss.inputs)})
+        for b in batches
+    ]
     return [batch._replace(text=text) for batch, text in zip(batches, texts, strict=True)]
 
 
@@ -214,7 +256,9 @@ def merged(batches: Sequence[Microbatch]) -> Microbatch:
 
     stack = lambda *arrays: np.concatenate(arrays)  # noqa: E731
     text = jax.tree.map(stack, *(b.text._replace(slots={}, send={}) for b in batches))
-    slots = {e: np.concatenate([shifted(e, m) for m in range(len(batches))]) for e in batches[0].items}
+    slots = {
+        e: np.concatenate([shifted(e, m) for m in range(len(batches))]) for e in batches[0].items
+    }
     text = text._replace(slots=slots, send=batches[0].text.send)
     return Microbatch(text, jax.tree.map(stack, *(b.items for b in batches)))
 
@@ -239,13 +283,17 @@ def without(batch: Microbatch, encoders: Sequence[str]) -> Microbatch:
         if e in encoders
     }
     return Microbatch(
-        TextBatch(**fields, pos=text.pos, slots=slots, send=text.send, spread=text.spread), batch.items | empty
+        TextBatch(**fields, pos=text.pos, slots=slots, send=text.send, spread=text.spread),
+        batch.items | empty,
     )
 
 
 def paths(tree: Any) -> dict[str, Any]:
     """Leaves by their dotted path."""
-    return {jax.tree_util.keystr(p, simple=True, separator="."): x for p, x in jax.tree.leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(p, simple=True, separator="."): x
+        for p, x in jax.tree.leaves_with_path(tree)
+    }
 
 
 def worst_leaf(gradients: Any, reference: Any) -> tuple[float, str]:

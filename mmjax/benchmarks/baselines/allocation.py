@@ -45,7 +45,8 @@ def _score_mmscale(options: TowerOptions, microbatches: int) -> Scores:
     return Scores(seconds, (microbatches - 1) * seconds / options.workers, np.zeros(len(seconds)))
 
 
-# MMScale, equations 1 and 2: every tower's path as the warm-up, then the slowest of the towers' mean stages.
+# MMScale, equations 1 and 2: every tower's path as the warm-up, then the slowest of the towers'
+# mean stages.
 MMSCALE = Objective(
     _score_mmscale,
     np.add,
@@ -66,17 +67,32 @@ def allocate_mmscale(problem: Problem) -> Allocation | None:
 
 def allocate_by_flops(problem: Problem) -> Allocation | None:
     """Give every tower devices in proportion to its work, and the way to use them that is fastest for it alone."""
-    work = {name: float((c[0].forward + c[0].backward).sum()) * c[0].devices for name, c in problem.towers.items()}
-    budget = {name: max(1, int(problem.cluster.devices * n / sum(work.values()))) for name, n in work.items()}
+    work = {
+        name: float((c[0].forward + c[0].backward).sum()) * c[0].devices
+        for name, c in problem.towers.items()
+    }
+    budget = {
+        name: max(1, int(problem.cluster.devices * n / sum(work.values())))
+        for name, n in work.items()
+    }
     best: Allocation | None = None
     for count in problem.microbatches:
         llm = _fastest(problem, "llm", count, budget["llm"], None)
-        chosen = {name: _fastest(problem, name, count, budget[name], llm) for name in work if llm and name != "llm"}
+        chosen = {
+            name: _fastest(problem, name, count, budget[name], llm)
+            for name in work
+            if llm and name != "llm"
+        }
         chosen["llm"] = llm
         choices = [choice for choice in chosen.values() if choice is not None]
-        if len(choices) < len(work) or sum(int(o.devices[n]) for o, n in choices) > problem.cluster.devices:
+        if (
+            len(choices) < len(work)
+            or sum(int(o.devices[n]) for o, n in choices) > problem.cluster.devices
+        ):
             continue
-        simulated = simulate_choice(problem, {name: c for name, c in chosen.items() if c is not None}, count)
+        simulated = simulate_choice(
+            problem, {name: c for name, c in chosen.items() if c is not None}, count
+        )
         best = _faster(best, simulated)
     return best
 
@@ -86,14 +102,16 @@ def _score_slowest(options: TowerOptions, microbatches: int) -> Scores:
 
 
 # Cornstarch, algorithm 1: an encoder's slowest stage counts alone.
-SLOWEST = Objective(_score_slowest, np.maximum, lambda encoders, llm, _: np.maximum(encoders.alone, llm.alone))
+SLOWEST = Objective(
+    _score_slowest, np.maximum, lambda encoders, llm, _: np.maximum(encoders.alone, llm.alone)
+)
 
 
 def allocate_loosely(problem: Problem) -> Allocation | None:
     """Allocate by Cornstarch's algorithm 1: for each way to run the LLM, the fewest devices that keep up with it.
 
-    An encoder that keeps up in no way has the fastest. The fastest of all candidates in the simulator counts; those
-    whose LLM alone takes longer are left out.
+    An encoder that keeps up in no way has the fastest. The fastest of all candidates in the
+    simulator counts; those whose LLM alone takes longer are left out.
     """
     best: Allocation | None = None
     encoders = [name for name in problem.towers if name != "llm"]
@@ -125,8 +143,8 @@ def allocate_loosely(problem: Problem) -> Allocation | None:
 def allocate_colocated(problem: Problem) -> Allocation | None:
     """Allocate with encoders-colocated stages (Cornstarch, section 2.2), the fastest in the simulator.
 
-    All encoders are cut into as many stages and share their devices: a stage runs a part of each in turn, and the
-    pipeline is a chain. The allocation has them as one tower, `encoders`.
+    All encoders are cut into as many stages and share their devices: a stage runs a part of each in
+    turn, and the pipeline is a chain. The allocation has them as one tower, `encoders`.
     """
     encoders = [name for name in problem.towers if name != "llm"]
     if not encoders:
@@ -134,7 +152,10 @@ def allocate_colocated(problem: Problem) -> Allocation | None:
     fused = []
     for towers in _by_layout(problem, encoders):
         max_stages = min(ENCODER_STAGES, *(len(costs.forward) for costs in towers))
-        fused += [_fuse([(costs, _cut_evenly(costs, n)) for costs in towers], n) for n in range(1, max_stages + 1)]
+        fused += [
+            _fuse([(costs, _cut_evenly(costs, n)) for costs in towers], n)
+            for n in range(1, max_stages + 1)
+        ]
     return allocate(problem._replace(towers={"encoders": fused, "llm": problem.towers["llm"]}))
 
 
@@ -146,8 +167,12 @@ def allocate_replicated(problem: Problem) -> Allocation | None:
     encoders = [name for name in problem.towers if name != "llm"]
     best: Allocation | None = None
     for llm, *towers in _by_layout(problem, ["llm", *encoders]):
-        for stages in range(1, min(LLM_STAGES, len(llm.forward), problem.cluster.devices // llm.devices) + 1):
-            fused = _fuse([(llm, _cut_evenly(llm, stages)), *((costs, None) for costs in towers)], stages)
+        for stages in range(
+            1, min(LLM_STAGES, len(llm.forward), problem.cluster.devices // llm.devices) + 1
+        ):
+            fused = _fuse(
+                [(llm, _cut_evenly(llm, stages)), *((costs, None) for costs in towers)], stages
+            )
             for count in problem.microbatches:
                 options = stage_options(problem, fused, stages, count)
                 bounds = BOUND.score(options, count)
@@ -167,7 +192,9 @@ def _by_layout(problem: Problem, towers: Sequence[str]) -> list[tuple[TowerCosts
     """Return the costs of towers on the same devices, with each layout that all can have."""
     by_layout = [{costs.layout: costs for costs in problem.towers[name]} for name in towers]
     return [
-        tuple(costs[way] for costs in by_layout) for way in by_layout[0] if all(way in costs for costs in by_layout)
+        tuple(costs[way] for costs in by_layout)
+        for way in by_layout[0]
+        if all(way in costs for costs in by_layout)
     ]
 
 
@@ -178,8 +205,8 @@ def _cut_evenly(costs: TowerCosts, stages: int) -> tuple[int, ...]:
 def _fuse(towers: Sequence[tuple[TowerCosts, tuple[int, ...] | None]], stages: int) -> TowerCosts:
     """Join towers that share their stages' devices into one, which has a layer for each stage.
 
-    towers: with their cuts; None: every stage has all of the tower. What is sent behind is what the first tower sends,
-    and where it sends tokens, those of all.
+    towers: with their cuts; None: every stage has all of the tower. What is sent behind is what the
+    first tower sends, and where it sends tokens, those of all.
     """
     sums: dict[str, Any] = dict.fromkeys(SUMMED, np.zeros(stages))
     launch, smaller = np.zeros(2), []
@@ -188,12 +215,15 @@ def _fuse(towers: Sequence[tuple[TowerCosts, tuple[int, ...] | None]], stages: i
         layers = len(costs.forward) / (1 if cuts is None else stages)  # of a stage, on average
         for name in SUMMED:
             values = getattr(costs, name)
-            sums[name] = sums[name] + (values.sum() if cuts is None else np.add.reduceat(values, (0, *cuts)))
+            sums[name] = sums[name] + (
+                values.sum() if cuts is None else np.add.reduceat(values, (0, *cuts))
+            )
         launch += layers * np.array(costs.launch)
         saved, again = saved + layers * costs.saved[0], again + layers * costs.again[0]
         steps = np.diff([costs.again, costs.saved]).T
         smaller += [(layers * more, -layers * less) for more, less in steps]
-    # The steps of all towers' policies, those that free the most bytes a second first: convex as each tower's are.
+    # The steps of all towers' policies, those that free the most bytes a second first: convex as
+    # each tower's are.
     smaller.sort(key=lambda step: step[0] / step[1])
     seconds, bytes_ = np.array([(0.0, 0.0), *smaller]).T
     first = towers[0][0]
@@ -212,7 +242,9 @@ def _fuse(towers: Sequence[tuple[TowerCosts, tuple[int, ...] | None]], stages: i
     )
 
 
-def _fastest(problem: Problem, tower: str, count: int, devices: int, llm: Choice | None) -> Choice | None:
+def _fastest(
+    problem: Problem, tower: str, count: int, devices: int, llm: Choice | None
+) -> Choice | None:
     """Return a tower's fastest option on at most so many devices. llm: that an encoder goes with."""
     behind = (0, 1) if llm is None else (llm[0].in_flight, int(llm[0].item_ranks[llm[1]]))
     table = make_table(list_options(problem, tower, count, *behind), count, BOUND)

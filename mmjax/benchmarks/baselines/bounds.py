@@ -16,21 +16,24 @@ MOST_ITEMS = 12  # of any lengths, on any number of ranks, the search takes well
 def search(weight, order, rank, load, capacity, extra, bound):
     """Replace the assignment in rank and load by the first better one found, again and again until none is better.
 
-    weight: [n], int64 or float64; order: int64 [n], longest first; rank: int32 [n]; load: [ranks] of weight's type.
-    A rank holds up to `capacity` items, and `extra` ranks one more. Ends early at a largest load of `bound`.
+    weight: [n], int64 or float64; order: int64 [n], longest first; rank: int32 [n]; load: [ranks]
+    of weight's type. A rank holds up to `capacity` items, and `extra` ranks one more. Ends early at
+    a largest load of `bound`.
     """
     last = len(order) - 1
     largest = load.max()
     trial = np.zeros_like(load)
     count = np.zeros(len(load), np.int64)
-    # By depth of the search: the rank that the item is on, -1 = on none yet, and that rank's load without it.
+    # By depth of the search: the rank that the item is on, -1 = on none yet, and that rank's load
+    # without it.
     trial_rank = np.full(len(order), -1)
     load_before = np.zeros_like(weight)
     depth = 0
     while depth >= 0 and largest > bound:
         item_weight = weight[order[depth]]
         r = trial_rank[depth]
-        if r >= 0:  # the search is back at this item: take it off its rank before trying the next one
+        # the search is back at this item: take it off its rank before trying the next one
+        if r >= 0:
             trial[r] = load_before[depth]
             count[r] -= 1
             extra += count[r] == capacity
@@ -74,8 +77,8 @@ _CONVERGED = 1e-4
 def rows_lower_bound(lengths: np.ndarray, budget: np.ndarray) -> int:
     """Bound from below the rows that any grouping needs for samples `[n, D]` and row budgets `[D]`.
 
-    The largest of the bounds of all single dimensions and all pairs of dimensions. Raises ValueError for a sample
-    above its budget.
+    The largest of the bounds of all single dimensions and all pairs of dimensions. Raises
+    ValueError for a sample above its budget.
     """
     lengths = np.asarray(lengths, np.int64)
     budget = np.asarray(budget, np.int64)
@@ -91,16 +94,18 @@ def rows_lower_bound(lengths: np.ndarray, budget: np.ndarray) -> int:
 def martello_toth(length: np.ndarray, budget: int) -> int:
     """Compute L2 in one dimension, for lengths `[n]` up to the budget.
 
-    For any a <= budget / 2, samples over budget - a have a row alone, those over budget / 2 a row each, and those of
-    a .. budget / 2 must go to what these leave or to new rows:
-    L2 = max_a n1 + n2 + max(0, ceil((sum_3 - (n2 * budget - sum_2)) / budget)). At a = 0 that is no less than
+    For any a <= budget / 2, samples over budget - a have a row alone, those over budget / 2 a row
+    each, and those of a .. budget / 2 must go to what these leave or to new rows: L2 = max_a n1 +
+    n2 + max(0, ceil((sum_3 - (n2 * budget - sum_2)) / budget)). At a = 0 that is no less than
     ceil(total / budget).
     """
     length = np.sort(length)
     total = np.concatenate([[0], np.cumsum(length)])
-    first_large = np.searchsorted(length, budget // 2, side="right")  # the first that is over budget / 2
+    # the first that is over budget / 2
+    first_large = np.searchsorted(length, budget // 2, side="right")
     threshold = np.unique(np.concatenate([[0], length[:first_large]]))
-    first_alone = np.searchsorted(length, budget - threshold, side="right")  # the first that is over budget - a
+    # the first that is over budget - a
+    first_alone = np.searchsorted(length, budget - threshold, side="right")
     single = first_alone - first_large
     free = single * budget - (total[first_alone] - total[first_large])
     small = total[first_large] - total[np.searchsorted(length, threshold)]
@@ -110,7 +115,8 @@ def martello_toth(length: np.ndarray, budget: int) -> int:
 def configuration_bound(lengths: np.ndarray, budget: np.ndarray) -> int:
     """Compute the configuration linear program's bound for two dimensions: samples `[n, 2]`, row budgets `[2]`.
 
-    Lengths are rounded down to at most 128 levels of each budget, so whatever fits a row still does.
+    Lengths are rounded down to at most 128 levels of each budget, so whatever fits a row still
+    does.
     """
     unit = np.maximum(-(-budget // _LEVELS), 1)
     capacity = budget // unit
@@ -132,7 +138,9 @@ def configuration_bound(lengths: np.ndarray, budget: np.ndarray) -> int:
             break
         new_columns = [row_counts]
         for _ in range(_PRICINGS - 1):
-            row_counts = _dearest_row(types, prices * rng.uniform(0.8, 1.2, len(types)), capacity)[1]
+            row_counts = _dearest_row(types, prices * rng.uniform(0.8, 1.2, len(types)), capacity)[
+                1
+            ]
             if prices @ row_counts > 1 + 1e-6:
                 new_columns.append(row_counts)
         columns.append(np.unique(new_columns, axis=0).T)
@@ -148,7 +156,8 @@ def _single_type_columns(types: np.ndarray, capacity: np.ndarray) -> np.ndarray:
 @njit(cache=True)
 def _dearest_row(types, prices, capacity):
     """Find the dearest multiset of types in a row: its price, and how many of each. Exact 2-D knapsack."""
-    # Best price of each smaller row [a, b] and its last step: a type; -2: as [a - 1, b]; -3: as [a, b - 1]; -1: none.
+    # Best price of each smaller row [a, b] and its last step: a type; -2: as [a - 1, b]; -3: as [a,
+    # b - 1]; -1: none.
     rows = capacity[0] + 1
     columns = capacity[1] + 1
     price = np.zeros((rows, columns))

@@ -1,14 +1,15 @@
 """For comparison only: the groupings that OmniBal's table 5 sets beside ISF. `isf` and `pack` are better.
 
-Each takes a fixed number of samples per row, which pads rows to their longest sample. The result is the row of each
-sample, int32 `[n]`, in the order of the epoch: a step is the next `ranks` rows.
+Each takes a fixed number of samples per row, which pads rows to their longest sample. The result is
+the row of each sample, int32 `[n]`, in the order of the epoch: a step is the next `ranks` rows.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-_WINDOW_STEPS = 4  # what length groups are sorted within; sorting the whole epoch would leave no padding and no chance
+# what length groups are sorted within; sorting the whole epoch would leave no padding and no chance
+_WINDOW_STEPS = 4
 
 
 def random_groups(samples: int, per_row: int, rng: np.random.Generator) -> np.ndarray:
@@ -16,13 +17,19 @@ def random_groups(samples: int, per_row: int, rng: np.random.Generator) -> np.nd
     return _cut_rows(rng.permutation(samples), per_row)
 
 
-def length_groups(lengths: np.ndarray, per_row: int, ranks: int, rng: np.random.Generator) -> np.ndarray:
+def length_groups(
+    lengths: np.ndarray, per_row: int, ranks: int, rng: np.random.Generator
+) -> np.ndarray:
     """Group samples of similar size, so that there is less padding: Length-Group of OmniBal section 5.3.
 
-    Within windows of a few steps, samples are sorted by their size, the rows are cut from that and shuffled.
-    lengths: int `[n, D]`; the size of a sample is the sum over dimensions of its length / the total.
+    Within windows of a few steps, samples are sorted by their size, the rows are cut from that and
+    shuffled.
+    lengths: int `[n, D]`; the size of a sample is the sum over dimensions of its length / the
+    total.
     """
-    order = _sort_windows(_relative_size(lengths), rng.permutation(len(lengths)), _WINDOW_STEPS * per_row * ranks)
+    order = _sort_windows(
+        _relative_size(lengths), rng.permutation(len(lengths)), _WINDOW_STEPS * per_row * ranks
+    )
     row = _cut_rows(order, per_row)
     shuffled = np.arange(row.max(initial=-1) + 1, dtype=np.int32)
     for begin in range(0, len(shuffled), _WINDOW_STEPS * ranks):
@@ -30,10 +37,13 @@ def length_groups(lengths: np.ndarray, per_row: int, ranks: int, rng: np.random.
     return shuffled[row]
 
 
-def device_groups(lengths: np.ndarray, per_row: int, ranks: int, rng: np.random.Generator) -> np.ndarray:
+def device_groups(
+    lengths: np.ndarray, per_row: int, ranks: int, rng: np.random.Generator
+) -> np.ndarray:
     """Give one step's rows similar sizes, so that no rank waits: Device-Group of OmniBal section 5.3.
 
-    The samples of a step are sorted by size and dealt to its rows, there and back. lengths: int `[n, D]`.
+    The samples of a step are sorted by size and dealt to its rows, there and back. lengths: int
+    `[n, D]`.
     """
     step = per_row * ranks
     order = _sort_windows(_relative_size(lengths), rng.permutation(len(lengths)), step)

@@ -1,8 +1,9 @@
 """Even bins by moving little: take what a bin has too much of, fill others with it, swap what is left.
 
-They serve node-wise rearrangement (OrchMLLM section 5.2), where bins are nodes or ranks of a node. Arrays: `length`
-int64 `[n]`; `excess` int64 `[b]`, what a bin holds above what it may; `first` int64 `[groups + 1]`, the bins of each
-group, between which items move; `bin_of` int64 `[n]`, written; `items` and `start` as `by_key` returns them.
+They serve node-wise rearrangement (OrchMLLM section 5.2), where bins are nodes or ranks of a node.
+Arrays: `length` int64 `[n]`; `excess` int64 `[b]`, what a bin holds above what it may; `first`
+int64 `[groups + 1]`, the bins of each group, between which items move; `bin_of` int64 `[n]`,
+written; `items` and `start` as `by_key` returns them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def by_key(order, key, keys):
     """Group the items of `order` by key, each in the same order; group k is items[start[k] : start[k + 1]]."""
     start = np.zeros(keys + 1, np.int64)
     for item in order:
-        # Counting sort: sizes one place further on, so that their running sum is where each group begins.
+        # Counting sort: sizes one place further on, so that their running sum is where each group
+        # begins.
         start[key[item] + 1] += 1
     for k in range(keys):
         start[k + 1] += start[k]
@@ -39,7 +41,9 @@ def shed(items, start, first_unit, length, excess, limit, away):
     """Mark items to take from every bin with an excess, about equally from its units; lowers it to 0 or just below."""
     for b in range(len(excess)):
         if excess[b] > 0:
-            excess[b] -= _shed_bin(items, start, first_unit[b], first_unit[b + 1], length, excess[b], limit, away)
+            excess[b] -= _shed_bin(
+                items, start, first_unit[b], first_unit[b + 1], length, excess[b], limit, away
+            )
 
 
 @njit(cache=True)
@@ -47,7 +51,8 @@ def _shed_bin(items, start, first, last, length, quota, limit, away):
     """Mark at least quota, if there is as much; return the length marked. The limit gives way if nothing else helps."""
     taken = 0
     for u in range(first, last):
-        # A quota of 10 over 3 units: 3, then 6 in all, then 10; what units before could not split is made up for.
+        # A quota of 10 over 3 units: 3, then 6 in all, then 10; what units before could not split
+        # is made up for.
         remaining = quota * (u - first + 1) // (last - first) - taken
         for item in items[start[u] : start[u + 1]]:
             if length[item] <= min(remaining, limit):
@@ -79,7 +84,8 @@ def _apply(away, change, add, drop):
 def _exchange(items, start, first, last, length, away, need, limit):
     """Find one item more, one less, or one for another of its unit: the least change >= need, or the most below it.
 
-    Returns the change, never on the other side of 0 than need, and the items to mark and to unmark, -1 = none.
+    Returns the change, never on the other side of 0 than need, and the items to mark and to unmark,
+    -1 = none.
     """
     # If nothing is needed, changing nothing is the least change that is enough.
     over_change = ENDLESS if need > 0 else 0  # the least change >= need
@@ -88,8 +94,10 @@ def _exchange(items, start, first, last, length, away, need, limit):
     for u in range(first, last):
         begin = start[u]
         end = start[u + 1]
-        # Items are longest first, so walking both i and j backwards goes from short to long: j never turns round.
-        j = end  # the shortest that makes up for what comes back; at `end` stands nothing, of length 0
+        # Items are longest first, so walking both i and j backwards goes from short to long: j
+        # never turns round. the shortest that makes up for what comes back; at `end` stands
+        # nothing, of length 0
+        j = end
         last_short = -1
         for i in range(end, begin - 1, -1):
             dropped = items[i] if i < end else -1
@@ -107,7 +115,10 @@ def _exchange(items, start, first, last, length, away, need, limit):
                 over_change = (length[items[j]] if j < end else 0) - dropped_length
                 over_drop = dropped
                 over_add = items[j] if j < end else -1
-            if begin <= last_short < end and length[items[last_short]] - dropped_length > under_change:
+            if (
+                begin <= last_short < end
+                and length[items[last_short]] - dropped_length > under_change
+            ):
                 under_change = length[items[last_short]] - dropped_length
                 under_add = items[last_short]
                 under_drop = dropped
@@ -155,7 +166,9 @@ def even(items, start, length, excess, first, goal, bin_of):
             worst = first[g] + np.argmax(excess[first[g] : first[g + 1]])
             if excess[worst] <= goal[g]:
                 break
-            partner, p, q = _best_swap(items, start, length, excess, first[g], first[g + 1], worst, goal[g])
+            partner, p, q = _best_swap(
+                items, start, length, excess, first[g], first[g + 1], worst, goal[g]
+            )
             if partner < 0:
                 break
             change = length[items[p]] - length[items[q]]
@@ -172,13 +185,15 @@ def even(items, start, length, excess, first, goal, bin_of):
 def _best_swap(items, start, length, excess, first, last, worst, goal):
     """Find the bin and the positions in worst and in it whose swap leaves both the least excess, shortest items first.
 
-    The next bin where both reach the goal will do; it is -1 where no swap leaves both less over than worst is now.
+    The next bin where both reach the goal will do; it is -1 where no swap leaves both less over
+    than worst is now.
     """
     lowest = excess[worst]
     shortest = ENDLESS
     partner = worst_position = partner_position = -1
     for step in range(1, last - first):
-        b = first + (worst - first + step) % (last - first)  # else the first bins would take part in every swap
+        # else the first bins would take part in every swap
+        b = first + (worst - first + step) % (last - first)
         if excess[b] >= excess[worst] - 1:
             continue
         # Halving the difference is best, but what more than reaches the goal is of no use.
@@ -187,13 +202,16 @@ def _best_swap(items, start, length, excess, first, last, worst, goal):
         for p in range(start[worst], start[worst + 1]):
             while q < start[b + 1] and length[items[q]] > length[items[p]] - difference:
                 q += 1
-            # Items of the other bin fall in length: q - 1 and q are the two closest to the difference that is sought.
+            # Items of the other bin fall in length: q - 1 and q are the two closest to the
+            # difference that is sought.
             for candidate in (q - 1, q):
                 if start[b] <= candidate < start[b + 1]:
                     change = length[items[p]] - length[items[candidate]]
                     highest = larger_load(excess[worst], excess[b], change, goal)
                     pair_length = length[items[p]] + length[items[candidate]]
-                    if highest < lowest or (highest == lowest and pair_length < shortest and partner >= 0):
+                    if highest < lowest or (
+                        highest == lowest and pair_length < shortest and partner >= 0
+                    ):
                         lowest = highest
                         shortest = pair_length
                         partner = b

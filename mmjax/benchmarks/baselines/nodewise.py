@@ -1,7 +1,8 @@
 """For comparison only: the paper's node-wise rearrangement (OrchMLLM section 5.2.2, algorithm 3), and its optimum.
 
-It takes a finished rearrangement and gives its batches to the nodes anew, by an integer linear programme that
-minimises what the most loaded rank sends to other nodes. `mmjax.balance.node_deal` chooses nodes before it balances.
+It takes a finished rearrangement and gives its batches to the nodes anew, by an integer linear
+programme that minimises what the most loaded rank sends to other nodes. `mmjax.balance.node_deal`
+chooses nodes before it balances.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from mmjax.balance.lpt import longest_first
 from mmjax.balance.rearrangement import Rearrangement, sum_by_key
 from mmjax.benchmarks.baselines.moves import ENDLESS, by_key, even, fill, polish_bins, shed
 
-# Nodes are filled to less than ranks are, since ranks of a full node cannot all be full: parts of the tolerance, tried
-# in this order until the ranks fit.
+# Nodes are filled to less than ranks are, since ranks of a full node cannot all be full: parts of
+# the tolerance, tried in this order until the ranks fit.
 _MARGINS = (0.25, 0.5, 0.75)
-_SPREAD = 0.9  # of the room that nodes have to spare, this share lets the emptiest ones receive less
+# of the room that nodes have to spare, this share lets the emptiest ones receive less
+_SPREAD = 0.9
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Bounds:
 class _Bins:
     """Hold the bins that costs are evened between: nodes of the cluster, or ranks of a node.
 
-    first_unit: int64 `[b + 1]`, the ranks of each bin. first: int64 `[groups + 1]`, the bins that exchange items.
+    first_unit: int64 `[b + 1]`, the ranks of each bin. first: int64 `[groups + 1]`, the bins that
+    exchange items.
     """
 
     first_unit: np.ndarray
@@ -48,14 +51,19 @@ class _Bins:
 
 
 def balance_nodewise(
-    length: np.ndarray, source: np.ndarray, ranks: int, ranks_per_node: int, tolerance: float = 0.002
+    length: np.ndarray,
+    source: np.ndarray,
+    ranks: int,
+    ranks_per_node: int,
+    tolerance: float = 0.002,
 ) -> np.ndarray:
     """Choose the rank of each item, int32 `[n]`, so that costs are equal and few tokens travel between nodes.
 
-    length: int `[n]`, the packed cost of each item; source: int `[n]`, the rank it starts on. Node k has ranks
-    k * ranks_per_node and on; the last one may be smaller. No rank costs more than `largest_cost`, provided that each
-    has some tens of items: then every node can be divided that finely. Sent and received tokens are spread over the
-    ranks of a node, and within a node too only what a rank has too much of moves. OrchMLLM section 5.2.2.
+    length: int `[n]`, the packed cost of each item; source: int `[n]`, the rank it starts on. Node
+    k has ranks k * ranks_per_node and on; the last one may be smaller. No rank costs more than
+    `largest_cost`, provided that each has some tens of items: then every node can be divided that
+    finely. Sent and received tokens are spread over the ranks of a node, and within a node too only
+    what a rank has too much of moves. OrchMLLM section 5.2.2.
     """
     length = np.ascontiguousarray(length, np.int64)
     source = np.ascontiguousarray(source, np.int64)
@@ -65,7 +73,9 @@ def balance_nodewise(
     smallest = sum_by_key(source, length, ranks).max(initial=0)
     for margin in _MARGINS:
         level = largest - int(margin * (largest - length.sum() / ranks))
-        rank = _balance(length, source, order, ranks, ranks_per_node, largest, level, margin == _MARGINS[-1])
+        rank = _balance(
+            length, source, order, ranks, ranks_per_node, largest, level, margin == _MARGINS[-1]
+        )
         cost = sum_by_key(rank, length, ranks).max()
         if cost < smallest:
             best_rank, smallest = rank, cost
@@ -77,20 +87,29 @@ def balance_nodewise(
 def largest_cost(length: np.ndarray, ranks: int, tolerance: float) -> int:
     """Return what a rank may cost: the mean and this share of it, but no less than ceil(mean) or the longest item."""
     total = int(np.sum(length))
-    return max(int(total / ranks * (1 + tolerance)), -(-total // ranks), int(np.max(length, initial=0)))
+    return max(
+        int(total / ranks * (1 + tolerance)), -(-total // ranks), int(np.max(length, initial=0))
+    )
 
 
-def traffic_bounds(length: np.ndarray, source: np.ndarray, ranks: int, ranks_per_node: int, largest: int) -> Bounds:
+def traffic_bounds(
+    length: np.ndarray, source: np.ndarray, ranks: int, ranks_per_node: int, largest: int
+) -> Bounds:
     """Bound inter-node traffic from below while no rank costs more than `largest`, whatever the algorithm.
 
-    A node must send what it has above its ranks' `largest`; of its received tokens, the emptiest nodes can be spared
-    as much as all others have room for. Both are divided by the ranks of the node.
+    A node must send what it has above its ranks' `largest`; of its received tokens, the emptiest
+    nodes can be spared as much as all others have room for. Both are divided by the ranks of the
+    node.
     """
     nodes = _nodes(ranks, ranks_per_node)
-    load = sum_by_key(np.asarray(source) // ranks_per_node, np.asarray(length, np.int64), len(nodes.size))
+    load = sum_by_key(
+        np.asarray(source) // ranks_per_node, np.asarray(length, np.int64), len(nodes.size)
+    )
     room = largest * nodes.size - load
     surplus = int(-np.minimum(room, 0).sum())
-    return Bounds(float(max((-room / nodes.size).max(), 0)), _water_level(room, nodes.size, surplus), surplus)
+    return Bounds(
+        float(max((-room / nodes.size).max(), 0)), _water_level(room, nodes.size, surplus), surplus
+    )
 
 
 def _balance(
@@ -105,7 +124,8 @@ def _balance(
 ) -> np.ndarray:
     """Choose the rank of each item, nodes filled to `level` and ranks to `largest`, int64 `[n]`.
 
-    Where costs do not come out even, only the last try moves what a node received from the ranks that share it equally.
+    Where costs do not come out even, only the last try moves what a node received from the ranks
+    that share it equally.
     """
     nodes = _nodes(ranks, ranks_per_node)
     source_node = source // ranks_per_node
@@ -165,8 +185,9 @@ def _relieve(
 ) -> np.ndarray:
     """Move what bins have too much of to the other bins of their group; return each item's bin, int64 `[n]`.
 
-    order: the movable items, longest first; unit: `[n]`, the rank each starts on; excess: `[b]`, cost above what a bin
-    may have. Items over `limit` move only where it must be; no bin receives over `max_received` per rank if others can.
+    order: the movable items, longest first; unit: `[n]`, the rank each starts on; excess: `[b]`,
+    cost above what a bin may have. Items over `limit` move only where it must be; no bin receives
+    over `max_received` per rank if others can.
     """
     bin_of = bin_of.copy()
     excess = excess.copy()
@@ -185,7 +206,9 @@ def _relieve(
     for longest in (limit, ENDLESS):
         if excess.max() > 0:
             movable = order[length[order] <= longest]
-            even(*by_key(movable, bin_of, len(excess)), length, excess, bins.first, no_excess, bin_of)
+            even(
+                *by_key(movable, bin_of, len(excess)), length, excess, bins.first, no_excess, bin_of
+            )
     return bin_of
 
 
@@ -197,7 +220,8 @@ def _water_level(room: np.ndarray, size: np.ndarray, volume: float) -> float:
     size = size[order]
     below = np.cumsum(depth * size) - depth * size
     above = np.cumsum(size[::-1])[::-1]
-    # Depths 1 and 3 of single ranks: the first level fills both to 1 (volume 2), the next the second to 3 (volume 4).
+    # Depths 1 and 3 of single ranks: the first level fills both to 1 (volume 2), the next the
+    # second to 3 (volume 4).
     taken = below + depth * above
     segment = min(int(np.searchsorted(taken, volume)), len(depth) - 1)
     return float((volume - below[segment]) / above[segment])
@@ -211,12 +235,15 @@ class Permutation:
     optimal: bool
 
 
-def permute_batches(volume: np.ndarray, ranks_per_node: int, time_limit: float = 30.0) -> Permutation:
+def permute_batches(
+    volume: np.ndarray, ranks_per_node: int, time_limit: float = 30.0
+) -> Permutation:
     """Find the permutation of batches that minimises the largest rank's volume sent to other nodes.
 
-    volume: `[ranks, ranks]`, tokens from each source rank to each batch. time_limit: seconds. The paper's x has a wrong
-    shape; it is `[ranks, nodes]` here, x[j, k] = 1 where node k processes batch j. Out of time, the best permutation
-    that was found, or the one with the least total volume, if that is better.
+    volume: `[ranks, ranks]`, tokens from each source rank to each batch. time_limit: seconds. The
+    paper's x has a wrong shape; it is `[ranks, nodes]` here, x[j, k] = 1 where node k processes
+    batch j. Out of time, the best permutation that was found, or the one with the least total
+    volume, if that is better.
     """
     volume = np.asarray(volume, np.float64)
     ranks = len(volume)
@@ -225,25 +252,37 @@ def permute_batches(volume: np.ndarray, ranks_per_node: int, time_limit: float =
     if len(first) == 2:
         return Permutation(np.arange(ranks, dtype=np.int32), True)
     x, optimal = _solve(volume, first, time_limit)
-    node = guess if x is None or _largest_sent(volume, guess, first) < _largest_sent(volume, x, first) else x
+    node = (
+        guess
+        if x is None or _largest_sent(volume, guess, first) < _largest_sent(volume, x, first)
+        else x
+    )
     batch_rank = np.empty(ranks, np.int32)
     batch_rank[np.argsort(node, kind="stable")] = np.arange(ranks)
     return Permutation(batch_rank, optimal)
 
 
-def _solve(volume: np.ndarray, first: np.ndarray, time_limit: float) -> tuple[np.ndarray | None, bool]:
+def _solve(
+    volume: np.ndarray, first: np.ndarray, time_limit: float
+) -> tuple[np.ndarray | None, bool]:
     """Solve algorithm 3 by HiGHS: the node of each batch, int64 `[ranks]`, or None where time ended before any."""
     ranks = len(volume)
     nodes = len(first) - 1
-    # Variables: x row by row, then the largest volume. Sent by rank i of node k: sum_j V[i, j] * (1 - x[j, k]).
+    # Variables: x row by row, then the largest volume. Sent by rank i of node k: sum_j V[i, j] * (1
+    # - x[j, k]).
     source_node = np.repeat(np.arange(nodes), np.diff(first))
     source, batch = np.nonzero(volume)
     entry = (source, batch * nodes + source_node[source])
     not_sent = coo_matrix((-volume[source, batch], entry), (ranks, ranks * nodes))
     sent = hstack([not_sent, -np.ones((ranks, 1))])
-    one_node = hstack([kron(csr_matrix(np.eye(ranks)), np.ones((1, nodes))), csr_matrix((ranks, 1))])
-    full_nodes = hstack([kron(np.ones((1, ranks)), csr_matrix(np.eye(nodes))), csr_matrix((nodes, 1))])
-    seats = np.append(np.ones(ranks), np.diff(first))  # each batch has one node, each node as many as it has ranks
+    one_node = hstack(
+        [kron(csr_matrix(np.eye(ranks)), np.ones((1, nodes))), csr_matrix((ranks, 1))]
+    )
+    full_nodes = hstack(
+        [kron(np.ones((1, ranks)), csr_matrix(np.eye(nodes))), csr_matrix((nodes, 1))]
+    )
+    # each batch has one node, each node as many as it has ranks
+    seats = np.append(np.ones(ranks), np.diff(first))
     solution = milp(
         np.append(np.zeros(ranks * nodes), 1.0),
         integrality=np.append(np.ones(ranks * nodes), 0),
@@ -303,4 +342,6 @@ def inter_node(
     """
     leaves = np.flatnonzero(source // ranks_per_node != destination // ranks_per_node)
     length = length[leaves]
-    return Traffic(sum_by_key(source[leaves], length, ranks), sum_by_key(destination[leaves], length, ranks))
+    return Traffic(
+        sum_by_key(source[leaves], length, ranks), sum_by_key(destination[leaves], length, ranks)
+    )

@@ -34,36 +34,45 @@ def by_profile(chain: Chain, stages: int) -> tuple[int, ...]:
 def omnibal(chain: Chain, stages: int) -> tuple[int, ...]:
     """Move each cut of a greedy anchor by at most one layer so that VAR + SUM(comm) is least (OmniBal section 4.2).
 
-    VAR is in ms^2 (equation 4) and SUM in MB (equation 5), added up as in the paper. Of its 3^(stages - 1) candidates
-    this is the first by that rank, found by dynamic programming since both are sums over stages.
+    VAR is in ms^2 (equation 4) and SUM in MB (equation 5), added up as in the paper. Of its
+    3^(stages - 1) candidates this is the first by that rank, found by dynamic programming since
+    both are sums over stages.
     """
     prefix = np.concatenate([[0.0], np.cumsum(chain.forward)]) * 1e3
     mean = prefix[-1] / stages
     layers = len(chain.forward)
     anchor = [0]
     for stage in range(1, stages):
-        # Greedy: as close as possible to its share of the whole, with one layer at least for itself and those behind.
+        # Greedy: as close as possible to its share of the whole, with one layer at least for itself
+        # and those behind.
         closest = int(np.argmin(np.abs(prefix - mean * stage)))
         anchor.append(min(max(closest, anchor[-1] + 1), layers - stages + stage))
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by the last cut
     for cut in anchor[1:]:
         best = {
             end: min(
-                (value + (prefix[end] - prefix[first] - mean) ** 2 + chain.cut_bytes[end] / 1e6, (*cuts, end))
+                (
+                    value + (prefix[end] - prefix[first] - mean) ** 2 + chain.cut_bytes[end] / 1e6,
+                    (*cuts, end),
+                )
                 for first, (value, cuts) in best.items()
                 if first < end
             )
             for end in range(cut - 1, cut + 2)
             if 0 < end < layers and min(best) < end
         }
-    return min((value + (prefix[-1] - prefix[end] - mean) ** 2, cuts) for end, (value, cuts) in best.items())[1]
+    return min(
+        (value + (prefix[-1] - prefix[end] - mean) ** 2, cuts)
+        for end, (value, cuts) in best.items()
+    )[1]
 
 
 def cornstarch(chain: Chain, stages: int) -> tuple[int, ...]:
     """Cut the LLM into every number of stages, and encoders into stages that take as long (Cornstarch, algorithm 1).
 
-    Encoders get the fewest stages of which none takes longer than the LLM's longest, or as many as there are. Of the
-    combinations with at most `stages` in all, the one with the shortest iteration is kept; encoders run side by side.
+    Encoders get the fewest stages of which none takes longer than the LLM's longest, or as many as
+    there are. Of the combinations with at most `stages` in all, the one with the shortest iteration
+    is kept; encoders run side by side.
     """
     *encoders, llm = np.split(chain.forward + chain.backward, chain.towers[1:])
     options = []
@@ -76,7 +85,9 @@ def cornstarch(chain: Chain, stages: int) -> tuple[int, ...]:
             cuts.append(_cut_to_target(seconds, target, spare + 1))
             spare -= len(cuts[-1])
         begins = [
-            start + cut for start, tower in zip(chain.towers, [*cuts, llm_cuts], strict=True) for cut in (0, *tower)
+            start + cut
+            for start, tower in zip(chain.towers, [*cuts, llm_cuts], strict=True)
+            for cut in (0, *tower)
         ]
         options.append(tuple(begins[1:]))
     return min(options, key=lambda cuts: iteration_seconds(chain, cuts, side_by_side=True))

@@ -1,7 +1,8 @@
 """For comparison only: post-balancing (OrchMLLM section 5.1, appendix A), improved, and as the paper has it.
 
-The improved functions are never worse than the paper's (`paper_*`), in which only what would crash or lose items
-is mended. Lengths: int `[n]`, tokens, none negative; results: int32 `[n]`; ValueError for less than one rank.
+The improved functions are never worse than the paper's (`paper_*`), in which only what would crash
+or lose items is mended. Lengths: int `[n]`, tokens, none negative; results: int32 `[n]`; ValueError
+for less than one rank.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ _TOLERANCE = 2e-4  # of the mean, above which exchanges still go on where costs 
 def balance_packed(length: np.ndarray, ranks: int, equal_counts: bool = False) -> np.ndarray:
     """Choose the rank of each item by the sum of lengths; with many items a rank mostly at `least_largest_load`.
 
-    length: int `[n]`, tokens, none negative. equal_counts: the ranks' counts of items differ by at most one. Returns
-    int32 `[n]`. Raises ValueError. OrchMLLM section 5.1, algorithm 1, then exchanges.
+    length: int `[n]`, tokens, none negative. equal_counts: the ranks' counts of items differ by at
+    most one. Returns int32 `[n]`. Raises ValueError. OrchMLLM section 5.1, algorithm 1, then
+    exchanges.
     """
     length = _checked(length, ranks)
     # Whole numbers: exchanges stop where the largest load is proven to be the least.
@@ -31,11 +33,13 @@ def balance_packed(length: np.ndarray, ranks: int, equal_counts: bool = False) -
     return _balance_sums(length, longest_first(length), ranks, bound, bound, equal_counts)
 
 
-def balance_quadratic(length: np.ndarray, ranks: int, lam: float, equal_counts: bool = False) -> np.ndarray:
+def balance_quadratic(
+    length: np.ndarray, ranks: int, lam: float, equal_counts: bool = False
+) -> np.ndarray:
     """Choose the rank of each item by the sum of f(l) = l + lam * l^2: as packed, on f(l).
 
-    length: int `[n]`, tokens; lam: per token. Returns int32 `[n]`. Raises ValueError. OrchMLLM appendix A, objective of
-    algorithm 4.
+    length: int `[n]`, tokens; lam: per token. Returns int32 `[n]`. Raises ValueError. OrchMLLM
+    appendix A, objective of algorithm 4.
     """
     length = _checked(length, ranks, lam)
     cost = _item_cost("quadratic", length, lam)
@@ -43,31 +47,39 @@ def balance_quadratic(length: np.ndarray, ranks: int, lam: float, equal_counts: 
     mean = cost.sum() / ranks
     # Real costs hardly ever add up to the mean exactly, so a little above it is good enough.
     target = max(longest, mean * (1 + _TOLERANCE))
-    return _balance_sums(cost, longest_first(length), ranks, target, max(longest, mean), equal_counts)
+    return _balance_sums(
+        cost, longest_first(length), ranks, target, max(longest, mean), equal_counts
+    )
 
 
 def balance_padded(length: np.ndarray, ranks: int, equal_counts: bool = False) -> np.ndarray:
     """Choose the rank of each item by count times longest; no assignment has a smaller largest cost.
 
-    length: int `[n]`, tokens. Returns int32 `[n]`. Raises ValueError. OrchMLLM section 5.1, objective of algorithm 2.
+    length: int `[n]`, tokens. Returns int32 `[n]`. Raises ValueError. OrchMLLM section 5.1,
+    objective of algorithm 2.
     """
     return balance_conv(length, ranks, 0.0, equal_counts)
 
 
-def balance_conv(length: np.ndarray, ranks: int, lam: float, equal_counts: bool = False) -> np.ndarray:
+def balance_conv(
+    length: np.ndarray, ranks: int, lam: float, equal_counts: bool = False
+) -> np.ndarray:
     """Choose the rank of each item by count times f(longest); no assignment has a smaller largest cost.
 
-    Contiguous runs of the sorted items suffice. Give the rank with the longest item all of the longest items, as many
-    as it holds, in exchange for its own: its cost stays, the others get shorter items for longer ones at the same
-    counts, and so on with the next rank. Within a bound the longest run from the longest item on leaves the fewest
-    and shortest items to the other ranks; the least bound that works is found by bisection.
+    Contiguous runs of the sorted items suffice. Give the rank with the longest item all of the
+    longest items, as many as it holds, in exchange for its own: its cost stays, the others get
+    shorter items for longer ones at the same counts, and so on with the next rank. Within a bound
+    the longest run from the longest item on leaves the fewest and shortest items to the other
+    ranks; the least bound that works is found by bisection.
 
-    length: int `[n]`, tokens; lam: per token. Returns int32 `[n]`. Raises ValueError. OrchMLLM appendix A, objective of
-    algorithm 5.
+    length: int `[n]`, tokens; lam: per token. Returns int32 `[n]`. Raises ValueError. OrchMLLM
+    appendix A, objective of algorithm 5.
     """
     length = _checked(length, ranks, lam)
     order = longest_first(length)
-    min_count, max_count = (len(length) // ranks, -(-len(length) // ranks)) if equal_counts else (0, len(length))
+    min_count, max_count = (
+        (len(length) // ranks, -(-len(length) // ranks)) if equal_counts else (0, len(length))
+    )
     count = _least_split(_item_cost("conv", length, lam)[order], ranks, min_count, max_count)
     rank = np.empty(len(length), np.int32)
     # Runs of the sorted items: the first count[0] go to rank 0, and so on.
@@ -75,7 +87,9 @@ def balance_conv(length: np.ndarray, ranks: int, lam: float, equal_counts: bool 
     return rank
 
 
-def rank_costs(kind: Kind, length: np.ndarray, rank: np.ndarray, ranks: int, lam: float = 0.0) -> np.ndarray:
+def rank_costs(
+    kind: Kind, length: np.ndarray, rank: np.ndarray, ranks: int, lam: float = 0.0
+) -> np.ndarray:
     """Compute each rank's cost, float64 `[ranks]`, tokens: those of OrchMLLM section 5.1 and appendix A, alpha = 1.
 
     length: int `[n]`; rank: int `[n]`; lam: per token, read by quadratic and conv.
@@ -116,7 +130,12 @@ def _item_cost(kind: Kind, length: np.ndarray, lam: float) -> np.ndarray:
 
 
 def _balance_sums(
-    weight: np.ndarray, order: np.ndarray, ranks: int, target: float, bound: float, equal_counts: bool
+    weight: np.ndarray,
+    order: np.ndarray,
+    ranks: int,
+    target: float,
+    bound: float,
+    equal_counts: bool,
 ) -> np.ndarray:
     n = len(weight)
     rank = np.zeros(n, np.int32)
@@ -126,7 +145,9 @@ def _balance_sums(
     polish(weight, order, rank, load, target)
     # Few items leave gaps that exchanges cannot close; so few can be searched through.
     if n <= MOST_ITEMS and load.max() > bound:
-        search(weight, order, rank, load, *((n // ranks, n % ranks) if equal_counts else (n, 0)), bound)
+        search(
+            weight, order, rank, load, *((n // ranks, n % ranks) if equal_counts else (n, 0)), bound
+        )
     return rank
 
 
@@ -134,13 +155,15 @@ def _balance_sums(
 def _least_split(cost, ranks, min_count, max_count):
     """Count the items that each rank takes in turn, int64 [ranks], so that the largest cost is least.
 
-    cost: float64 [n], falling. Bisection between the bound below and the largest cost found so far. A bound that fails
-    rules out all up to the next one at which a rank would take an item more, so that it ends at the optimum itself.
+    cost: float64 [n], falling. Bisection between the bound below and the largest cost found so far.
+    A bound that fails rules out all up to the next one at which a rank would take an item more, so
+    that it ends at the optimum itself.
     """
     count = np.zeros(ranks, np.int64)
     if len(cost) == 0:
         return count
-    # Count times longest is at least the sum of a rank's items, so the mean over ranks bounds the largest cost.
+    # Count times longest is at least the sum of a rank's items, so the mean over ranks bounds the
+    # largest cost.
     low = max(cost[0], cost.sum() / ranks)
     # Runs of ceil(n / ranks) items, each at the price of the longest, always work.
     high, _ = _split(cost, min_count, max_count, cost[0] * -(-len(cost) // ranks), count)
@@ -148,8 +171,8 @@ def _least_split(cost, ranks, min_count, max_count):
         bound = low + (high - low) / 2
         if bound >= high:  # neighbours as floating-point numbers
             bound = low
-        # A bound that works is replaced by the cost it reached, one that fails by the next that changes a count: so
-        # bisection ends at a cost that occurs.
+        # A bound that works is replaced by the cost it reached, one that fails by the next that
+        # changes a count: so bisection ends at a cost that occurs.
         largest, following = _split(cost, min_count, max_count, bound, count)
         if largest < np.inf:
             high = largest
@@ -163,8 +186,8 @@ def _least_split(cost, ranks, min_count, max_count):
 def _split(cost, min_count, max_count, bound, count):
     """Give each rank in turn as many items, longest first, as `bound` and `max_count` allow; writes count.
 
-    Returns the largest cost, infinite where items remain or a rank would get fewer than `min_count`; and the next bound
-    above this one that can change a count.
+    Returns the largest cost, infinite where items remain or a rank would get fewer than
+    `min_count`; and the next bound above this one that can change a count.
     """
     n = len(cost)
     ranks = len(count)
@@ -205,9 +228,9 @@ def paper_packed(length: np.ndarray, ranks: int) -> np.ndarray:
 def paper_padded(length: np.ndarray, ranks: int) -> np.ndarray:
     """Cut ascending items into batches within a bound on count times longest, by binary search: algorithm 2.
 
-    As printed, the search runs from the shortest item to (n / d + 1) times it, which may all be too little, and the
-    batches are those of the last bound tried, which may be more than d. Mended: batch d + i joins batch i, and where
-    the search tries no bound, its upper end is tried.
+    As printed, the search runs from the shortest item to (n / d + 1) times it, which may all be too
+    little, and the batches are those of the last bound tried, which may be more than d. Mended:
+    batch d + i joins batch i, and where the search tries no bound, its upper end is tried.
     """
     length = _checked_costs(length, ranks)
     rank = np.zeros(len(length), np.int32)
@@ -220,8 +243,8 @@ def paper_padded(length: np.ndarray, ranks: int) -> np.ndarray:
 def paper_quadratic(length: np.ndarray, ranks: int, tolerance: float) -> np.ndarray:
     """Follow algorithm 4: as 1, but of two sums that differ by less than `tolerance` the lesser sum of squares wins.
 
-    tolerance: v of the paper, tokens. That order is not transitive, so which rank is on top of the heap depends on how
-    the heap came about.
+    tolerance: v of the paper, tokens. That order is not transitive, so which rank is on top of the
+    heap depends on how the heap came about.
     """
     length = _checked_costs(length, ranks)
     rank = np.zeros(len(length), np.int32)
@@ -232,9 +255,10 @@ def paper_quadratic(length: np.ndarray, ranks: int, tolerance: float) -> np.ndar
 def paper_conv(length: np.ndarray, ranks: int) -> np.ndarray:
     """Batch descending items within algorithm 1's largest sum; what remains goes to the least sums: algorithm 5.
 
-    The paper leaves `b` and `len` undefined. Here b is the bound of its line 2, algorithm 1's largest sum, and len the
-    number of batches. Mended: it stops at d batches, not above. As printed, an item that joins is compared by its own
-    length, though the batch's first is the longest.
+    The paper leaves `b` and `len` undefined. Here b is the bound of its line 2, algorithm 1's
+    largest sum, and len the number of batches. Mended: it stops at d batches, not above. As
+    printed, an item that joins is compared by its own length, though the batch's first is the
+    longest.
     """
     length = _checked_costs(length, ranks)
     order = longest_first(length)
@@ -339,7 +363,8 @@ def deal(weight, order, rank, load):
     """Deal one item to every rank in each round, the longest to the least loaded: counts differ by at most one."""
     ranks = len(load)
     for begin in range(0, len(order), ranks):
-        # Loads change within a round, but each rank gets one item of it, so the order of its start holds.
+        # Loads change within a round, but each rank gets one item of it, so the order of its start
+        # holds.
         lightest = np.argsort(load)
         for i in range(min(ranks, len(order) - begin)):
             item = order[begin + i]
@@ -352,9 +377,9 @@ def deal(weight, order, rank, load):
 def least_largest_load(length, ranks):
     """Bound the fullest rank's least load, int64, as far as sums and divisibility tell. length: int64 [n].
 
-    No less than the longest item and the mean. Where only m items are no multiples of q, at least ranks - m ranks hold
-    a multiple of q, and so no more than the multiple at or below the largest load. Tried for the greatest common
-    divisor, and that times 2, 4, 8 and so on.
+    No less than the longest item and the mean. Where only m items are no multiples of q, at least
+    ranks - m ranks hold a multiple of q, and so no more than the multiple at or below the largest
+    load. Tried for the greatest common divisor, and that times 2, 4, 8 and so on.
     """
     longest = total = unit = 0
     for value in length:
@@ -371,7 +396,8 @@ def least_largest_load(length, ranks):
             not_multiples += value % unit != 0
             if not_multiples >= ranks:
                 return bound
-        # At most `not_multiples` ranks can hold the bound itself, the others only the multiple of unit below it.
+        # At most `not_multiples` ranks can hold the bound itself, the others only the multiple of
+        # unit below it.
         while (ranks - not_multiples) * (bound // unit * unit) + not_multiples * bound < total:
             # Not all of the total would fit below the bound, so it must be higher.
             bound += 1

@@ -1,7 +1,7 @@
 """For comparison only: what `mask_work` and `sample_blocks` are measured against (Cornstarch 4.3.2, 5.3, 6.5, A).
 
-Plain LPT leaves unequal counts; zigzag, ring and random do not look at the work; the integer program is exact but takes
-seconds for tens of blocks.
+Plain LPT leaves unequal counts; zigzag, ring and random do not look at the work; the integer
+program is exact but takes seconds for tens of blocks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def embedded(tokens: int, rng: np.random.Generator) -> Mask:
 def packed(tokens: int, rng: np.random.Generator) -> Mask:
     """Make an MP mask, multimodal packing: about 32 samples of log-normal length, each with spans as in `embedded`.
 
-    A quarter of every sample is in spans of at most 1/64 of the row. Raises ValueError below 64 tokens.
+    A quarter of every sample is in spans of at most 1/64 of the row. Raises ValueError below 64
+    tokens.
     """
     _check_tokens(tokens)
     mean = np.log(tokens / _SAMPLES) - _SPREAD**2 / 2
@@ -60,7 +61,8 @@ def packed(tokens: int, rng: np.random.Generator) -> Mask:
     begins: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
     for begin, length in zip(np.cumsum(lengths) - lengths, lengths, strict=True):
-        # 1,024 tokens, a sample of 200: 50 in spans of at most 16, so 4 spans, edges 0, 12, 25, 37, 50.
+        # 1,024 tokens, a sample of 200: 50 in spans of at most 16, so 4 spans, edges 0, 12, 25, 37,
+        # 50.
         spans = -(-(length // 4) // (tokens // 64))
         edges = length // 4 * np.arange(spans + 1) // max(spans, 1)
         begins.append(begin + edges[:-1] + _draw_text_before(length - edges[-1], spans, rng))
@@ -77,7 +79,9 @@ def mixed(tokens: int, rng: np.random.Generator) -> Mask:
     _check_tokens(tokens)
     lengths = [tokens // 2]
     while (room := tokens - sum(lengths)) > 0:
-        lengths.append(min(max(round(rng.lognormal(np.log(_SHORT) - _SPREAD**2 / 2, _SPREAD)), 1), room))
+        lengths.append(
+            min(max(round(rng.lognormal(np.log(_SHORT) - _SPREAD**2 / 2, _SPREAD)), 1), room)
+        )
     sample = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     no_spans = np.zeros(0, np.int64)
     return _make_mask(sample, no_spans, no_spans)
@@ -112,7 +116,8 @@ def _make_mask(sample: np.ndarray, begins: np.ndarray, sizes: np.ndarray) -> Mas
 def longest_first(work: np.ndarray, ranks: int) -> np.ndarray:
     """Give each block, heaviest first, to the rank with least work (LPT). int32 `[B]` from int `[B]`; counts differ.
 
-    Cornstarch, algorithm 2, which as printed pushes the rank's number plus the workload where its load is meant.
+    Cornstarch, algorithm 2, which as printed pushes the rank's number plus the workload where its
+    load is meant.
     """
     check_ranks(ranks)
     work = np.ascontiguousarray(work, np.int64)
@@ -165,7 +170,8 @@ def visible_keys(mask: Mask, rank: np.ndarray, ranks: int) -> np.ndarray:
         queries = np.flatnonzero(in_sample & (rank == number))
         for kind, of_kind in kinds.items():
             seeing = queries[mask.sees[queries] & kind != 0]
-            # Of a kind, a rank's last query that sees it may attend all that any of its queries may.
+            # Of a kind, a rank's last query that sees it may attend all that any of its queries
+            # may.
             last = np.full(sample.max(initial=0) + 1, -1, np.int64)
             np.maximum.at(last, sample[seeing], mask.pos[seeing])
             keys |= of_kind & (mask.pos <= last[sample])

@@ -14,19 +14,27 @@ BITS = 64
 HALF = 32
 
 EncoderRanks = range | Mapping[str, range]  # of all encoders, or by encoder
-Own = tuple[Container[int], Container[int] | Mapping[str, Container[int]]]  # ranks and encoder ranks that count
+# ranks and encoder ranks that count
+Own = tuple[Container[int], Container[int] | Mapping[str, Container[int]]]
 
 
-def batch_hash(batch: Microbatch, number: int, ranks: range, encoder_ranks: EncoderRanks, counted: Own) -> int:
+def batch_hash(
+    batch: Microbatch, number: int, ranks: range, encoder_ranks: EncoderRanks, counted: Own
+) -> int:
     """Add up the hashes of a microbatch's rows, 64 bits.
 
-    number: of the microbatch in its step. ranks, encoder_ranks: that hold these rows, as many each. counted: of these,
-    the ranks whose rows count here.
+    number: of the microbatch in its step. ranks, encoder_ranks: that hold these rows, as many each.
+    counted: of these, the ranks whose rows count here.
     """
     total = _rows_hash(_arrays(batch.text), ("text", number), ranks, counted[0])
     for encoder, items in batch.items.items():
-        local, counted_ranks = ranks_of_encoder(encoder_ranks, encoder), ranks_of_encoder(counted[1], encoder)
-        total = add_hashes(total, _rows_hash(_arrays(items), (encoder, number), local, counted_ranks))
+        local, counted_ranks = (
+            ranks_of_encoder(encoder_ranks, encoder),
+            ranks_of_encoder(counted[1], encoder),
+        )
+        total = add_hashes(
+            total, _rows_hash(_arrays(items), (encoder, number), local, counted_ranks)
+        )
     return total
 
 
@@ -54,7 +62,9 @@ def _arrays(batch: TextBatch | ItemBatch) -> Iterator[np.ndarray]:
                 yield from array if isinstance(array, WeightedSlots) else (array,)
 
 
-def _rows_hash(arrays: Iterator[np.ndarray], place: tuple[str, int], ranks: range, counted: Container[int]) -> int:
+def _rows_hash(
+    arrays: Iterator[np.ndarray], place: tuple[str, int], ranks: range, counted: Container[int]
+) -> int:
     """Add up the hashes of these ranks; all rows of a rank are hashed together."""
     # A process without stages of this module has none of its rows.
     if not ranks:

@@ -1,8 +1,8 @@
 """Spread the tokens of packed rows over the devices of context parallelism, with as much attention for each.
 
-Blocks of tokens are dealt so that each device has as many and their queries attend as many keys (Cornstarch section
-4.3.2), and so that samples stay on few devices, short ones on one. Which these are is data, as everything that says
-where a token is: other rows compile nothing.
+Blocks of tokens are dealt so that each device has as many and their queries attend as many keys
+(Cornstarch section 4.3.2), and so that samples stay on few devices, short ones on one. Which these
+are is data, as everything that says where a token is: other rows compile nothing.
 """
 
 from __future__ import annotations
@@ -31,15 +31,20 @@ def context_block(length: int, context: int) -> int:
 
 def tokens_on_device(encoder: Encoder, rows: int, length: int, peers: int, width: int) -> int:
     """Count the slots of a device: `width` tokens of each peer, and those of its rows of so many positions."""
-    return peers * width + rows * (length // positions_per_token(encoder) + encoder.connector.newline)
+    return peers * width + rows * (
+        length // positions_per_token(encoder) + encoder.connector.newline
+    )
 
 
-def spread_over_context(batch: Microbatch, plan: MicrobatchPlan, arrays: Arrays, balanced: bool = True) -> Microbatch:
+def spread_over_context(
+    batch: Microbatch, plan: MicrobatchPlan, arrays: Arrays, balanced: bool = True
+) -> Microbatch:
     """Put the tokens of every row in the order of the devices that get them, and plan how encoder tokens reach these.
 
-    The slots of `batch` index the arrays of all devices of a rank, one after the other; those of the result its own.
-    balanced: by attention; else every device gets the next part of the row. Raises ValueError where the devices cannot
-    have as many tokens each.
+    The slots of `batch` index the arrays of all devices of a rank, one after the other; those of
+    the result its own.
+    balanced: by attention; else every device gets the next part of the row. Raises ValueError where
+    the devices cannot have as many tokens each.
     """
     context = plan.topology.context
     if context == 1:
@@ -54,11 +59,24 @@ def spread_over_context(batch: Microbatch, plan: MicrobatchPlan, arrays: Arrays,
     for k, (name, encoder) in enumerate(arrays.encoders.items(), start=1):
         old = text.slots[name]
         indices = old.slot if isinstance(old, WeightedSlots) else old
-        sizes = plan.rows[k] // context, plan.shape.lengths[k], plan.topology.peers, plan.shape.widths[k - 1]
-        newline = sizes[2] * sizes[3] + sizes[1] // positions_per_token(encoder) if arrays.newline(name) else PADDING
+        sizes = (
+            plan.rows[k] // context,
+            plan.shape.lengths[k],
+            plan.topology.peers,
+            plan.shape.widths[k - 1],
+        )
+        newline = (
+            sizes[2] * sizes[3] + sizes[1] // positions_per_token(encoder)
+            if arrays.newline(name)
+            else PADDING
+        )
         ranks = len(text.send[name]) // context
-        local_slots, spread[name] = _spread(indices, ranks, context, tokens_on_device(encoder, *sizes), newline)
-        slots[name] = old._replace(slot=local_slots) if isinstance(old, WeightedSlots) else local_slots
+        local_slots, spread[name] = _spread(
+            indices, ranks, context, tokens_on_device(encoder, *sizes), newline
+        )
+        slots[name] = (
+            old._replace(slot=local_slots) if isinstance(old, WeightedSlots) else local_slots
+        )
     return batch._replace(text=text._replace(slots=slots, spread=spread))
 
 
@@ -76,18 +94,25 @@ def _reorder(text: TextBatch, order: np.ndarray) -> TextBatch:
     rows = np.arange(len(order))[:, None]
     taken = {f: getattr(text, f)[rows, order] for f in TOKEN_FIELDS}
     slots = {
-        name: WeightedSlots._make(x[rows, order] for x in old) if isinstance(old, WeightedSlots) else old[rows, order]
+        name: WeightedSlots._make(x[rows, order] for x in old)
+        if isinstance(old, WeightedSlots)
+        else old[rows, order]
         for name, old in text.slots.items()
     }
     inputs = {name: values[rows, order] for name, values in text.loss_inputs.items()}
-    return TextBatch(**taken, slots=slots, send=text.send, condition=text.condition, loss_inputs=inputs)
+    return TextBatch(
+        **taken, slots=slots, send=text.send, condition=text.condition, loss_inputs=inputs
+    )
 
 
-def _spread(slots: np.ndarray, ranks: int, context: int, tokens: int, newline: int) -> tuple[np.ndarray, np.ndarray]:
+def _spread(
+    slots: np.ndarray, ranks: int, context: int, tokens: int, newline: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Plan what each device of a rank sends to the others, and where the positions of these find it.
 
-    slots: `[R, T, ...]` of these ranks, `device * tokens + index`, -1 = nothing. newline: index of a token that every
-    device has. Returns the slots of each device, and int32 `[ranks * context, context, tokens]` of what is sent.
+    slots: `[R, T, ...]` of these ranks, `device * tokens + index`, -1 = nothing. newline: index of
+    a token that every device has. Returns the slots of each device, and int32 `[ranks * context,
+    context, tokens]` of what is sent.
     """
     shape = ranks, len(slots) // max(1, ranks), context, slots.shape[1] // context, *slots.shape[2:]
     parts = slots.reshape(shape)

@@ -15,8 +15,21 @@ from mmjax.balance.parts import LLM
 from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.config import VisionConfig
-from mmjax.data.loading.text_rows import Arrays, Place, empty_text, llm_tokens, stretch, write_sample
-from mmjax.data.media.patches import encoder_input, generator_input, hidden_tokens, positions_per_token, token_grid
+from mmjax.data.loading.text_rows import (
+    Arrays,
+    Place,
+    empty_text,
+    llm_tokens,
+    stretch,
+    write_sample,
+)
+from mmjax.data.media.patches import (
+    encoder_input,
+    generator_input,
+    hidden_tokens,
+    positions_per_token,
+    token_grid,
+)
 from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.sample import Item, Sample, SampleLengths, Text
 from mmjax.errors import UserError
@@ -31,7 +44,8 @@ class Reader:
     item: Callable[[int, int], np.ndarray]
     source_of: Callable[[np.ndarray], np.ndarray]
     name: Callable[[int], str]  # for messages: "source[index]"
-    with_place: Callable[[int, object], str]  # puts a sample's file and line before what is wrong with it
+    # puts a sample's file and line before what is wrong with it
+    with_place: Callable[[int, object], str]
 
 
 def pack_microbatch(
@@ -46,16 +60,25 @@ def pack_microbatch(
 
     encoder_ranks: of all encoders, or by encoder.
 
-    A sample that can't be read, or is not what the length index promised, goes into `spoiled` with the reason; what
-    of it was read stays in its place, and must weigh nothing. Without `spoiled` it is a UserError that names it.
+    A sample that can't be read, or is not what the length index promised, goes into `spoiled` with
+    the reason; what of it was read stays in its place, and must weigh nothing. Without `spoiled` it
+    is a UserError that names it.
     """
     ranks = range(plan.topology.ranks) if ranks is None else ranks
     parts = plan.topology.encoders_per_rank
-    encoder_ranks = range(ranks.start * parts, ranks.stop * parts) if encoder_ranks is None else encoder_ranks
+    encoder_ranks = (
+        range(ranks.start * parts, ranks.stop * parts) if encoder_ranks is None else encoder_ranks
+    )
     if isinstance(encoder_ranks, range):
         encoder_ranks = dict.fromkeys(arrays.modules, encoder_ranks)
-    shares = {m: _share(encoder_ranks[m], plan.rows[k] // parts) for k, m in enumerate(arrays.modules, start=1)}
-    sent = {encoder: _sent(plan, k, arrays, encoder, ranks) for k, encoder in enumerate(arrays.encoders, start=1)}
+    shares = {
+        m: _share(encoder_ranks[m], plan.rows[k] // parts)
+        for k, m in enumerate(arrays.modules, start=1)
+    }
+    sent = {
+        encoder: _sent(plan, k, arrays, encoder, ranks)
+        for k, encoder in enumerate(arrays.encoders, start=1)
+    }
     items = {
         module: _pack_items(plan, k, arrays, module, shares[module], reader, spoiled)
         for k, module in enumerate(arrays.modules, start=1)
@@ -76,10 +99,11 @@ class Sent(NamedTuple):
     """The exchange of an encoder's tokens: what is sent, and where in the text's input the items arrive."""
 
     send: np.ndarray  # int32 [ranks * context, peers, width], as in TextBatch
-    # int64 [p], of the first token of each of the encoder's items that arrive or stay here, in the arrays of all
-    # devices of its rank, one after the other.
+    # int64 [p], of the first token of each of the encoder's items that arrive or stay here, in the
+    # arrays of all devices of its rank, one after the other.
     slot: np.ndarray
-    newline: int  # slot of the connector's, which every row of a rank ends with: that of its own first row
+    # slot of the connector's, which every row of a rank ends with: that of its own first row
+    newline: int
 
 
 def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks: range) -> Sent:
@@ -94,12 +118,14 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
     tokens = plan.length[items] // group - hidden_tokens(arrays.encoders[encoder])
     rank = plan.rank()
     device, row = np.divmod(plan.row[items] % plan.rows[module], rows)
-    # Devices of one number exchange with each other: those of number 0 come first, by rank, then those of number 1.
+    # Devices of one number exchange with each other: those of number 0 come first, by rank, then
+    # those of number 1.
     first_of_number = device * ranks_in_all
     encoded = first_of_number + rank[items]
     target = first_of_number + rank[plan.part_start[:-1]][plan.sample_of()][items]
-    # With 2 peers of width 3 and rows of 8 positions at 4 a token: slots 0 to 5 arrive, 6 and 7 are the rank's first
-    # row, 8 is its newline (if the connector has one), and the next row begins behind it.
+    # With 2 peers of width 3 and rows of 8 positions at 4 a token: slots 0 to 5 arrive, 6 and 7 are
+    # the rank's first row, 8 is its newline (if the connector has one), and the next row begins
+    # behind it.
     newline = peers * width + length // group
     row_tokens = length // group + arrays.newline(encoder)
     first = row * np.int64(row_tokens) + plan.offset[items] // group
@@ -108,17 +134,25 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
     capacity = int((arrived.offset + tokens).max(initial=1))
     slot = np.full(len(plan.module), PADDING, np.int64)
     send = np.full((len(ranks), context, peers, width), PADDING, np.int32)
-    for number, node in product(range(context), range(ranks.start // peers, -(-ranks.stop // peers))):
+    for number, node in product(
+        range(context), range(ranks.start // peers, -(-ranks.stop // peers))
+    ):
         first_rank = number * ranks_in_all
         among = range(first_rank + node * peers, first_rank + (node + 1) * peers)
-        mine = range(max(first_rank + ranks.start, among.start), min(first_rank + ranks.stop, among.stop))
+        mine = range(
+            max(first_rank + ranks.start, among.start), min(first_rank + ranks.stop, among.stop)
+        )
         exchange = tables(moved, width, capacity, mine, among)
         local = (target >= mine.start) & (target < mine.stop)
         slots = exchange.gather[target[local] - mine.start, arrived.offset[local]]
         slot[items[local]] = number * (peers * width + rows * row_tokens) + slots
         begin = mine.start - first_rank - ranks.start
         send[begin : begin + len(mine), number] = exchange.send
-    return Sent(send.reshape(len(ranks) * context, peers, width), slot, newline if arrays.newline(encoder) else PADDING)
+    return Sent(
+        send.reshape(len(ranks) * context, peers, width),
+        slot,
+        newline if arrays.newline(encoder) else PADDING,
+    )
 
 
 def _conditions(
@@ -126,7 +160,8 @@ def _conditions(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Plan the all-to-all of one generator: from where the hidden states of its images' conditions are to its rows.
 
-    Of an image these are `text_tokens` positions, or those that its sample has before it, and its queries behind them.
+    Of an image these are `text_tokens` positions, or those that its sample has before it, and its
+    queries behind them.
     queries: int64 `[p, 2]`, as in `_pack_text`. Returns `TextBatch.send` and `TextBatch.condition`.
     """
     peers, in_all = plan.topology.peers, plan.topology.ranks
@@ -143,7 +178,8 @@ def _conditions(
     number = np.empty(len(items), np.int64)
     number[order] = np.arange(len(items)) - np.searchsorted(row[order], row[order])
     column = (row % plan.rows[module] * images + number) * count
-    # The tables number conditions one image after the other; here is where each of them is among its rank's positions.
+    # The tables number conditions one image after the other; here is where each of them is among
+    # its rank's positions.
     along = np.arange(-text, count - text)
     first, text_tokens = queries[items].T[..., None]
     place = np.where(along >= -text_tokens, first + along, PADDING).reshape(-1)
@@ -171,7 +207,9 @@ def _at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 @contextmanager
-def _reading(reader: Reader, sample: int, spoiled: dict[int, str] | None, item: str = "") -> Iterator[None]:
+def _reading(
+    reader: Reader, sample: int, spoiled: dict[int, str] | None, item: str = ""
+) -> Iterator[None]:
     """Note that the sample is spoiled when something is wrong with it, or with its item; or raise that, with names."""
     what = f"{item} of sample {reader.name(sample)}" if item else f"sample {reader.name(sample)}"
     try:
@@ -185,7 +223,8 @@ def _reading(reader: Reader, sample: int, spoiled: dict[int, str] | None, item: 
         raise
 
 
-# ------------------------------------------------------------------------------------------------------------ items
+# --------------------------------------------------------------------------------------------------
+# items
 
 
 def _pack_items(
@@ -209,7 +248,8 @@ def _pack_items(
     local = (plan.module == module) & (plan.row >= share.start) & (plan.row < share.stop)
     for part in np.flatnonzero(local):
         sample = int(plan.samples[sample_of[part]])
-        number = int(part - plan.part_start[sample_of[part]] - 1)  # part_start is the sample's LLM part
+        # part_start is the sample's LLM part
+        number = int(part - plan.part_start[sample_of[part]] - 1)
         row = plan.row[part] - share.start
         length = plan.length[part]
         span = slice(plan.offset[part], plan.offset[part] + length)
@@ -222,13 +262,18 @@ def _pack_items(
             else:
                 value, place, valid = encoder_input(arrays.encoders[encoder], decoded)
             if len(value) != length:
-                raise ValueError(f"it has {len(value)} positions where its source's facts() promised {length}")
+                raise ValueError(
+                    f"it has {len(value)} positions where its source's facts() promised {length}"
+                )
             if value.dtype != np.uint8 and not np.isfinite(value).all():
-                raise ValueError("it holds NaN or Inf; mend the file or leave the sample out of its source")
+                raise ValueError(
+                    "it holds NaN or Inf; mend the file or leave the sample out of its source"
+                )
             values[row, span] = value
             coordinates[row, span] = place
             item[row, span] = np.where(valid, in_row[row], PADDING)
-        in_row[row] += 1  # of what could not be read too: an image's number is its place among the conditions
+        # of what could not be read too: an image's number is its place among the conditions
+        in_row[row] += 1
     return ItemBatch(values, item, coordinates, owner, offset)
 
 
@@ -239,7 +284,8 @@ def _before_in_sample(plan: MicrobatchPlan, module: int, sample_of: np.ndarray) 
     return preceding - preceding[plan.part_start[:-1]][sample_of]
 
 
-# ------------------------------------------------------------------------------------------------------------- text
+# --------------------------------------------------------------------------------------------------
+# text
 
 
 def _pack_text(
@@ -253,12 +299,15 @@ def _pack_text(
 ) -> TextBatch:
     """Pack the text.
 
-    queries: int64 `[p, 2]`, gets the place of each generator's item's first query among its rank's positions, and how
-    many positions of its sample are before it.
+    queries: int64 `[p, 2]`, gets the place of each generator's item's first query among its rank's
+    positions, and how many positions of its sample are before it.
     """
-    batch = empty_text((len(share), plan.shape.lengths[LLM]), arrays, {e: s.send for e, s in sent.items()})
+    batch = empty_text(
+        (len(share), plan.shape.lengths[LLM]), arrays, {e: s.send for e, s in sent.items()}
+    )
     sources = reader.source_of(plan.samples)
-    # Samples and items that each row has so far: they number the next sample and its items' attention spans.
+    # Samples and items that each row has so far: they number the next sample and its items'
+    # attention spans.
     samples = np.zeros(len(share), np.int32)
     spans = np.zeros(len(share), np.int32)
     for index, sample in enumerate(plan.samples.tolist()):
@@ -293,7 +342,11 @@ def _item_offsets(sample: Sample, arrays: Arrays, places: Sequence[Place]) -> np
     for segment in sample.segments:
         if isinstance(segment, Item):
             offsets[segment.number] = offset
-        offset += len(segment.tokens) if isinstance(segment, Text) else llm_tokens(segment, places, arrays)
+        offset += (
+            len(segment.tokens)
+            if isinstance(segment, Text)
+            else llm_tokens(segment, places, arrays)
+        )
     return offsets
 
 
@@ -309,7 +362,9 @@ def _place(plan: MicrobatchPlan, arrays: Arrays, part: int, sent: dict[str, Sent
 def _with_grids(places: Sequence[Place], arrays: Arrays, facts: SampleLengths) -> list[Place]:
     """Give every image's place its grid, by the sizes in its source's facts. ValueError where they have changed."""
     if len(places) != len(facts.items):
-        raise ValueError(f"its source's facts() have {len(facts.items)} items and promised {len(places)}")
+        raise ValueError(
+            f"its source's facts() have {len(facts.items)} items and promised {len(places)}"
+        )
     placed = []
     for number, (place, (_, size)) in enumerate(zip(places, facts.items, strict=True)):
         encoder = arrays.modules[place.encoder]

@@ -1,8 +1,8 @@
 """Load steps in tasks of a Ray cluster of CPUs, which may lose processes and nodes, or grow, in mid-run.
 
-A step is a pure function of its number and the loader, so that whatever computes it brings the same bytes, and a task
-that was lost is computed again elsewhere. The connection to the cluster lives in a process of its own: Ray ends the
-process that is connected when the cluster's control plane dies.
+A step is a pure function of its number and the loader, so that whatever computes it brings the same
+bytes, and a task that was lost is computed again elsewhere. The connection to the cluster lives in
+a process of its own: Ray ends the process that is connected when the cluster's control plane dies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from mmjax.errors import UserError
 TASK_RETRIES = 5  # by Ray, of a task whose process or node was lost
 POLL_SECONDS = 5.0
 PATIENCE = 300.0  # seconds without the step that is waited for, after which the pool counts as lost
-# Where steps wait on this host, beside the tasks: the one that was fetched, and those in Grain's buffer.
+# Where steps wait on this host, beside the tasks: the one that was fetched, and those in Grain's
+# buffer.
 FETCHED = 3
 
 
@@ -59,7 +60,8 @@ class CheckedBlock(NamedTuple):
 def pool_steps(loader: StepLoader, first: int, last: int, data: DataConfig) -> Iterator[LoadedStep]:
     """Load steps `first` to `last` - 1 in order in the pool `data.pool`; where it is lost, in workers of this host.
 
-    Returns when the pool has answered. Raises UserError where it cannot be reached or has another mmjax.
+    Returns when the pool has answered. Raises UserError where it cannot be reached or has another
+    mmjax.
     """
     if first >= last:
         return iter(())
@@ -108,7 +110,9 @@ def _steps_of_both(
 class PoolClient:
     """Ask the pool for step n and for those behind it ahead, within bounds; runs in a process of its own."""
 
-    def __init__(self, loader: StepLoader, address: str, last: int, max_steps: int, max_bytes: int) -> None:
+    def __init__(
+        self, loader: StepLoader, address: str, last: int, max_steps: int, max_bytes: int
+    ) -> None:
         """last: one after the last step. max_steps, max_bytes: that are in flight, between tasks and training."""
         self.loader = loader
         self.address = address
@@ -140,9 +144,11 @@ class PoolClient:
                 f"data.pool={self.address}: no Ray cluster can be used there ({line}); start one by "
                 "`ray start --head`, or set data.pool=local"
             ) from None
-        # Ray prints every lost task and node, with pages of its logs. Remove when `log_to_driver` governs these too.
+        # Ray prints every lost task and node, with pages of its logs. Remove when `log_to_driver`
+        # governs these too.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        for of_parent in (signal.SIGINT, signal.SIGTERM):  # Ray takes them; workers leave them to their parent
+        # Ray takes them; workers leave them to their parent
+        for of_parent in (signal.SIGINT, signal.SIGTERM):
             signal.signal(of_parent, signal.SIG_IGN)
         with _pool_errors():
             nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
@@ -152,7 +158,8 @@ class PoolClient:
             self._check_code(ray, [node["NodeID"] for node in nodes])
         module = __name__
 
-        def task(described: bytes, step: int) -> CheckedBlock:  # by value, so that this comes before all imports
+        # by value, so that this comes before all imports
+        def task(described: bytes, step: int) -> CheckedBlock:
             os.environ["JAX_PLATFORMS"] = "cpu"  # tasks must never touch an accelerator
             return importlib.import_module(module).load(described, step)
 
@@ -166,7 +173,8 @@ class PoolClient:
         module = __name__
         folders = [os.getcwd(), str(self.loader.index_folder.absolute())]
 
-        def check() -> tuple[str, list[str]]:  # travels by value, so that it runs where mmjax is another or none
+        # travels by value, so that it runs where mmjax is another or none
+        def check() -> tuple[str, list[str]]:
             try:
                 return importlib.import_module(module).code_version(), [
                     folder for folder in folders if not os.path.isdir(folder)
@@ -176,7 +184,9 @@ class PoolClient:
 
         where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         remote = ray.remote(num_cpus=0, max_retries=TASK_RETRIES)(check)
-        answers = [remote.options(scheduling_strategy=where(node, soft=False)).remote() for node in nodes]
+        answers = [
+            remote.options(scheduling_strategy=where(node, soft=False)).remote() for node in nodes
+        ]
         for version, missing in ray.get(answers, timeout=PATIENCE):
             if version != code_version():
                 raise UserError(
@@ -223,7 +233,9 @@ class PoolClient:
                 return ray.get(self.in_flight[step], timeout=POLL_SECONDS)
             except ray.exceptions.GetTimeoutError:
                 if time.monotonic() > deadline:
-                    raise PoolLost(f"it has not brought step {step + 1} in {PATIENCE:.0f} s") from None
+                    raise PoolLost(
+                        f"it has not brought step {step + 1} in {PATIENCE:.0f} s"
+                    ) from None
                 if not ray.cluster_resources().get("CPU"):
                     raise PoolLost("none of its nodes is left") from None
 
@@ -282,7 +294,8 @@ def code_version() -> str:
 
 def _import_ray() -> Any:
     """Import Ray. Raises UserError where it is missing."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of what it does in version 3
+    # else it warns of what it does in version 3
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     with suppress(ImportError):
         import ray
         import ray.util.scheduling_strategies

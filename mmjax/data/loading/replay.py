@@ -97,8 +97,13 @@ class Replayed:
                 in_row = np.flatnonzero(plan.row[llm] == row)
                 row_rank, row_on_rank = divmod(int(row), plan.rows[LLM])
                 if rank in (None, row_rank):
-                    samples = [self._placed(plan, int(k)) for k in in_row[np.argsort(plan.offset[llm[in_row]])]]
-                    yield PackedRow(number, row_rank, row_on_rank, plan.shape.lengths[LLM], tuple(samples))
+                    samples = [
+                        self._placed(plan, int(k))
+                        for k in in_row[np.argsort(plan.offset[llm[in_row]])]
+                    ]
+                    yield PackedRow(
+                        number, row_rank, row_on_rank, plan.shape.lengths[LLM], tuple(samples)
+                    )
 
     def text_of(self, row: PackedRow) -> TextBatch:
         """Return the arrays of a row, `[T]`."""
@@ -108,7 +113,8 @@ class Replayed:
         return TextBatch(**fields, slots={}, send={})
 
     def _placed(self, plan: MicrobatchPlan, k: int) -> PlacedSample:
-        first, stop = plan.part_start[k : k + 2].tolist()  # its LLM part, then one part for each item
+        # its LLM part, then one part for each item
+        first, stop = plan.part_start[k : k + 2].tolist()
         modules = list(self.loader.config.model.item_modules)
         items = []
         for part in range(first + 1, stop):
@@ -149,7 +155,9 @@ class Replayed:
         return self.loader.reader.item(sample, number)
 
     def _source(self, sample: int) -> Source:
-        return list(self.loader.sources.values())[int(self.loader.index.source_of(np.array(sample)))]
+        return list(self.loader.sources.values())[
+            int(self.loader.index.source_of(np.array(sample)))
+        ]
 
 
 def spoken(source: Any, tokens: Sequence[int]) -> str:
@@ -157,14 +165,17 @@ def spoken(source: Any, tokens: Sequence[int]) -> str:
     if isinstance(source, ChatSource):
         return source.chat.tokenizer.decode(tokens, skip_special=False)
     if isinstance(source, EmbeddedDataset | DrawnDigits):
-        return "".join("|" if token == END else ALPHABET[token - 2] for token in tokens if token >= END)
+        return "".join(
+            "|" if token == END else ALPHABET[token - 2] for token in tokens if token >= END
+        )
     return " ".join(map(str, tokens))
 
 
 def seen(text: TextBatch, window: int = 0) -> np.ndarray:
     """Return the keys `[T]` that each query `[T]` of a row attends, bool (the mask spec of `mmjax.models.attention`).
 
-    window: the tokens that a windowed layer attends causally, the query's own included; 0 = all before it.
+    window: the tokens that a windowed layer attends causally, the query's own included; 0 = all
+    before it.
     """
     same = (text.sample[:, None] == text.sample) & (text.sample >= 0)
     mutual = (text.span[:, None] == text.span) & (text.span != 0)
@@ -172,7 +183,10 @@ def seen(text: TextBatch, window: int = 0) -> np.ndarray:
     if window:
         running_max = partial(np.maximum.accumulate, axis=1)
         order = np.argsort(text.pos)  # devices that share rows permute them
-        pos = text.pos - branch_gap(running_max, text.sample[None, order], text.kind[None, order])[0, text.pos]
+        pos = (
+            text.pos
+            - branch_gap(running_max, text.sample[None, order], text.kind[None, order])[0, text.pos]
+        )
         causal &= pos > pos[:, None] - window
     return same & (mutual | causal)
 
@@ -183,7 +197,8 @@ NO_LAYER, WITHOUT_WINDOW, EVERY_LAYER = range(3)
 def seen_by_layers(text: TextBatch, llm: DecoderConfig) -> np.ndarray:
     """Return which of the LLM's layers let each query `[T]` of a row attend each key `[T]`, uint8.
 
-    NO_LAYER, those WITHOUT_WINDOW alone, or EVERY_LAYER. Where all layers are windowed there is nothing in between.
+    NO_LAYER, those WITHOUT_WINDOW alone, or EVERY_LAYER. Where all layers are windowed there is
+    nothing in between.
     """
     if not llm.windowed:
         return np.where(seen(text), EVERY_LAYER, NO_LAYER).astype(np.uint8)

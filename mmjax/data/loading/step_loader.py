@@ -18,7 +18,13 @@ import numpy as np
 from mmjax.batch import Microbatch
 from mmjax.config import Config, NoBalance
 from mmjax.cost import table
-from mmjax.data.loading.batch_hash import EncoderRanks, Own, add_hashes, batch_hash, ranks_of_encoder
+from mmjax.data.loading.batch_hash import (
+    EncoderRanks,
+    Own,
+    add_hashes,
+    batch_hash,
+    ranks_of_encoder,
+)
 from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Reader, pack_microbatch
 from mmjax.data.loading.text_rows import Arrays
@@ -47,7 +53,8 @@ class LoadedStep(NamedTuple):
     digest: np.ndarray  # int64 []: hash of the step plan
     content: np.ndarray  # uint64 []: of the rows that count here, as `batch_hash`
     samples: np.ndarray  # int64 [n]
-    unreadable: dict[int, str]  # reasons why samples of this process's rows could not be read, by id
+    # reasons why samples of this process's rows could not be read, by id
+    unreadable: dict[int, str]
     epoch: np.ndarray  # float64 []: epochs that are done after this step
     source_epochs: np.ndarray  # float64 [sources]: the same of each source
     plan_seconds: np.ndarray  # float64 []
@@ -55,14 +62,19 @@ class LoadedStep(NamedTuple):
     needed_flops: np.ndarray  # float64 []: forward and backward of this process's ranks, no padding
     tokens: np.ndarray  # int64 [modules]: LLM tokens of the whole step by modality, text first
     # By microbatch, their first axis:
-    useful: np.ndarray  # int64 [microbatches, modules, rows]: positions of every row that hold something
+    # int64 [microbatches, modules, rows]: positions of every row that hold something
+    useful: np.ndarray
     lengths: np.ndarray  # int64 [microbatches, modules]: of the rows
-    widths: np.ndarray  # int64 [microbatches, encoders]: tokens that a rank can send to each of its peers
-    moved: np.ndarray  # int64 [microbatches, encoders]: tokens encoded on another rank than their sample's
-    balanced: np.ndarray  # int64 [microbatches, modules, encoder ranks]: as MicrobatchPlan.work, alignment included
+    # int64 [microbatches, encoders]: tokens that a rank can send to each of its peers
+    widths: np.ndarray
+    # int64 [microbatches, encoders]: tokens encoded on another rank than their sample's
+    moved: np.ndarray
+    # int64 [microbatches, modules, encoder ranks]: as MicrobatchPlan.work, alignment included
+    balanced: np.ndarray
     unbalanced: np.ndarray  # int64 [microbatches, modules, encoder ranks]: with balance `none`
     pairs: np.ndarray  # int64 [microbatches, modules, encoder ranks]: of attention
-    unbalanced_pairs: np.ndarray  # int64 [microbatches, modules, encoder ranks]: with balance `none`
+    # int64 [microbatches, modules, encoder ranks]: with balance `none`
+    unbalanced_pairs: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -76,20 +88,28 @@ class StepLoader:
     config_folder: Path  # where a FunctionSource's code is
     ranks: range = range(1)  # whose rows are loaded here
     leads: bool = True  # whether this process writes down what is found out about chunks
-    encoder_ranks: EncoderRanks | None = None  # whose rows of items are loaded here; None = those of the ranks
-    own: Own | None = None  # ranks and encoder ranks that no process before this one holds; None = all
-    copies: Sequence[tuple[EncoderRanks, Own]] = ()  # the last two by microbatch in turn, where encoders have copies
+    # whose rows of items are loaded here; None = those of the ranks
+    encoder_ranks: EncoderRanks | None = None
+    # ranks and encoder ranks that no process before this one holds; None = all
+    own: Own | None = None
+    # the last two by microbatch in turn, where encoders have copies
+    copies: Sequence[tuple[EncoderRanks, Own]] = ()
     segment: Segment = WHOLE_RUN
     # Of images to be made, stored for sources and generators by their names.
     latents: Mapping[tuple[str, str], Path] = field(default_factory=dict)
-    records: Mapping[str, str] = field(default_factory=dict)  # hashes of the sources' records; empty: not checked
+    # hashes of the sources' records; empty: not checked
+    records: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, step: int) -> LoadedStep:
         begin = time.perf_counter()
         plan = self.plan(int(step))
         planned = time.perf_counter()
         unreadable: dict[int, str] = {}
-        reader = replace(self.reader, item=partial(self._item, int(step))) if self.latents else self.reader
+        reader = (
+            replace(self.reader, item=partial(self._item, int(step)))
+            if self.latents
+            else self.reader
+        )
         batches = tuple(
             pack_microbatch(m, self.arrays, reader, self.ranks, self._held(n)[0], unreadable)
             for n, m in enumerate(plan.microbatches)
@@ -97,7 +117,8 @@ class StepLoader:
         useful, moved = zip(*map(self._useful_and_moved, plan.microbatches), strict=True)
         return LoadedStep(
             microbatches=tuple(
-                spread_over_context(b, m, self.arrays) for b, m in zip(batches, plan.microbatches, strict=True)
+                spread_over_context(b, m, self.arrays)
+                for b, m in zip(batches, plan.microbatches, strict=True)
             ),
             step=np.int64(step),
             digest=np.int64(plan.digest()),
@@ -108,7 +129,9 @@ class StepLoader:
             source_epochs=self.planner.grouper.source_epochs_after(int(step)),
             plan_seconds=np.float64(planned - begin),
             load_seconds=np.float64(time.perf_counter() - planned),
-            needed_flops=np.float64(sum(self._needed_flops(n, batch) for n, batch in enumerate(batches))),
+            needed_flops=np.float64(
+                sum(self._needed_flops(n, batch) for n, batch in enumerate(batches))
+            ),
             tokens=sum(self._tokens(m) for m in plan.microbatches),
             useful=np.stack(useful),
             lengths=np.array([m.shape.lengths for m in plan.microbatches], np.int64),
@@ -117,7 +140,9 @@ class StepLoader:
             balanced=np.stack([m.work() for m in plan.microbatches]),
             unbalanced=np.stack([m.unbalanced for m in plan.microbatches]),
             pairs=np.stack([m.per_rank(m.pairs, m.row) for m in plan.microbatches]),
-            unbalanced_pairs=np.stack([m.per_rank(m.pairs, m.unbalanced_row) for m in plan.microbatches]),
+            unbalanced_pairs=np.stack(
+                [m.per_rank(m.pairs, m.unbalanced_row) for m in plan.microbatches]
+            ),
         )
 
     @cached_property
@@ -155,7 +180,8 @@ class StepLoader:
     def _chunks(self) -> Path:
         """Return the file of known chunk starts, with which a late step is planned without replaying early ones."""
         weights = mixture_weights(self.config.data, self.index)
-        grouped = replace(self.config.batch, balance=NoBalance())  # which does not change what a step has
+        # which does not change what a step has
+        grouped = replace(self.config.batch, balance=NoBalance())
         due = (self.segment.due.name,) if self.segment.due else ()
         key = repr((PLANNER, grouped, weights, self.config.seed, self.budget, *due))
         return self.index_folder / f"chunks-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -174,7 +200,9 @@ class StepLoader:
         samples = dict(zip(self.sources, np.diff(self.index.source_start).tolist(), strict=True))
         return {
             (source, generator): StoredLatents(
-                folder, samples[source], f"model.generators.{generator}: the latents of data.sources.{source}"
+                folder,
+                samples[source],
+                f"model.generators.{generator}: the latents of data.sources.{source}",
             )
             for (source, generator), folder in self.latents.items()
         }
@@ -215,7 +243,9 @@ class StepLoader:
             make_step_planner(self.planner.grouper, self.config, self.layout)
             model, reference = self.config.model, self.config.loss.repeats_forward
             for amount in (0, 1):  # with no items at all, and with some of every kind
-                work = dict.fromkeys(("llm", *model.item_modules), Work._make([amount] * len(Work._fields)))
+                work = dict.fromkeys(
+                    ("llm", *model.item_modules), Work._make([amount] * len(Work._fields))
+                )
                 model_flops(model, work, frozen_modules(model), reference)
 
         return zlib.compress(pickle.dumps(table.recorded(count)))
@@ -240,17 +270,27 @@ class StepLoader:
         return encoder_ranks, self.own or (self.ranks, encoder_ranks)
 
     def _content(self, batches: Sequence[Microbatch]) -> int:
-        return reduce(add_hashes, (batch_hash(b, n, self.ranks, *self._held(n)) for n, b in enumerate(batches)))
+        return reduce(
+            add_hashes,
+            (batch_hash(b, n, self.ranks, *self._held(n)) for n, b in enumerate(batches)),
+        )
 
     def _needed_flops(self, number: int, batch: Microbatch) -> float:
         """Count the FLOPs of this process's ranks; encoder ranks that other processes hold count as its own."""
         model = self.config.model
         frozen, reference = frozen_modules(model), self.config.loss.repeats_forward
-        if isinstance(self.encoder_ranks, Mapping):  # a unit's rows lie on each of its stages, and count on the first
+        # a unit's rows lie on each of its stages, and count on the first
+        if isinstance(self.encoder_ranks, Mapping):
             encoder_ranks, counted = self._held(number)
             local = {"llm": self.ranks, **encoder_ranks}
-            owned = {"llm": counted[0], **{e: ranks_of_encoder(counted[1], e) for e in encoder_ranks}}
-            part = {tower: sum(r in owned[tower] for r in ranks) / max(1, len(ranks)) for tower, ranks in local.items()}
+            owned = {
+                "llm": counted[0],
+                **{e: ranks_of_encoder(counted[1], e) for e in encoder_ranks},
+            }
+            part = {
+                tower: sum(r in owned[tower] for r in ranks) / max(1, len(ranks))
+                for tower, ranks in local.items()
+            }
             flops = needed_by_tower(model, batch.text, batch.items, frozen, reference)
             return sum(flops[tower] * part[tower] for tower in flops)
         own_encoder_ranks = len(self.ranks) * self.layout.topology.encoders_per_rank
@@ -270,13 +310,15 @@ class StepLoader:
         return useful, moved
 
     def _tokens(self, plan: MicrobatchPlan) -> np.ndarray:
-        tokens = np.bincount(plan.module, self.index.tokens(plan.samples), len(plan.rows)).astype(np.int64)
+        tokens = np.bincount(plan.module, self.index.tokens(plan.samples), len(plan.rows)).astype(
+            np.int64
+        )
         tokens[0] = self.index.text_tokens[plan.samples].sum()
         return tokens
 
     def __getstate__(self) -> dict[str, Any]:
-        # What was opened here stays here: a worker gets the description and opens its own. But costs come with it, for
-        # to trace them it would need JAX.
+        # What was opened here stays here: a worker gets the description and opens its own. But
+        # costs come with it, for to trace them it would need JAX.
         return {f.name: getattr(self, f.name) for f in fields(self)} | {COSTS: self._packed_costs}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -307,4 +349,11 @@ def reader_of(sources: Mapping[str, Source], index: LengthIndex) -> Reader:
     def placed(sample: int, reason: object) -> str:
         return with_place(*locate(sample), reason)
 
-    return Reader(sample=read, facts=facts, item=item, source_of=index.source_of, name=index.name, with_place=placed)
+    return Reader(
+        sample=read,
+        facts=facts,
+        item=item,
+        source_of=index.source_of,
+        name=index.name,
+        with_place=placed,
+    )

@@ -13,7 +13,16 @@ from mmjax.batch import FIRST_BRANCH_BIT, PADDING, TIME, TOKEN_FIELDS, TextBatch
 from mmjax.config import AudioConfig, CrossEntropy, Generator, LossConfig, ModelConfig, VisionConfig
 from mmjax.config.generators import row_values, takes_pixels
 from mmjax.data.plan.attended_pairs import MaskRules, prefix_tokens
-from mmjax.data.sample import CORNERS, MAX_BRANCHES, NEWLINE, NO_TOKEN, ArrangedItems, Item, Sample, Text
+from mmjax.data.sample import (
+    CORNERS,
+    MAX_BRANCHES,
+    NEWLINE,
+    NO_TOKEN,
+    ArrangedItems,
+    Item,
+    Sample,
+    Text,
+)
 from mmjax.errors import UserError
 
 MAX_MODULES = FIRST_BRANCH_BIT - 1
@@ -26,7 +35,8 @@ class Arrays:
     encoders: dict[str, VisionConfig | AudioConfig]
     items: str  # DecoderConfig.items
     vocab: int
-    in_order: bool = False  # layers read a sample's tokens one after the other, so it can have no branches
+    # layers read a sample's tokens one after the other, so it can have no branches
+    in_order: bool = False
     axes: int = 0  # of a position: (t, y, x) for an LLM with rotary sections; 0 = it is one number
     generators: dict[str, Generator] = field(default_factory=dict)
     loss: LossConfig = CrossEntropy()  # which says what a sample's branches must be
@@ -35,7 +45,9 @@ class Arrays:
     def of(cls, model: ModelConfig, loss: LossConfig = CrossEntropy()) -> Arrays:
         """Lay out the arrays of a model's batches. Raises UserError where the mask cannot tell its modules apart."""
         if (count := len(model.item_modules)) > MAX_MODULES:
-            raise UserError(f"model has {count} encoders and generators; the attention mask tells {MAX_MODULES} apart")
+            raise UserError(
+                f"model has {count} encoders and generators; the attention mask tells {MAX_MODULES} apart"
+            )
         return cls(
             encoders=dict(model.encoders),
             items=model.llm.items,
@@ -61,7 +73,11 @@ class Arrays:
     def dtype(self, module: str) -> type:
         """Return the dtype of the patches or frames."""
         config = self.modules[module]
-        pixels = takes_pixels(config) if isinstance(config, Generator) else isinstance(config, VisionConfig)
+        pixels = (
+            takes_pixels(config)
+            if isinstance(config, Generator)
+            else isinstance(config, VisionConfig)
+        )
         return np.uint8 if pixels else np.float32
 
     def newline(self, encoder: str) -> bool:
@@ -85,7 +101,8 @@ class Place(NamedTuple):
     slot: int  # of the first, in what the rank of its sample got and made
     tokens: int
     newline: int = PADDING  # where that of the encoder's connector is among them
-    grid: tuple[int, int, int] | None = None  # of an image where positions have axes: times, rows, columns of tokens
+    # of an image where positions have axes: times, rows, columns of tokens
+    grid: tuple[int, int, int] | None = None
 
 
 def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarray]) -> TextBatch:
@@ -111,7 +128,9 @@ def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarra
         owner=full(PADDING),
         offset=full(0),
         slots={
-            name: mixed() if name in arrays.encoders and module.interpolates_tokens else full(PADDING)
+            name: mixed()
+            if name in arrays.encoders and module.interpolates_tokens
+            else full(PADDING)
             for name, module in arrays.modules.items()
         },
         send=send,
@@ -133,16 +152,20 @@ def stretch(batch: TextBatch, row: int, span: slice) -> TextBatch:
     return TextBatch(**views, slots=slots, send={}, loss_inputs=inputs)
 
 
-def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequence[Place], first_span: int) -> None:
+def write_sample(
+    row: TextBatch, sample: Sample, arrays: Arrays, places: Sequence[Place], first_span: int
+) -> None:
     """Write one sample into its stretch of a row (views `[n]`). ValueError where it isn't what was promised.
 
-    A position goes on from where its branch is; a new branch begins where branch 0 is. Where positions have axes, an
-    image's are its rows and columns, and what follows goes on behind the longer of both (Qwen2-VL). A video's temporal
-    patches have the same rows and columns, and times of their own, behind which text goes on as its `text_after` says.
-    A token is the target of the one before it in its own branch; items stand in branch 0, so an item's last token
-    predicts the text after it there.
+    A position goes on from where its branch is; a new branch begins where branch 0 is. Where
+    positions have axes, an image's are its rows and columns, and what follows goes on behind the
+    longer of both (Qwen2-VL). A video's temporal patches have the same rows and columns, and times
+    of their own, behind which text goes on as its `text_after` says. A token is the target of the
+    one before it in its own branch; items stand in branch 0, so an item's last token predicts the
+    text after it there.
 
-    With `items` "prefix" all that precedes the first trained token is one span, which attends both ways (PaliGemma).
+    With `items` "prefix" all that precedes the first trained token is one span, which attends both
+    ways (PaliGemma).
     """
     lengths = _checked_lengths(sample, arrays, places, len(row.token))
     position: dict[int, int] = {0: 0}  # of the next token in each branch
@@ -151,12 +174,17 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
     begin = 0
     for segment, n in zip(sample.segments, lengths, strict=True):
         branch = segment.branch if isinstance(segment, Text) else 0
-        grid = places[segment.number].grid if isinstance(segment, Item) and segment.part is None else None
+        grid = (
+            places[segment.number].grid
+            if isinstance(segment, Item) and segment.part is None
+            else None
+        )
         continues = isinstance(segment, Item) and bool(segment.patch and arrays.axes)
         if not continues:  # else it begins where the piece of the video before it did
             begin = position.get(branch, position[0]) if segment.start is None else segment.start
         span = slice(offset, offset + n)
-        along = np.arange(n)  # positions within the segment; `[n, 3]` for an image's grid where positions have axes
+        # positions within the segment; `[n, 3]` for an image's grid where positions have axes
+        along = np.arange(n)
         if isinstance(segment, Text):
             begin -= segment.back
             _write_text(row, span, segment, arrays, last.get(branch))
@@ -179,11 +207,14 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
         row.span[: prefix_tokens(sample, lengths)] = first_span + 1
 
 
-def _write_text(row: TextBatch, span: slice, text: Text, arrays: Arrays, previous: int | None) -> None:
+def _write_text(
+    row: TextBatch, span: slice, text: Text, arrays: Arrays, previous: int | None
+) -> None:
     """Write tokens, whom they see and what they predict. previous: index of the token before them in their branch."""
     row.token[span] = text.tokens
     row.kind[span], row.sees[span] = arrays.rules.text(text.branch)
-    # Tokens 5, 6, 7 at 10 to 12: 10 predicts 6, 11 predicts 7; 12 has no target unless text of its branch follows.
+    # Tokens 5, 6, 7 at 10 to 12: 10 predicts 6, 11 predicts 7; 12 has no target unless text of its
+    # branch follows.
     predict = slice(span.start, max(span.stop - 1, span.start))
     row.target[predict] = text.tokens[1:]
     row.weight[predict] = text.weights[1:]
@@ -193,22 +224,32 @@ def _write_text(row: TextBatch, span: slice, text: Text, arrays: Arrays, previou
         row.target[previous] = text.tokens[0]
         row.weight[previous] = text.weights[0]
     elif len(text.tokens) and text.weights[0]:
-        raise ValueError(f"the first token of branch {text.branch} has a loss weight, but none before it predicts it")
+        raise ValueError(
+            f"the first token of branch {text.branch} has a loss weight, but none before it predicts it"
+        )
 
 
 def _write_tokens(
-    row: TextBatch, span: slice, segment: Item | ArrangedItems, places: Sequence[Place], arrays: Arrays, group: int
+    row: TextBatch,
+    span: slice,
+    segment: Item | ArrangedItems,
+    places: Sequence[Place],
+    arrays: Arrays,
+    group: int,
 ) -> None:
     """Write items' tokens: their slots, and how they see each other and what is before them. group: their `span`."""
     encoder = segment.encoder
     item_places = places[segment.number : segment.number + _items(segment)]
-    item_slots = np.concatenate([np.arange(place.slot, place.slot + place.tokens) for place in item_places])
+    item_slots = np.concatenate(
+        [np.arange(place.slot, place.slot + place.tokens) for place in item_places]
+    )
     if isinstance(segment, Item) and segment.part:
         item_slots = item_slots[slice(*segment.part)]
     slots = item_slots[:, None]
     shares = np.ones((1, 1), np.float32)
     if isinstance(segment, ArrangedItems):
-        codes = np.array([item_places[0].newline, PADDING])  # at the end, as NEWLINE and NO_TOKEN count from there
+        # at the end, as NEWLINE and NO_TOKEN count from there
+        codes = np.array([item_places[0].newline, PADDING])
         slots = np.concatenate([item_slots, codes])[segment.tokens.token]
         shares = segment.tokens.share
     into = row.slots[encoder]
@@ -236,15 +277,24 @@ def llm_tokens(segment: Item | ArrangedItems, places: Sequence[Place], arrays: A
             f"its items from {segment.number} on have {have} tokens, and it places those from {first} to {last}"
         )
     if (token == NEWLINE).any() and not arrays.newline(segment.encoder):
-        raise ValueError(f"it places newlines, and connector.newline of {segment.encoder!r} is false")
+        raise ValueError(
+            f"it places newlines, and connector.newline of {segment.encoder!r} is false"
+        )
     if segment.encoder in arrays.generators:
         raise ValueError(f"it arranges tokens of {segment.encoder!r}, which makes images")
-    if not arrays.encoders[segment.encoder].interpolates_tokens and (token[:, 1:] != NO_TOKEN).any():
-        raise ValueError(f"it mixes tokens of {segment.encoder!r}, whose images say nothing of interpolation")
+    if (
+        not arrays.encoders[segment.encoder].interpolates_tokens
+        and (token[:, 1:] != NO_TOKEN).any()
+    ):
+        raise ValueError(
+            f"it mixes tokens of {segment.encoder!r}, whose images say nothing of interpolation"
+        )
     return len(segment.tokens)
 
 
-def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], promised: int) -> list[int]:
+def _checked_lengths(
+    sample: Sample, arrays: Arrays, places: Sequence[Place], promised: int
+) -> list[int]:
     """Count segments' tokens. ValueError where the sample isn't what its source's facts() say or can't be written."""
     lengths: list[int] = []
     numbers: list[int] = []
@@ -253,11 +303,15 @@ def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], pr
         if not isinstance(segment, Text):
             for number in range(segment.number, segment.number + _items(segment)):
                 if number >= len(places) or places[number].encoder != segment.encoder:
-                    raise ValueError(f"its item {number} of {segment.encoder!r} is not in its source's facts()")
+                    raise ValueError(
+                        f"its item {number} of {segment.encoder!r} is not in its source's facts()"
+                    )
                 if isinstance(segment, Item) and segment.part:
                     first, placed_so_far = segment.part[0], placed.get(number, 0)
                     if first != placed_so_far:
-                        raise ValueError(f"a part of its item {number} begins at token {first}, not {placed_so_far}")
+                        raise ValueError(
+                            f"a part of its item {number} begins at token {first}, not {placed_so_far}"
+                        )
                     placed[number] = segment.part[1]
                     if placed[number] < places[number].tokens:  # more parts follow
                         continue
@@ -268,7 +322,9 @@ def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], pr
         weights = segment.weights
         lengths.append(len(tokens))
         if not 0 <= segment.branch <= MAX_BRANCHES:
-            raise ValueError(f"it has a branch {segment.branch}; the attention mask tells 0 to {MAX_BRANCHES}")
+            raise ValueError(
+                f"it has a branch {segment.branch}; the attention mask tells 0 to {MAX_BRANCHES}"
+            )
         if segment.branch and arrays.in_order:
             raise ValueError(
                 f"it has a branch {segment.branch}, and a gated delta net (model.llm.delta_net) reads all tokens in "
@@ -277,14 +333,20 @@ def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], pr
         if len(tokens) != len(weights):
             raise ValueError(f"a text has {len(tokens)} tokens and {len(weights)} loss weights")
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < arrays.vocab):
-            raise ValueError(f"a token is {tokens.max()} or {tokens.min()}; model.llm.vocab={arrays.vocab} has no such")
+            raise ValueError(
+                f"a token is {tokens.max()} or {tokens.min()}; model.llm.vocab={arrays.vocab} has no such"
+            )
         if not (np.isfinite(weights).all() and (weights >= 0).all()):
             raise ValueError("a loss weight is negative, NaN or Inf")
     _check_answers(sample, arrays.loss)
     if sorted(numbers) != list(range(len(places))):
-        raise ValueError(f"it places the items {numbers}, but its source's facts() have {len(places)}; each goes once")
+        raise ValueError(
+            f"it places the items {numbers}, but its source's facts() have {len(places)}; each goes once"
+        )
     if sum(lengths) != promised:
-        raise ValueError(f"it has {sum(lengths)} tokens where its source's facts() promised {promised}")
+        raise ValueError(
+            f"it has {sum(lengths)} tokens where its source's facts() promised {promised}"
+        )
     return lengths
 
 
@@ -292,11 +354,28 @@ def _check_answers(sample: Sample, loss: LossConfig) -> None:
     """Check that a sample's branches are answers as the loss reads them. Raises ValueError."""
     if isinstance(loss, CrossEntropy):
         return
-    trained = [segment for segment in sample.segments if isinstance(segment, Text) and segment.weights.any()]
+    trained = [
+        segment
+        for segment in sample.segments
+        if isinstance(segment, Text) and segment.weights.any()
+    ]
     branches = [segment.branch for segment in trained]
-    if (loss.branches and branches != [*loss.branches]) or 0 in branches or len(set(branches)) < len(branches):
-        expected = " and ".join(f"{what} in branch {number}" for number, what in loss.branches.items()) or "answers"
-        raise ValueError(f"it trains text in the branches {branches}; loss={loss.kind} takes {expected}, one text each")
+    if (
+        (loss.branches and branches != [*loss.branches])
+        or 0 in branches
+        or len(set(branches)) < len(branches)
+    ):
+        expected = (
+            " and ".join(f"{what} in branch {number}" for number, what in loss.branches.items())
+            or "answers"
+        )
+        raise ValueError(
+            f"it trains text in the branches {branches}; loss={loss.kind} takes {expected}, one text each"
+        )
     for name in loss.inputs:
-        if any(len(segment.loss_inputs.get(name, ())) != len(segment.tokens) for segment in trained):
-            raise ValueError(f"its answers have no {name} of every token, which loss={loss.kind} reads")
+        if any(
+            len(segment.loss_inputs.get(name, ())) != len(segment.tokens) for segment in trained
+        ):
+            raise ValueError(
+                f"its answers have no {name} of every token, which loss={loss.kind} reads"
+            )

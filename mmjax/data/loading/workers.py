@@ -24,7 +24,8 @@ from absl import flags
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.errors import UserError
 
-# Grain imports Orbax where it finds it, which takes .3 s in each process, for a class that is not used here.
+# Grain imports Orbax where it finds it, which takes .3 s in each process, for a class that is not
+# used here.
 _orbax = sys.modules.setdefault("orbax.checkpoint", None)
 import grain  # noqa: E402
 from grain.multiprocessing import SharedMemoryArray  # noqa: E402
@@ -46,7 +47,9 @@ def to_block(value: Any) -> Block:
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     parts = [np.asarray(buffer.raw()) for buffer in buffers]
-    return Block(head, tuple(np.cumsum([part.size for part in parts]).tolist()), np.concatenate(parts))
+    return Block(
+        head, tuple(np.cumsum([part.size for part in parts]).tolist()), np.concatenate(parts)
+    )
 
 
 def from_block(block: Block) -> Any:
@@ -78,15 +81,16 @@ def refuse_in_worker() -> None:
 
     Else a script that trains at its top level would do so in each of its workers too.
     """
-    # Private: set while a child imports its parent's script, and in no other child. Remove when Grain's workers can be
-    # started without importing that script.
+    # Private: set while a child imports its parent's script, and in no other child. Remove when
+    # Grain's workers can be started without importing that script.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UserError(
             'a data worker imports the script that trains: put train(..) there under if __name__ == "__main__":'
         )
 
 
-# A terminal and a cluster send these to every process; workers leave it to their parent to heed them.
+# A terminal and a cluster send these to every process; workers leave it to their parent to heed
+# them.
 _FOR_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SHOW_STACKS = signal.SIGQUIT
 _SHARED_MEMORY = Path("/dev/shm")  # where Linux shows blocks by their names
@@ -96,12 +100,14 @@ _SHARED_MEMORY = Path("/dev/shm")  # where Linux shows blocks by their names
 def _signals_blocked() -> Iterator[None]:
     """Block the signals that do not end workers until those that are started here are ready for them.
 
-    They inherit what this thread blocks, also where a thread that is started here starts them later.
+    They inherit what this thread blocks, also where a thread that is started here starts them
+    later.
     """
     blocked = {*_FOR_PARENTS, _SHOW_STACKS}
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        # Starting it lets some of them through again. Remove both lines when it restores the mask that it found.
+        # Starting it lets some of them through again. Remove both lines when it restores the mask
+        # that it found.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         yield
@@ -122,7 +128,8 @@ def _start_worker(worker: int, workers: int) -> None:
 
 def _end_with_parent() -> None:
     multiprocessing.parent_process().join()
-    os._exit(1)  # the main thread may be in native code. Remove when Grain ends workers whose parent was killed
+    # the main thread may be in native code. Remove when Grain ends workers whose parent was killed
+    os._exit(1)
 
 
 def _block_prefix(parent: int) -> str:
@@ -147,12 +154,14 @@ def _free_blocks() -> None:
             block.unlink()
 
 
-def steps(loader: StepLoader, first: int, last: int, workers: int, prefetch: int) -> Iterator[LoadedStep]:
+def steps(
+    loader: StepLoader, first: int, last: int, workers: int, prefetch: int
+) -> Iterator[LoadedStep]:
     """Load steps `first` to `last` - 1 in order, prefetched by `workers` persistent processes (0: by a thread).
 
-    They start at once. Grain only loads and prefetches what the plan names: step numbers go in, whole steps come out.
-    What loading raises is raised here: UserError as it was, anything else from a worker as LoadingFailed. A worker that
-    was killed, or ended by itself, is a UserError.
+    They start at once. Grain only loads and prefetches what the plan names: step numbers go in,
+    whole steps come out. What loading raises is raised here: UserError as it was, anything else
+    from a worker as LoadingFailed. A worker that was killed, or ended by itself, is a UserError.
     """
     if first >= last:
         return iter(())
@@ -161,9 +170,12 @@ def steps(loader: StepLoader, first: int, last: int, workers: int, prefetch: int
         iterator = iter(grain.MapDataset.range(first, last).map(loader).to_iter_dataset(options))
     else:
         workers = min(workers, last - first)
-        iterator = start_workers(partial(load_block, loader), first, last, workers, max(1, prefetch))
+        iterator = start_workers(
+            partial(load_block, loader), first, last, workers, max(1, prefetch)
+        )
     loaded = read_steps(iterator, first, last)
-    next(loaded)  # so that close() finds it running and ends the workers, even if no step is ever asked for
+    # so that close() finds it running and ends the workers, even if no step is ever asked for
+    next(loaded)
     return loaded
 
 
@@ -173,7 +185,8 @@ def start_workers(
     """Start processes that call `load` with the steps `first` to `last` - 1. Raises UserError."""
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags, which nobody parses here
-    # Workers import JAX through Grain and must never touch an accelerator; this process has read the variable already.
+    # Workers import JAX through Grain and must never touch an accelerator; this process has read
+    # the variable already.
     os.environ["JAX_PLATFORMS"] = "cpu"
     dataset = grain.MapDataset.range(first, last).map(load)
     iterable = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
@@ -181,7 +194,8 @@ def start_workers(
     try:
         with _signals_blocked():
             iterator = iter(iterable.mp_prefetch(options, worker_init_fn=_start_worker))
-            iterator.get_state()  # makes what start_prefetch starts: otherwise each worker waits for the one before it
+            # makes what start_prefetch starts: otherwise each worker waits for the one before it
+            iterator.get_state()
             iterator.start_prefetch()
         multiprocessing.util.Finalize(None, _free_blocks, exitpriority=0)
     except OSError as error:
@@ -235,8 +249,9 @@ def end_workers(iterator: grain.DatasetIterator, exhausted: bool) -> None:
         next(iterator, None)
         gc.collect()
     iterator.close()
-    # A thread of Grain's frees the memory of steps, and Python would call what it has not come to at exit a leak. One
-    # more task for it ends behind the others. Private; remove when `close` waits for that thread.
+    # A thread of Grain's frees the memory of steps, and Python would call what it has not come to
+    # at exit a leak. One more task for it ends behind the others. Private; remove when `close`
+    # waits for that thread.
     if freeing := SharedMemoryArray._del_thread_pool:
         freeing.apply(int)
     _free_blocks()

@@ -1,7 +1,8 @@
 """Read files of media: headers of videos, limits of sizes, and one kind of error for all that decoders raise.
 
-Every fault of a file raises `BadMedia`, also those that Pillow and libsndfile ignore or only warn of. I/O errors while
-reading (a lost connection) propagate unchanged. Images: `decode_images`; clips: `decode_clips`; videos: `video`.
+Every fault of a file raises `BadMedia`, also those that Pillow and libsndfile ignore or only warn
+of. I/O errors while reading (a lost connection) propagate unchanged. Images: `decode_images`;
+clips: `decode_clips`; videos: `video`.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from PIL import Image
 from mmjax.config import MediaLimits
 from mmjax.errors import BadMedia, UserError
 
-Probe = Callable[[BinaryIO], tuple[int, int]]  # reads the size of an image or clip, or a video's packed header
+# reads the size of an image or clip, or a video's packed header
+Probe = Callable[[BinaryIO], tuple[int, int]]
 
-# `check_size` applies our own limits to the header; Pillow's would warn below and refuse above a bound of its own.
+# `check_size` applies our own limits to the header; Pillow's would warn below and refuse above a
+# bound of its own.
 Image.MAX_IMAGE_PIXELS = None
 # Warnings about files that user code opens are silenced: each worker process would print them once.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 # What Pillow logs of a file is what it raises, too.
 logging.getLogger("PIL").setLevel(logging.CRITICAL)
-# Advice, and faults that change no pixel: a repeated tag (the first counts), a malformed MPO (its first image counts).
+# Advice, and faults that change no pixel: a repeated tag (the first counts), a malformed MPO (its
+# first image counts).
 HARMLESS = "Palette images with|Couldn't allocate palette|XMP data cannot|Metadata Warning, tag|.* malformed MPO file"
 
 
@@ -69,7 +73,8 @@ class SampledVideo(NamedTuple):
     indices: np.ndarray  # int64 [n]: frames of the video, ascending; a multiple of a temporal patch
     size: tuple[int, int]  # height and width of a frame, resized
     times: tuple[int, ...] = ()  # rotary positions of the temporal patches along t
-    texts: tuple[str, ...] = ()  # that is written before the first temporal patch, between two, and behind the last
+    # that is written before the first temporal patch, between two, and behind the last
+    texts: tuple[str, ...] = ()
 
 
 def filled(indices: np.ndarray, unit: int) -> np.ndarray:
@@ -77,7 +82,8 @@ def filled(indices: np.ndarray, unit: int) -> np.ndarray:
     return np.pad(indices, (0, -len(indices) % unit), mode="edge")
 
 
-# ----------------------------------------------------------------------------------------------------------- limits
+# --------------------------------------------------------------------------------------------------
+# limits
 
 
 def limit_violations(kind: str, sizes: np.ndarray, limits: MediaLimits) -> dict[str, np.ndarray]:
@@ -89,10 +95,15 @@ def limit_violations(kind: str, sizes: np.ndarray, limits: MediaLimits) -> dict[
     sizes = np.asarray(sizes)
     if kind == "video":
         first, second = np.moveaxis(sizes.astype(np.int64), -1, 0)
-        # Seconds are frames over a rate of (second >> 32) / (second & mask); lists of images have none.
+        # Seconds are frames over a rate of (second >> 32) / (second & mask); lists of images have
+        # none.
         seconds = (first >> 32) * (second & 0xFFFF_FFFF) / np.maximum(second >> 32, 1)
-        long = {f" is longer than {limits.seconds:g} s": (second >> 32 > 0) & (seconds > limits.seconds)}
-        return long | limit_violations("image", np.stack([first >> 16 & 0xFFFF, first & 0xFFFF], axis=-1), limits)
+        long = {
+            f" is longer than {limits.seconds:g} s": (second >> 32 > 0) & (seconds > limits.seconds)
+        }
+        return long | limit_violations(
+            "image", np.stack([first >> 16 & 0xFFFF, first & 0xFFFF], axis=-1), limits
+        )
     sizes = sizes.astype(float)  # the product of a hostile file's sides overflows int64
     first = sizes[..., 0]
     second = sizes[..., 1]
@@ -103,7 +114,8 @@ def limit_violations(kind: str, sizes: np.ndarray, limits: MediaLimits) -> dict[
     return {
         f" has a side of less than {limits.min_side}": short < limits.min_side,
         f" has a side of more than {limits.max_side}": long > limits.max_side,
-        f" has more than {limits.pixels} of them: a decompression bomb": first * second > limits.pixels,
+        f" has more than {limits.pixels} of them: a decompression bomb": first * second
+        > limits.pixels,
         f": one side is more than {limits.aspect:g} times the other": long > limits.aspect * short,
     }
 
@@ -120,10 +132,15 @@ def _described(kind: str, size: tuple[int, int]) -> str:
         header = VideoHeader.unpacked(size)
         seconds = f" of {float(header.frames / header.rate):.1f} s" if header.rate else ""
         return f"a video{seconds} of {header.height} x {header.width} pixels"
-    return f"an image of {size[0]} x {size[1]} pixels" if kind == "image" else f"a clip of {size[0] / size[1]:.1f} s"
+    return (
+        f"an image of {size[0]} x {size[1]} pixels"
+        if kind == "image"
+        else f"a clip of {size[0] / size[1]:.1f} s"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- warnings
+# --------------------------------------------------------------------------------------------------
+# warnings
 
 
 _thread = threading.local()
@@ -132,7 +149,8 @@ _thread = threading.local()
 class _ReadingThreadOnly(type):
     """Make a class a superclass of UserWarning, but only in a thread that is reading a file of a data set.
 
-    Warning filters, those of `catch_warnings` too, hold for all threads, and headers are read in many.
+    Warning filters, those of `catch_warnings` too, hold for all threads, and headers are read in
+    many.
     """
 
     def __subclasscheck__(cls, category: type) -> bool:
@@ -146,7 +164,8 @@ class _DamagedMetadata(UserWarning, metaclass=_ReadingThreadOnly):
 @contextmanager
 def _raise_pillow_warnings() -> Iterator[None]:
     """Raise Pillow's warnings in this thread as errors, unless they are harmless."""
-    if warnings.filters[0][2] is not _DamagedMetadata:  # other code may have prepended or reset filters since
+    # other code may have prepended or reset filters since
+    if warnings.filters[0][2] is not _DamagedMetadata:
         warnings.filterwarnings("error", f"(?!{HARMLESS})", _DamagedMetadata, r"PIL\.")
     _thread.reading = True
     try:
@@ -155,7 +174,8 @@ def _raise_pillow_warnings() -> Iterator[None]:
         _thread.reading = False
 
 
-# ------------------------------------------------------------------------------------------------------------ files
+# --------------------------------------------------------------------------------------------------
+# files
 
 
 class FileReader:
@@ -204,7 +224,9 @@ def call_decoder(reader: FileReader, kind: str, read: Callable[[FileReader, str]
             value = read(reader, kind)
     except UserError:
         raise
-    except Exception as error:  # libraries raise nearly everything on bytes that are not what they should be
+    except (
+        Exception
+    ) as error:  # libraries raise nearly everything on bytes that are not what they should be
         if isinstance(error, BadMedia) and reader.failed is None:
             raise
         raise reader.failed or BadMedia(_reason(kind, error)) from None
@@ -220,6 +242,9 @@ def _reason(kind: str, error: Exception) -> str:
     if isinstance(error, EOFError) or "truncated" in text.lower():
         return f"truncated {kind}"
     # Both libraries name the Python object where they cannot name a fault.
-    if isinstance(error, Image.UnidentifiedImageError | soundfile.SoundFileError) and " object at " in text:
+    if (
+        isinstance(error, Image.UnidentifiedImageError | soundfile.SoundFileError)
+        and " object at " in text
+    ):
         return f"corrupt or truncated {kind}: its header cannot be read"
     return f"corrupt {kind}: {text or type(error).__name__}"

@@ -1,8 +1,8 @@
 """Decode audio files to mono samples, and read their lengths from headers alone (M4A: `soundtrack`).
 
-WAV, FLAC, Ogg (Vorbis, Opus) and MP3; channels averaged, then resampled by soxr, as in transformers' `load_audio`.
-Faults that libsndfile ignores are errors: more samples than the header claims, lost pages, other samples than those of
-a checksum.
+WAV, FLAC, Ogg (Vorbis, Opus) and MP3; channels averaged, then resampled by soxr, as in
+transformers' `load_audio`. Faults that libsndfile ignores are errors: more samples than the header
+claims, lost pages, other samples than those of a checksum.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from mmjax.data.media.decode import FileReader, call_decoder, check_media_size, 
 from mmjax.data.media.mp3 import decode_mp3, is_mp3, read_mp3_header
 from mmjax.errors import BadMedia
 
-LAST_FRAME = 1 << 16  # bytes at the end of a FLAC in which its last frame is, or more where its header says so
+# bytes at the end of a FLAC in which its last frame is, or more where its header says so
+LAST_FRAME = 1 << 16
 CLIP_STARTS = {b"fLaC": "FLAC", b"OggS": "OGG"}
-UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile's length of a stream whose header was written before its end was known
+# frames; libsndfile's length of a stream whose header was written before its end was known
+UNKNOWN_LENGTH = 1 << 62
 UNKNOWN_SIZE = 0x7FFF0000  # bytes; a WAV header claims at least this for the same reason
 BLOCK = 1 << 20  # samples of all channels that are decoded at a time
 MIN_SECONDS = 0.001  # a shorter clip is a mistake
@@ -71,8 +73,8 @@ def resampled_length(facts: ClipHeader, sample_rate: int) -> int:
 def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits = MediaLimits()) -> np.ndarray:
     """Decode a clip's file to mono samples at that rate, float32 `[clip_samples]` in about -1..1.
 
-    Raises BadMedia as `read_clip_header`, for a clip beyond the limits, and for a file that is truncated, corrupt or
-    holds NaN.
+    Raises BadMedia as `read_clip_header`, for a clip beyond the limits, and for a file that is
+    truncated, corrupt or holds NaN.
     """
     facts = read_clip_header(io.BytesIO(data))
     check_media_size("audio", facts, limits)
@@ -92,10 +94,14 @@ def resample(blocks: Iterable[np.ndarray], facts: ClipHeader, sample_rate: int) 
     wave = np.zeros(samples, np.float32)
     stream = None
     if facts.sample_rate != sample_rate:
-        stream = soxr.ResampleStream(facts.sample_rate, sample_rate, 1, dtype="float32", quality="HQ")
+        stream = soxr.ResampleStream(
+            facts.sample_rate, sample_rate, 1, dtype="float32", quality="HQ"
+        )
     position = 0
     # The last block is empty: only it ends the stream.
-    for block, last in chain(((block, False) for block in blocks), [(np.empty(0, np.float32), True)]):
+    for block, last in chain(
+        ((block, False) for block in blocks), [(np.empty(0, np.float32), True)]
+    ):
         block = np.ascontiguousarray(block, np.float32)
         made = block if stream is None else stream.resample_chunk(block, last)
         made = made[: samples - position]
@@ -124,7 +130,9 @@ def _clip_facts(reader: FileReader, kind: str) -> ClipHeader:
     reader.seek(0)
     with soundfile.SoundFile(reader) as clip:
         # libsndfile corrects a wrong data size by itself and only logs it.
-        if kind == "WAV" and (log := re.search(r"^data : (\d+) \(should be (\d+)\)", clip.extra_info, re.MULTILINE)):
+        if kind == "WAV" and (
+            log := re.search(r"^data : (\d+) \(should be (\d+)\)", clip.extra_info, re.MULTILINE)
+        ):
             claimed, actual = map(int, log.groups())
             if actual < claimed < UNKNOWN_SIZE:
                 raise BadMedia(f"truncated WAV: {actual} of {claimed} bytes of samples")
@@ -134,11 +142,15 @@ def _clip_facts(reader: FileReader, kind: str) -> ClipHeader:
 def _check_wav_chunks(reader: FileReader) -> None:
     """Raise BadMedia for a WAV with bytes behind its samples that are no chunk: a writer did not update its header."""
     file_size = reader.seek(0, io.SEEK_END)
-    position = 12  # behind RIFF, a size and WAVE; a chunk is name (4 bytes), size (4), content, padded to even length
+    # behind RIFF, a size and WAVE; a chunk is name (4 bytes), size (4), content, padded to even
+    # length
+    position = 12
     samples = 0
     while position + 8 <= file_size:
         name, size = struct.unpack("<4sI", reader.start(8, position))
-        if samples and (position + 8 + size > file_size or not (name.isascii() and name.decode().isprintable())):
+        if samples and (
+            position + 8 + size > file_size or not (name.isascii() and name.decode().isprintable())
+        ):
             if any(reader.start(1024, position)):  # zeros are padding
                 raise BadMedia(
                     f"a WAV that claims {samples} bytes of samples, and {file_size - position} more bytes follow them"
@@ -192,8 +204,10 @@ def _read_all(read: Callable[[str], np.ndarray]) -> Iterator[np.ndarray]:
 def _checked_flac(read: Callable[[str], np.ndarray], head: bytes) -> Iterator[np.ndarray]:
     """Yield the samples of a FLAC, as libsndfile converts them, float32 `[samples, channels]`.
 
-    Raises BadMedia where they are not those of its checksum (MD5 of all samples), which libFLAC alone does not compare.
-    head: "fLaC", 4 bytes, 10 of sizes, 20 bits of the rate, 3 of channels - 1, 5 of bits - 1, 36 of the length, MD5.
+    Raises BadMedia where they are not those of its checksum (MD5 of all samples), which libFLAC
+    alone does not compare.
+    head: "fLaC", 4 bytes, 10 of sizes, 20 bits of the rate, 3 of channels - 1, 5 of bits - 1, 36 of
+    the length, MD5.
     """
     bits = (int.from_bytes(head[18:26]) >> 36 & 31) + 1
     expected = head[26:42]
@@ -209,8 +223,9 @@ def _checked_flac(read: Callable[[str], np.ndarray], head: bytes) -> Iterator[np
 def _check_flac_end(reader: FileReader, head: bytes) -> None:
     """Raise BadMedia for a FLAC with bytes behind its last frame, which libFLAC takes for a lost frame.
 
-    head: as above; 3 of its bytes are the size of the longest frame, which not every writer knows. A frame begins with
-    14 set bits and a 0, and ends with a checksum by which that of the whole is 0; with zeros behind, too.
+    head: as above; 3 of its bytes are the size of the longest frame, which not every writer knows.
+    A frame begins with 14 set bits and a 0, and ends with a checksum by which that of the whole is
+    0; with zeros behind, too.
     """
     longest = max(int.from_bytes(head[15:18]), LAST_FRAME)
     size = reader.seek(0, io.SEEK_END)
@@ -242,8 +257,8 @@ def _crc16_table() -> list[int]:
 def _check_ogg_pages(data: bytes) -> None:
     """Raise BadMedia for an Ogg file with a page that is cut off, missing or damaged, which decoders drop silently.
 
-    A page: "OggS", 10 bytes, its stream's number (4 bytes), its own number (4), a checksum (4), the number of segments,
-    the length of each segment, the segments.
+    A page: "OggS", 10 bytes, its stream's number (4 bytes), its own number (4), a checksum (4), the
+    number of segments, the length of each segment, the segments.
     """
     start = 0
     numbers: dict[bytes, int] = {}  # of the last page of each stream
@@ -255,7 +270,10 @@ def _check_ogg_pages(data: bytes) -> None:
         if end > len(data) or start + 27 > len(data):
             raise BadMedia("truncated OGG: its last page is not whole")
         page = data[start : start + 22] + bytes(4) + data[start + 26 : end]
-        stream, number, checksum = data[start + 14 : start + 18], *struct.unpack_from("<II", data, start + 18)
+        stream, number, checksum = (
+            data[start + 14 : start + 18],
+            *struct.unpack_from("<II", data, start + 18),
+        )
         if _ogg_checksum(page) != checksum:
             raise BadMedia(f"corrupt OGG: the checksum of its page at byte {start} is wrong")
         if number != numbers.get(stream, number - 1) + 1:
@@ -264,7 +282,8 @@ def _check_ogg_pages(data: bytes) -> None:
         start = end
 
 
-_REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # the bits of each byte in reverse
+# the bits of each byte in reverse
+_REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def _ogg_checksum(page: bytes) -> int:

@@ -1,9 +1,10 @@
 """Turn one image into encoder items: what every preparation resizes, pads, crops and cuts it with.
 
-Before rescaling and normalisation, pixels equal those of transformers' processors with the Pillow backend bit for bit.
-(The torchvision backend, which transformers prefers where it is installed, rounds resized pixels a little differently.)
-Every preparation is one function of a `LazyImage` (`mmjax/data/media/preparations`), and so is a user's own. Given a
-picture without pixels it computes the item sizes, for which the image's header is enough.
+Before rescaling and normalisation, pixels equal those of transformers' processors with the Pillow
+backend bit for bit. (The torchvision backend, which transformers prefers where it is installed,
+rounds resized pixels a little differently.) Every preparation is one function of a `LazyImage`
+(`mmjax/data/media/preparations`), and so is a user's own. Given a picture without pixels it
+computes the item sizes, for which the image's header is enough.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class LazyImage:
         if self.pixels is None or size == self.size:
             return self._replaced(size, self.pixels)
         self._check(size)
-        image = Image.fromarray(self.pixels).resize((size[1], size[0]), Image.Resampling[filter.upper()])
+        image = Image.fromarray(self.pixels).resize(
+            (size[1], size[0]), Image.Resampling[filter.upper()]
+        )
         return self._replaced(size, np.asarray(image))
 
     def squared(self, color: tuple[int, ...] = (0, 0, 0)) -> LazyImage:
@@ -51,7 +54,8 @@ class LazyImage:
         """Resize to fit a canvas, keeping the aspect ratio, and centre it there on black."""
         height, width = self.size
         max_height, max_width = canvas
-        # The side that limits gets its full size; the other is rounded up, as in transformers' get_patch_output_size.
+        # The side that limits gets its full size; the other is rounded up, as in transformers'
+        # get_patch_output_size.
         scale = min(max_width / width, max_height / height)
         if max_width / width < max_height / height:
             size = (min(math.ceil(height * scale), max_height), max_width)
@@ -67,12 +71,17 @@ class LazyImage:
         y, x = (max(0, have - want) // 2 for have, want in zip(self.size, size, strict=True))
         inner = self.pixels[y : y + size[0], x : x + size[1]]
         # An odd row or column of padding goes before the image, as in transformers' center_crop.
-        padding = [((want - have + 1) // 2, (want - have) // 2) for have, want in zip(inner.shape, size, strict=False)]
+        padding = [
+            ((want - have + 1) // 2, (want - have) // 2)
+            for have, want in zip(inner.shape, size, strict=False)
+        ]
         return self._replaced(size, np.pad(inner, (*padding, (0, 0))))
 
     def cut(self, rows: int, columns: int) -> tuple[LazyImage, ...]:
         """Cut into the tiles of a grid, row by row, whose last ones are smaller where the sides do not divide."""
-        height, width = (-(-side // count) for side, count in zip(self.size, (rows, columns), strict=True))
+        height, width = (
+            -(-side // count) for side, count in zip(self.size, (rows, columns), strict=True)
+        )
         parts = []
         for y, x in product(range(0, self.size[0], height), range(0, self.size[1], width)):
             size = min(height, self.size[0] - y), min(width, self.size[1] - x)
@@ -96,12 +105,16 @@ class LazyImage:
     def _check(self, size: Size) -> None:
         height, width = size
         if height * width > self.max_pixels:
-            raise BadMedia(f"preparing it would need {height} x {width} pixels, which is more than {self.max_pixels}")
+            raise BadMedia(
+                f"preparing it would need {height} x {width} pixels, which is more than {self.max_pixels}"
+            )
 
 
-BeforeEncoder = Callable[[LazyImage, int], Sequence[LazyImage]]  # (image, images in its sample) -> items
+# (image, images in its sample) -> items
+BeforeEncoder = Callable[[LazyImage, int], Sequence[LazyImage]]
 
-SLACK = (1.0, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0)  # by which a smaller image may be larger than what it becomes
+# by which a smaller image may be larger than what it becomes
+SLACK = (1.0, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0)
 
 
 def prepared_sizes(
@@ -109,7 +122,8 @@ def prepared_sizes(
 ) -> tuple[Size, ...]:
     """Compute the sizes of the items of an image of (height, width); `images` is how many images its sample has.
 
-    Raises BadMedia for a size that cannot be prepared so, or that would need more than `limits.pixels` on the way.
+    Raises BadMedia for a size that cannot be prepared so, or that would need more than
+    `limits.pixels` on the way.
     """
     # Without pixels: the preparation computes sizes alone.
     return tuple(item.size for item in _items(prepare, size, None, images, limits))
@@ -133,7 +147,9 @@ def prepare_image(
     Raises ValueError for another shape or type, BadMedia as `prepared_sizes`.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-        raise ValueError(f"an image must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}")
+        raise ValueError(
+            f"an image must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}"
+        )
     return tuple(item.pixels for item in _items(prepare, image.shape[:2], image, images, limits))
 
 
@@ -158,23 +174,35 @@ class _Traced(LazyImage):
         return replace(super().resized(size, filter), original=False)
 
 
-def smaller_size(prepare: BeforeEncoder, size: Size, images: int = 1, limits: MediaLimits = MediaLimits()) -> Size:
+def smaller_size(
+    prepare: BeforeEncoder, size: Size, images: int = 1, limits: MediaLimits = MediaLimits()
+) -> Size:
     """Compute the size of a smaller image of which a preparation makes items of the same sizes, with as many details.
 
-    That is the size to which it resizes, or the smallest of the image's own shape that is as large; the image's own
-    where it resizes nothing, or something to more than there is. Raises BadMedia as `prepared_sizes`.
+    That is the size to which it resizes, or the smallest of the image's own shape that is as large;
+    the image's own where it resizes nothing, or something to more than there is. Raises BadMedia as
+    `prepared_sizes`.
     """
     traced = _Traced(size, None, limits.pixels)
     sizes = tuple(item.size for item in prepare(traced, images))
     scales = [max(after[0] / before[0], after[1] / before[1]) for before, after in traced.targets]
     scale = max(scales, default=1.0)
     candidates = [after for before, after in traced.targets if before == size]
-    candidates += [(math.ceil(size[0] * scale * more), math.ceil(size[1] * scale * more)) for more in SLACK]
+    candidates += [
+        (math.ceil(size[0] * scale * more), math.ceil(size[1] * scale * more)) for more in SLACK
+    ]
     for candidate in candidates:
         covers = all(c >= math.floor(scale * s) for c, s in zip(candidate, size, strict=True))
         smaller = (
-            candidate[0] * candidate[1] < size[0] * size[1] and candidate[0] <= size[0] and candidate[1] <= size[1]
+            candidate[0] * candidate[1] < size[0] * size[1]
+            and candidate[0] <= size[0]
+            and candidate[1] <= size[1]
         )
-        if scale < 1 and covers and smaller and prepared_sizes(prepare, candidate, images, limits) == sizes:
+        if (
+            scale < 1
+            and covers
+            and smaller
+            and prepared_sizes(prepare, candidate, images, limits) == sizes
+        ):
             return candidate
     return size

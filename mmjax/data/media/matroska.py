@@ -1,7 +1,7 @@
 """The header of a Matroska or WebM file: frames, size and rate of its video, from what stands before its first cluster.
 
-A few elements are read, where FFmpeg also opens the codecs and decodes the first frames. What these elements do not
-tell, such as the rate of a recording, is left to FFmpeg.
+A few elements are read, where FFmpeg also opens the codecs and decodes the first frames. What these
+elements do not tell, such as the rate of a recording, is left to FFmpeg.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ SEGMENT, CLUSTER = 0x18538067, 0x1F43B675
 INFO, TIMESTAMP_SCALE, DURATION = 0x1549A966, 0x2AD7B1, 0x4489
 TRACKS, TRACK, TRACK_UID, TRACK_TYPE, DEFAULT_DURATION = 0x1654AE6B, 0xAE, 0x73C5, 0x83, 0x23E383
 VIDEO, WIDTH, HEIGHT = 0xE0, 0xB0, 0xBA
-CHANGED_SIZE = (0x7670, 0x54AA, 0x54BB, 0x54CC, 0x54DD)  # a projection, which may turn frames, and crops
+# a projection, which may turn frames, and crops
+CHANGED_SIZE = (0x7670, 0x54AA, 0x54BB, 0x54CC, 0x54DD)
 TAGS, TAG, TARGETS, TAG_TRACK_UID = 0x1254C367, 0x7373, 0x63C0, 0x63C5
 SIMPLE_TAG, TAG_NAME, TAG_TEXT = 0x67C8, 0x45A3, 0x4487
 VIDEO_TRACK = 1
 MAX_ELEMENT = 1 << 20  # bytes of an element that is read
-MAX_RATE_TERM = 30_000  # of a rate's fraction, as FFmpeg rounds it: 33,366,667 ns are 1001 / 30000 s
+# of a rate's fraction, as FFmpeg rounds it: 33,366,667 ns are 1001 / 30000 s
+MAX_RATE_TERM = 30_000
 NANOSECONDS = 10**9
 
 Children = dict[int, list[bytes]]  # contents of elements by id
@@ -70,9 +72,13 @@ def _header(segment: Children) -> VideoHeader | None:
             return None
         info = _children(segment[INFO][0])
         scale = _integer(info.get(TIMESTAMP_SCALE, [b"\x0f\x42\x40"])[0])
-        (duration,) = struct.unpack(">d" if len(info[DURATION][0]) == 8 else ">f", info[DURATION][0])
+        (duration,) = struct.unpack(
+            ">d" if len(info[DURATION][0]) == 8 else ">f", info[DURATION][0]
+        )
         seconds = Fraction(duration) * scale / NANOSECONDS
-    rate = 1 / Fraction(_integer(videos[0][DEFAULT_DURATION][0]), NANOSECONDS).limit_denominator(MAX_RATE_TERM)
+    rate = 1 / Fraction(_integer(videos[0][DEFAULT_DURATION][0]), NANOSECONDS).limit_denominator(
+        MAX_RATE_TERM
+    )
     height, width = (_integer(picture[side][0]) for side in (HEIGHT, WIDTH))
     return VideoHeader(frames=max(1, round(seconds * rate)), height=height, width=width, rate=rate)
 
@@ -114,8 +120,8 @@ def _elements(content: bytes) -> Iterator[tuple[int, bytes]]:
 def _element(content: bytes, offset: int) -> tuple[int, int, int]:
     """Read an element's id and size, and how many bytes these take. Raises ValueError for an unknown size.
 
-    Both are numbers of as many bytes as the first one has leading zeros, and one more: 0x42 0x86 is an id of two bytes,
-    0x40 0x02 the size 2, as a size leaves out the bit that ends the zeros.
+    Both are numbers of as many bytes as the first one has leading zeros, and one more: 0x42 0x86 is
+    an id of two bytes, 0x40 0x02 the size 2, as a size leaves out the bit that ends the zeros.
     """
     name_length = 9 - content[offset].bit_length()
     size_start = offset + name_length
@@ -126,7 +132,8 @@ def _element(content: bytes, offset: int) -> tuple[int, int, int]:
     name = int.from_bytes(content[offset:size_start], "big")
     largest = (1 << 7 * size_length) - 1
     size = int.from_bytes(content[size_start:end], "big") & largest
-    # All ones are a size that was not known when the file was written, but of the segment, whose end is not needed.
+    # All ones are a size that was not known when the file was written, but of the segment, whose
+    # end is not needed.
     if size == largest and name != SEGMENT:
         raise ValueError("an element of unknown size")
     return name, size, end - offset

@@ -16,10 +16,14 @@ def check_wave(wave: np.ndarray) -> None:
         raise ValueError(f"a clip must be floats [samples], not {wave.dtype} {list(wave.shape)}")
 
 
-def mel_power(wave: np.ndarray, sample_rate: int, window: int, hop: int, mels: int, count: int) -> np.ndarray:
+def mel_power(
+    wave: np.ndarray, sample_rate: int, window: int, hop: int, mels: int, count: int
+) -> np.ndarray:
     """Compute the mel power `[count, mels]` of the first frames of a float32 wave: one every `hop` samples."""
     # A view: row k is samples k * hop to k * hop + window - 1.
-    frames = np.lib.stride_tricks.as_strided(wave, (count, window), (wave.strides[0] * hop, wave.strides[0]))
+    frames = np.lib.stride_tricks.as_strided(
+        wave, (count, window), (wave.strides[0] * hop, wave.strides[0])
+    )
     spectrum = np.fft.rfft(frames * hann(window))
     power = np.square(spectrum.real) + np.square(spectrum.imag)
     return power @ mel_filters(sample_rate, window, mels)
@@ -34,7 +38,8 @@ def hann(window: int) -> np.ndarray:
 @functools.cache
 def mel_filters(sample_rate: int, window: int, mels: int) -> np.ndarray:
     """Return triangular filters float32 `[window // 2 + 1, mels]`, evenly spaced in Slaney's mel, equal in area."""
-    # Slaney's mel is linear up to 1 kHz = 15 mel (200/3 Hz each), then logarithmic: 27 mel for a factor of 6.4.
+    # Slaney's mel is linear up to 1 kHz = 15 mel (200/3 Hz each), then logarithmic: 27 mel for a
+    # factor of 6.4.
     step = np.log(6.4) / 27
     nyquist = sample_rate / 2
     top = nyquist * 3 / 200 if nyquist < 1000 else 15.0 + np.log(nyquist / 1000) / step
@@ -43,4 +48,6 @@ def mel_filters(sample_rate: int, window: int, mels: int) -> np.ndarray:
     bins = np.arange(window // 2 + 1) * sample_rate / window
     rising = (bins[:, None] - edges[:-2]) / (edges[1:-1] - edges[:-2])
     falling = (edges[2:] - bins[:, None]) / (edges[2:] - edges[1:-1])
-    return (np.maximum(0, np.minimum(rising, falling)) * 2 / (edges[2:] - edges[:-2])).astype(np.float32)
+    return (np.maximum(0, np.minimum(rising, falling)) * 2 / (edges[2:] - edges[:-2])).astype(
+        np.float32
+    )

@@ -1,8 +1,8 @@
 """Read MP3s strictly: their length from the header of their encoder, and their samples with libmpg123's complaints.
 
-libmpg123 (inside libsndfile) goes on where a file is damaged and says so on standard error alone, which belongs to the
-whole process. So another process decodes, of which standard error is read: one for each process that meets an MP3, for
-as long as that lives.
+libmpg123 (inside libsndfile) goes on where a file is damaged and says so on standard error alone,
+which belongs to the whole process. So another process decodes, of which standard error is read: one
+for each process that meets an MP3, for as long as that lives.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from mmjax.errors import BadMedia
 
 DELAY = 529  # samples by which a decoder is late, which libmpg123 cuts off
 TAG = 10  # bytes of the header of an ID3v2 tag
-LAME = 24  # bytes of what an encoder says behind its Xing header; the last 3 are samples before and behind the sound
-# By version (0: 2.5, 2: 2, 3: 1): sample rates in Hz, and by channels the bytes of a frame's side information.
+# bytes of what an encoder says behind its Xing header; the last 3 are samples before and behind the
+# sound
+LAME = 24
+# By version (0: 2.5, 2: 2, 3: 1): sample rates in Hz, and by channels the bytes of a frame's side
+# information.
 RATES = {0: (11025, 12000, 8000), 2: (22050, 24000, 16000), 3: (44100, 48000, 32000)}
 SIDE = {0: (17, 9), 2: (17, 9), 3: (32, 17)}
 # kbit/s of layer 3, of version 1 and of the others
@@ -37,9 +40,10 @@ BIT_RATES = (
 ENDS = (b"TAG", b"APETAGEX", b"LYRICSBE")  # of tags behind the last frame
 SAMPLES = {0: 576, 2: 576, 3: 1152}  # of a frame
 
-# Decodes files until there are no more: each the number of its first sample, how many are wanted, its length and bytes.
-# Answers with blocks, each the bytes of its float32 samples behind their number, an empty one, and a line of JSON: what
-# soundfile raised, and what was said on standard error.
+# Decodes files until there are no more: each the number of its first sample, how many are wanted,
+# its length and bytes. Answers with blocks, each the bytes of its float32 samples behind their
+# number, an empty one, and a line of JSON: what soundfile raised, and what was said on standard
+# error.
 _DECODER = """
 import io, json, os, struct, sys, tempfile
 import numpy, soundfile
@@ -87,12 +91,15 @@ def read_mp3_header(file: BinaryIO) -> tuple[int, int]:
     tag = frame[side : side + 8]
     flags = int.from_bytes(tag[4:8])
     if tag[:4] not in (b"Xing", b"Info") or not flags & 1:
-        raise BadMedia("an MP3 that does not say its length (no Xing or Info header); encode it again")
+        raise BadMedia(
+            "an MP3 that does not say its length (no Xing or Info header); encode it again"
+        )
     following = _frame(_read(file, start + length, 4))
     if following[:2] != (version, rate):
         raise BadMedia("an MP3 whose second frame has another rate than its first")
     total = int.from_bytes(frame[side + 8 : side + 12]) * SAMPLES[version]
-    # Behind the frames come, as the flags say, the bytes, a table and a quality, then what LAME and FFmpeg say.
+    # Behind the frames come, as the flags say, the bytes, a table and a quality, then what LAME and
+    # FFmpeg say.
     encoder = side + 12 + 4 * bool(flags & 2) + 100 * bool(flags & 4) + 4 * bool(flags & 8)
     if len(lame := frame[encoder : encoder + LAME]) < LAME or not lame[0]:
         return total, rate
@@ -117,7 +124,9 @@ def _check_frames(data: bytes) -> None:
     if position + length > len(data):
         raise BadMedia("a truncated MP3: its last frame is not whole")
     if len(trailing) >= 4 and not trailing.startswith(ENDS):
-        raise BadMedia(f"a damaged MP3: it goes on behind its last frame, at byte {position + length}")
+        raise BadMedia(
+            f"a damaged MP3: it goes on behind its last frame, at byte {position + length}"
+        )
 
 
 def _first_frame(file: BinaryIO) -> int:
@@ -137,7 +146,9 @@ def _frame(header: bytes) -> tuple[int, int, int, int]:
     if bits >> 21 != 0x7FF or version == 1 or layer != 1 or rate == 3 or bit_rate in (0, 15):
         raise BadMedia("a corrupt MP3: where a frame is to be there is none")
     hertz = RATES[version][rate]
-    length = SAMPLES[version] // 8 * 1000 * BIT_RATES[version != 3][bit_rate] // hertz + (bits >> 9 & 1)
+    length = SAMPLES[version] // 8 * 1000 * BIT_RATES[version != 3][bit_rate] // hertz + (
+        bits >> 9 & 1
+    )
     return version, hertz, 1 if bits >> 6 & 3 == 3 else 2, length
 
 
@@ -178,7 +189,10 @@ class _Decoder:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._owner != os.getpid():
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _DECODER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+                [sys.executable, "-c", _DECODER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
             )
             self._owner = os.getpid()
             atexit.register(self._end)

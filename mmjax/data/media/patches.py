@@ -26,15 +26,19 @@ from mmjax.data.media.preparations import preparation
 from mmjax.errors import BadMedia
 
 Encoders = Mapping[str, Encoder]  # by name, in the model's order
-ItemModules = Mapping[str, Encoder | Generator]  # by name, in the model's order: encoders, then generators
+# by name, in the model's order: encoders, then generators
+ItemModules = Mapping[str, Encoder | Generator]
 
 
 class ItemSize(NamedTuple):
     """Sequence lengths of one item, computed from its size alone."""
 
-    positions: int  # in the encoder, padded to whole merge windows (vision) or to the total stride (audio)
+    # in the encoder, padded to whole merge windows (vision) or to the total stride (audio)
+    positions: int
     tokens: int  # in the LLM
-    valid: int  # positions that hold data: patches, class token and registers, or frames that the convolutions read
+    # positions that hold data: patches, class token and registers, or frames that the convolutions
+    # read
+    valid: int
 
 
 class EncoderInput(NamedTuple):
@@ -54,8 +58,8 @@ def positions_per_token(module: Encoder | Generator) -> int:
 def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
     """Return how many tokens at the end of each item the encoder computes but the LLM does not see.
 
-    For images those are the windows of the class token and registers; for clips one token for the silence after them,
-    or for positions too few to be pooled.
+    For images those are the windows of the class token and registers; for clips one token for the
+    silence after them, or for positions too few to be pooled.
     """
     if isinstance(encoder, VisionConfig):
         return -(-encoder.own_tokens // encoder.connector.merge**2)
@@ -65,10 +69,11 @@ def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
 def item_size(encoder: Encoder | Generator, size: tuple[int, ...]) -> ItemSize:
     """Compute the lengths of an item of `size`.
 
-    That is (height, width) in pixels, (frames, height, width) of a video's temporal patch, or (samples,) of a clip.
+    That is (height, width) in pixels, (frames, height, width) of a video's temporal patch, or
+    (samples,) of a clip.
 
-    Raises ValueError for an empty item, and BadMedia (a ValueError) beyond the learned positions, for a clip that is
-    too short or too long, and for an image that a generator cannot make.
+    Raises ValueError for an empty item, and BadMedia (a ValueError) beyond the learned positions,
+    for a clip that is too short or too long, and for an image that a generator cannot make.
     """
     if any(extent < 1 for extent in size):
         raise ValueError(f"an item of size {size} is empty")
@@ -78,7 +83,11 @@ def item_size(encoder: Encoder | Generator, size: tuple[int, ...]) -> ItemSize:
     merge = encoder.connector.merge
     if isinstance(encoder, VisionConfig):
         if len(size) == 3 and not (encoder.takes_videos and size[0] == encoder.frames):
-            takes = f"{encoder.frames} frame(s) of one at a time" if encoder.takes_videos else "no videos"
+            takes = (
+                f"{encoder.frames} frame(s) of one at a time"
+                if encoder.takes_videos
+                else "no videos"
+            )
             raise ValueError(f"an item of size {size} is of a video, and the encoder takes {takes}")
         size = size[-2:]
         height, width = patch_grid(encoder, size)
@@ -87,14 +96,20 @@ def item_size(encoder: Encoder | Generator, size: tuple[int, ...]) -> ItemSize:
         _check_positions(encoder, size, max(-(-height // merge), -(-width // merge)))
         windows = -(-height // merge) * -(-width // merge)
         hidden = hidden_tokens(encoder)
-        return ItemSize((windows + hidden) * merge * merge, windows, height * width + encoder.own_tokens)
+        return ItemSize(
+            (windows + hidden) * merge * merge, windows, height * width + encoder.own_tokens
+        )
     clip = clip_size(encoder, size[0])
     # Pooling drops a remainder, as average pooling does; merging pads one.
     tokens = -(-(clip.positions // encoder.pool) // merge)
     if not tokens:
-        raise BadMedia(f"a clip of {size[0]} samples is too short: the encoder makes no token of it")
+        raise BadMedia(
+            f"a clip of {size[0]} samples is too short: the encoder makes no token of it"
+        )
     _check_positions(encoder, size, tokens)
-    return ItemSize((tokens + hidden_tokens(encoder)) * positions_per_token(encoder), tokens, clip.input_frames)
+    return ItemSize(
+        (tokens + hidden_tokens(encoder)) * positions_per_token(encoder), tokens, clip.input_frames
+    )
 
 
 def latent_grid(generator: Generator, size: tuple[int, ...]) -> tuple[int, int]:
@@ -103,15 +118,25 @@ def latent_grid(generator: Generator, size: tuple[int, ...]) -> tuple[int, int]:
     height, width = size
     pixels = f"an image to be made of {height} x {width} pixels"
     if height % unit or width % unit:
-        raise BadMedia(f"{pixels} is not in whole patches of {unit} x {unit}; prepare images in whole patches")
+        raise BadMedia(
+            f"{pixels} is not in whole patches of {unit} x {unit}; prepare images in whole patches"
+        )
     rows, columns = height // unit, width // unit
     latents = height // generator.latents.factor, width // generator.latents.factor
-    fixed = image_size(generator) if isinstance(generator, UnetConfig) or step_vae(generator) else latents
+    fixed = (
+        image_size(generator)
+        if isinstance(generator, UnetConfig) or step_vae(generator)
+        else latents
+    )
     if latents != fixed:
         actual, required = (" x ".join(map(str, size)) for size in (latents, fixed))
-        raise BadMedia(f"{pixels} is {actual} latents, the generator's size {required}; prepare images for it")
+        raise BadMedia(
+            f"{pixels} is {actual} latents, the generator's size {required}; prepare images for it"
+        )
     if rows * columns < generator.min_patches:
-        raise BadMedia(f"{pixels} is {rows * columns} patches, fewer than the generator's min_patches")
+        raise BadMedia(
+            f"{pixels} is {rows * columns} patches, fewer than the generator's min_patches"
+        )
     return rows, columns
 
 
@@ -136,15 +161,18 @@ def generator_input(generator: Generator, array: np.ndarray) -> EncoderInput:
 
 def token_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int, int]:
     """Return times, rows and columns of the LLM's tokens of an image, or temporal patch, of (..., height, width)."""
-    rows, columns = (-(-patches // encoder.connector.merge) for patches in patch_grid(encoder, size[-2:]))
+    rows, columns = (
+        -(-patches // encoder.connector.merge) for patches in patch_grid(encoder, size[-2:])
+    )
     return 1, rows, columns
 
 
 def patch_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int]:
     """Return rows and columns of the patches of an image of (height, width) in pixels.
 
-    With a learned grid of positions only whole patches count, as in the convolutions of CLIP, SigLIP and InternViT, and
-    of Pixtral: the remainder at the bottom and the right is dropped. Otherwise the last patches are padded with black.
+    With a learned grid of positions only whole patches count, as in the convolutions of CLIP,
+    SigLIP and InternViT, and of Pixtral: the remainder at the bottom and the right is dropped.
+    Otherwise the last patches are padded with black.
     """
     # Convolutions with stride = patch drop a remainder.
     if isinstance(encoder.positions, LearnedGrid | AlternatingGrid | FractionalGrid):
@@ -155,7 +183,9 @@ def patch_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int]:
 def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width: int) -> None:
     grid = encoder.positions
     if not min(height, width):
-        raise BadMedia(f"an image of {size[0]} x {size[1]} pixels has not one patch of {encoder.patch}")
+        raise BadMedia(
+            f"an image of {size[0]} x {size[1]} pixels has not one patch of {encoder.patch}"
+        )
     if not isinstance(grid, LearnedGrid) or grid.interpolation != "none":
         return
     if height > grid.rows or width > grid.columns:
@@ -167,16 +197,22 @@ def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width
 
 def _check_windows(encoder: VisionConfig, size: tuple[int, ...], height: int, width: int) -> None:
     merge = encoder.connector.merge
-    # Mistral 3 drops what is no whole window behind its tower, which has seen it, and Idefics3 refuses it.
-    if isinstance(encoder.positions, AlternatingGrid | FractionalGrid) and (height % merge or width % merge):
+    # Mistral 3 drops what is no whole window behind its tower, which has seen it, and Idefics3
+    # refuses it.
+    if isinstance(encoder.positions, AlternatingGrid | FractionalGrid) and (
+        height % merge or width % merge
+    ):
         raise BadMedia(
             f"an image of {size[0]} x {size[1]} pixels has {height} x {width} patches, which are no whole squares of "
             f"{merge} x {merge}; prepare images in whole squares"
         )
 
 
-def _check_positions(encoder: VisionConfig | AudioConfig, size: tuple[int, ...], longest: int) -> None:
-    grid = encoder.connector.position_grid  # beyond this table JAX would silently clamp to its last entry
+def _check_positions(
+    encoder: VisionConfig | AudioConfig, size: tuple[int, ...], longest: int
+) -> None:
+    # beyond this table JAX would silently clamp to its last entry
+    grid = encoder.connector.position_grid
     if grid and longest > grid:
         raise BadMedia(
             f"an item of size {size} has {longest} tokens along one side, connector.position_grid is {grid}; raise it"
@@ -188,12 +224,15 @@ def encoder_input(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Enc
 
     array: uint8 `[H, W, C]`, uint8 `[frames, H, W, C]`, or float `[n]`.
 
-    Raises ValueError for an empty item, or a shape, type or number of channels that the encoder does not take.
+    Raises ValueError for an empty item, or a shape, type or number of channels that the encoder
+    does not take.
     """
     if isinstance(encoder, VisionConfig):
         frames = array[None] if array.ndim == 3 else array
         if frames.ndim != 4 or frames.shape[3] != encoder.channels:
-            raise ValueError(f"an image of shape {array.shape} is not [height, width, {encoder.channels}]")
+            raise ValueError(
+                f"an image of shape {array.shape} is not [height, width, {encoder.channels}]"
+            )
         rows, columns = patch_grid(encoder, frames.shape[1:3])
         frames = frames[:, : rows * encoder.patch, : columns * encoder.patch]
         # In a patch: frame, row, column, channel.
@@ -201,8 +240,12 @@ def encoder_input(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Enc
         # A still image is repeated where the batch has room for the frames of videos.
         repeats = encoder.patch_values // (len(frames) * encoder.patch**2 * encoder.channels)
         if repeats * len(frames) * encoder.patch**2 * encoder.channels != encoder.patch_values:
-            raise ValueError(f"it has {len(frames)} frames; the encoder takes {encoder.frames} of a video at a time")
-        item = parts[0]._replace(values=np.concatenate([part.values for part in parts] * repeats, axis=1))
+            raise ValueError(
+                f"it has {len(frames)} frames; the encoder takes {encoder.frames} of a video at a time"
+            )
+        item = parts[0]._replace(
+            values=np.concatenate([part.values for part in parts] * repeats, axis=1)
+        )
         return _with_own_tokens(item, encoder) if encoder.class_token else item
     frames = log_mel_frames(encoder, array)
     positions = item_size(encoder, array.shape).positions
@@ -224,21 +267,25 @@ class ClipSize(NamedTuple):
     """Frame counts of one clip, computed from its number of samples."""
 
     frames: int  # that become positions of the layers
-    input_frames: int  # frames and, behind them, those of the padding silence that only the convolutions read
+    # frames and, behind them, those of the padding silence that only the convolutions read
+    input_frames: int
     positions: int  # in the encoder's layers
 
 
 def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
     """Compute the frame counts of a clip of so many samples.
 
-    Raises BadMedia for a clip that is longer than the window of `clips` or the encoder's table of positions.
+    Raises BadMedia for a clip that is longer than the window of `clips` or the encoder's table of
+    positions.
     """
     clips = encoder.clips
     table = encoder.positions
     longest = table.positions * encoder.stride if isinstance(table, StoredTable) else math.inf
     frames, input_frames = preparation(clips).count_frames(clips, encoder, samples, longest)
     if frames > longest:
-        raise BadMedia(f"a clip of {frames} frames is longer than the {longest} of which the encoder has positions")
+        raise BadMedia(
+            f"a clip of {frames} frames is longer than the {longest} of which the encoder has positions"
+        )
     return ClipSize(frames, input_frames, encoder.count_positions(frames))
 
 
@@ -268,9 +315,10 @@ def split_clip(encoder: AudioConfig, samples: int) -> tuple[tuple[int, int], ...
 def to_patches(image: np.ndarray, patch: int, merge: int) -> EncoderInput:
     """Cut a uint8 `[H, W, C]` image into patches in merge order: values uint8 `[n, patch * patch * C]`.
 
-    The image is padded with black (0) to whole patches, and the grid to whole merge x merge windows; a patch without a
-    pixel of the image is not valid. Windows follow each other row by row, and so do the patches inside a window: with
-    merge 2 a grid of 2 x 4 patches has the order 0 1 4 5, 2 3 6 7.
+    The image is padded with black (0) to whole patches, and the grid to whole merge x merge
+    windows; a patch without a pixel of the image is not valid. Windows follow each other row by
+    row, and so do the patches inside a window: with merge 2 a grid of 2 x 4 patches has the order 0
+    1 4 5, 2 3 6 7.
     """
     height, width, _ = image.shape
     coordinates, valid = _merge_order(-(-height // patch), -(-width // patch), merge)
@@ -283,7 +331,9 @@ def patchify(image: np.ndarray, patch: int, merge: int) -> np.ndarray:
     Within a patch: row, column, channel.
     """
     if image.dtype != np.uint8 or image.ndim != 3:
-        raise ValueError(f"an image must be uint8 [height, width, channels], not {image.dtype} {list(image.shape)}")
+        raise ValueError(
+            f"an image must be uint8 [height, width, channels], not {image.dtype} {list(image.shape)}"
+        )
     if image.size == 0:
         raise ValueError(f"an image of shape {image.shape} is empty")
     height, width, channels = image.shape
@@ -292,7 +342,9 @@ def patchify(image: np.ndarray, patch: int, merge: int) -> np.ndarray:
     if height % window or width % window:
         image = np.pad(image, ((0, -height % window), (0, -width % window), (0, 0)))
     rows, columns = (side // window for side in image.shape[:2])
-    windows = image.reshape(rows, merge, patch, columns, merge, patch, channels).transpose(0, 3, 1, 4, 2, 5, 6)
+    windows = image.reshape(rows, merge, patch, columns, merge, patch, channels).transpose(
+        0, 3, 1, 4, 2, 5, 6
+    )
     return windows.reshape(-1, patch * patch * channels)
 
 
@@ -302,7 +354,9 @@ def _with_own_tokens(item: EncoderInput, encoder: VisionConfig) -> EncoderInput:
     values = np.concatenate([item.values, np.zeros((len(number), item.values.shape[1]), np.uint8)])
     places = np.stack([np.zeros_like(number), np.full_like(number, -1), -1 - number], axis=1)
     coordinates = np.concatenate([item.coordinates, places])
-    return EncoderInput(values, coordinates, np.concatenate([item.valid, number < encoder.own_tokens]))
+    return EncoderInput(
+        values, coordinates, np.concatenate([item.valid, number < encoder.own_tokens])
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,7 +1,8 @@
 """The sound of a video, and M4A, as clips: lengths from the container's header, samples decoded by FFmpeg (PyAV).
 
-As many samples are taken as the header promises, and silence follows where there are fewer: Matroska may say but the
-length of its longest track. Whether a file is cut off is seen by its frames.
+As many samples are taken as the header promises, and silence follows where there are fewer:
+Matroska may say but the length of its longest track. Whether a file is cut off is seen by its
+frames.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def _is_m4a(file: BinaryIO) -> bool:
 def read_sound_header(file: BinaryIO) -> ClipHeader:
     """Read the length of a video's first sound track from a seekable file; `SILENT` where it has none.
 
-    Raises BadMedia for a file that cannot be opened, and for a track that does not say how long it is.
+    Raises BadMedia for a file that cannot be opened, and for a track that does not say how long it
+    is.
     """
     start = file.read(32)
     file.seek(0)
@@ -69,12 +71,15 @@ def read_sound_header(file: BinaryIO) -> ClipHeader:
 
 
 def decode_sound(
-    file: BinaryIO, sample_rate: int, limits: MediaLimits = MediaLimits(), missing_seconds: float = math.inf
+    file: BinaryIO,
+    sample_rate: int,
+    limits: MediaLimits = MediaLimits(),
+    missing_seconds: float = math.inf,
 ) -> np.ndarray | None:
     """Decode a video's sound to mono samples at that rate, float32 `[n]`; None for a silent video.
 
-    Raises BadMedia as `read_sound_header`, for sound beyond the limits, for sound that is corrupt, and where more of it
-    is missing than so many seconds.
+    Raises BadMedia as `read_sound_header`, for sound beyond the limits, for sound that is corrupt,
+    and where more of it is missing than so many seconds.
     """
     header = read_sound_header(file)
     if header == SILENT:
@@ -85,7 +90,9 @@ def decode_sound(
     try:
         with open_container(file) as container:
             missing = missing_seconds * header.sample_rate
-            return resample(_filled(_mono(av, container, header), header.frames, missing), header, sample_rate)
+            return resample(
+                _filled(_mono(av, container, header), header.frames, missing), header, sample_rate
+            )
     except av.FFmpegError as error:
         raise BadMedia(f"corrupt sound of a video: {error}") from None
 

@@ -1,8 +1,9 @@
 """Check the first page of a TIFF by what libtiff complains of, which Pillow does not raise.
 
-Pillow brings libtiff with it, and reads through it whatever is compressed. Here the same library reads the page once
-more, strip by strip or tile by tile, while its handlers of warnings and errors are ours; they are the process's, so one
-thread at a time does this. Where a Pillow was built without a libtiff of its own nothing is checked.
+Pillow brings libtiff with it, and reads through it whatever is compressed. Here the same library
+reads the page once more, strip by strip or tile by tile, while its handlers of warnings and errors
+are ours; they are the process's, so one thread at a time does this. Where a Pillow was built
+without a libtiff of its own nothing is checked.
 """
 
 from __future__ import annotations
@@ -51,9 +52,17 @@ def check_tiff(data: bytes) -> None:
 
 def _read_pieces(library: Any, page: int) -> None:
     if library.TIFFIsTiled(page):
-        count, size, read = library.TIFFNumberOfTiles(page), library.TIFFTileSize(page), library.TIFFReadEncodedTile
+        count, size, read = (
+            library.TIFFNumberOfTiles(page),
+            library.TIFFTileSize(page),
+            library.TIFFReadEncodedTile,
+        )
     else:
-        count, size, read = library.TIFFNumberOfStrips(page), library.TIFFStripSize(page), library.TIFFReadEncodedStrip
+        count, size, read = (
+            library.TIFFNumberOfStrips(page),
+            library.TIFFStripSize(page),
+            library.TIFFReadEncodedStrip,
+        )
     if not 0 < size <= MAX_PIECE:
         raise BadMedia(f"a TIFF with strips or tiles of {size:,} bytes")
     buffer = ctypes.create_string_buffer(size)
@@ -86,16 +95,31 @@ def _libtiff() -> Any:
             path = next(line.split(maxsplit=5)[5].strip() for line in maps if "/libtiff" in line)
         library = ctypes.CDLL(path)
         library.TIFFFdOpen.restype = ctypes.c_void_p
-        for name in ("TIFFTileSize", "TIFFStripSize", "TIFFReadEncodedTile", "TIFFReadEncodedStrip"):
+        for name in (
+            "TIFFTileSize",
+            "TIFFStripSize",
+            "TIFFReadEncodedTile",
+            "TIFFReadEncodedStrip",
+        ):
             getattr(library, name).restype = ctypes.c_ssize_t
         for name in ("TIFFNumberOfTiles", "TIFFNumberOfStrips"):
             getattr(library, name).restype = ctypes.c_uint32
         of_page: list[Callable[..., Any]] = [library.TIFFIsTiled, library.TIFFClose]
-        of_page += [library.TIFFTileSize, library.TIFFStripSize, library.TIFFNumberOfTiles, library.TIFFNumberOfStrips]
+        of_page += [
+            library.TIFFTileSize,
+            library.TIFFStripSize,
+            library.TIFFNumberOfTiles,
+            library.TIFFNumberOfStrips,
+        ]
         for function in of_page:
             function.argtypes = [ctypes.c_void_p]
         for function in (library.TIFFReadEncodedTile, library.TIFFReadEncodedStrip):
-            function.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_ssize_t]
+            function.argtypes = [
+                ctypes.c_void_p,
+                ctypes.c_uint32,
+                ctypes.c_void_p,
+                ctypes.c_ssize_t,
+            ]
         library.TIFFSetErrorHandler(_handler())
     except (OSError, StopIteration, AttributeError):
         return None

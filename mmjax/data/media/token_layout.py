@@ -22,7 +22,9 @@ def layout_in_order(token: np.ndarray) -> TokenLayout:
 
 def concatenated(first: TokenLayout, second: TokenLayout) -> TokenLayout:
     """Arrange the tokens of one layout, then those of another."""
-    return TokenLayout(np.concatenate([first.token, second.token]), np.concatenate([first.share, second.share]))
+    return TokenLayout(
+        np.concatenate([first.token, second.token]), np.concatenate([first.share, second.share])
+    )
 
 
 def unpad_tokens(table: np.ndarray, size: Size) -> np.ndarray:
@@ -41,7 +43,9 @@ def interpolate_tokens(table: np.ndarray, size: Size) -> TokenLayout:
     (rows, row_shares), (columns, column_shares) = map(_linear, table.shape, size)
     token = np.stack([table[np.ix_(r, c)] for r in rows for c in columns], axis=-1)
     share = np.stack([np.outer(r, c) for r in row_shares for c in column_shares], axis=-1)
-    return TokenLayout(token.reshape(-1, CORNERS).astype(np.int32), share.reshape(-1, CORNERS).astype(np.float32))
+    return TokenLayout(
+        token.reshape(-1, CORNERS).astype(np.int32), share.reshape(-1, CORNERS).astype(np.float32)
+    )
 
 
 def _linear(have: int, want: int) -> tuple[np.ndarray, np.ndarray]:
@@ -49,4 +53,6 @@ def _linear(have: int, want: int) -> tuple[np.ndarray, np.ndarray]:
     # Pixel centres are at k + 0.5 (align_corners=False): for 4 -> 2 the points are 0.5 and 2.5.
     point = np.maximum((np.arange(want) + 0.5) * (have / want) - 0.5, 0)
     first = point.astype(np.int64)
-    return np.stack([first, np.minimum(first + 1, have - 1)]), np.stack([1 - (point - first), point - first])
+    return np.stack([first, np.minimum(first + 1, have - 1)]), np.stack(
+        [1 - (point - first), point - first]
+    )

@@ -1,7 +1,8 @@
 """Decode the sampled frames of videos: files that FFmpeg reads (through PyAV), or image files in the order of time.
 
-As many frames are decoded as were planned, whatever the container's count says: a file that lacks a few at its end
-repeats its last, one that lacks more is bad. Frames are turned upright; their resizing is Pillow's, as for images.
+As many frames are decoded as were planned, whatever the container's count says: a file that lacks a
+few at its end repeats its last, one that lacks more is bad. Frames are turned upright; their
+resizing is Pillow's, as for images.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ MISSING_FRAMES = 2  # or so many frames
 GAP = 64  # frames that are decoded rather than skipped to the next key frame
 
 
-def decode_video(file: BinaryIO, encoder: VisionConfig, limits: MediaLimits = MediaLimits()) -> tuple[np.ndarray, ...]:
+def decode_video(
+    file: BinaryIO, encoder: VisionConfig, limits: MediaLimits = MediaLimits()
+) -> tuple[np.ndarray, ...]:
     """Decode the frames that `sample_video` takes: temporal patches, uint8 `[frames, height, width, 3]` each.
 
-    At most the sampled frames are in memory, resized. Raises BadMedia as `read_video_header`, for a video beyond the
-    limits, and for one that is truncated or corrupt.
+    At most the sampled frames are in memory, resized. Raises BadMedia as `read_video_header`, for a
+    video beyond the limits, and for one that is truncated or corrupt.
     """
     size = read_video_header(file)
     check_media_size("video", size, limits)
@@ -54,7 +57,11 @@ def decode_video(file: BinaryIO, encoder: VisionConfig, limits: MediaLimits = Me
             raise BadMedia(
                 f"a frame of {frame.shape[0]} x {frame.shape[1]} pixels in a video of {header.height} x {header.width}"
             )
-        resized = LazyImage(frame.shape[:2], frame, limits.pixels).resized(sampled.size, encoder.videos.filter).pixels
+        resized = (
+            LazyImage(frame.shape[:2], frame, limits.pixels)
+            .resized(sampled.size, encoder.videos.filter)
+            .pixels
+        )
         frames.append(resized)
     # A frame that is taken more than once is decoded once.
     distinct = np.unique(sampled.indices, return_inverse=True)[1].reshape(-1, encoder.frames)
@@ -70,7 +77,9 @@ def _image_frames(file: BinaryIO, indices: np.ndarray, limits: MediaLimits) -> I
             raise BadMedia(f"frame {index}: {bad}") from None
 
 
-def _container_frames(file: BinaryIO, header: VideoHeader, indices: np.ndarray) -> Iterator[np.ndarray]:
+def _container_frames(
+    file: BinaryIO, header: VideoHeader, indices: np.ndarray
+) -> Iterator[np.ndarray]:
     """Decode these frames of a container, upright, each once and in order."""
     av = import_pyav()
     try:
@@ -102,20 +111,25 @@ def _packet_times(container: Any, stream: Any) -> tuple[np.ndarray, np.ndarray]:
     return times[times >= min(keys)], np.array(sorted(keys), np.int64)
 
 
-def _frame_times(indices: np.ndarray, times: np.ndarray, header: VideoHeader, unit: float) -> np.ndarray:
+def _frame_times(
+    indices: np.ndarray, times: np.ndarray, header: VideoHeader, unit: float
+) -> np.ndarray:
     """Find the times of the frames with these numbers. Raises BadMedia where the video ends long before it should.
 
-    Where the header counts other frames than there are, as where it counts none and they come at a variable rate, a
-    frame is the one that is shown at its time.
+    Where the header counts other frames than there are, as where it counts none and they come at a
+    variable rate, a frame is the one that is shown at its time.
     """
     if len(times) == header.frames:
         return times[indices]
     lacks = header.frames / float(header.rate) - (times[-1] - times[0]) * unit
-    # The last frame is shown for a while, which is not known here: no longer than the longest of the others.
+    # The last frame is shown for a while, which is not known here: no longer than the longest of
+    # the others.
     longest = (np.diff(times).max(initial=0) or 1 / float(header.rate) / unit) * unit
     if lacks - longest > max(MISSING_SHARE * header.frames, MISSING_FRAMES) / float(header.rate):
         whole = header.frames / float(header.rate)
-        raise BadMedia(f"truncated video: it ends {lacks:.1f} s before the {whole:.1f} s of its header")
+        raise BadMedia(
+            f"truncated video: it ends {lacks:.1f} s before the {whole:.1f} s of its header"
+        )
     at = times[0] + indices / float(header.rate) / unit
     # Half a tick: times are rounded to the time base.
     return times[np.maximum(np.searchsorted(times, at + 0.5, side="right") - 1, 0)]
@@ -126,7 +140,8 @@ def _frames_at(
 ) -> Iterator[np.ndarray]:
     """Decode the frames of these ascending times, and skip to a key frame where many lie between two of them.
 
-    A frame at a video's end that cannot be decoded is the last that can be; one elsewhere raises BadMedia.
+    A frame at a video's end that cannot be decoded is the last that can be; one elsewhere raises
+    BadMedia.
     """
     stream.thread_type = "SLICE"  # threads for whole frames would delay them, and outlive the file
     # A stream may have other frames than its container says.
@@ -144,7 +159,9 @@ def _frames_at(
         if position < 0 or np.searchsorted(times, key) > position + GAP:
             container.seek(key, stream=stream)
             frames = _decoded(container, stream)
-        frame = next((frame for frame in frames if frame.pts is not None and frame.pts >= time), None)
+        frame = next(
+            (frame for frame in frames if frame.pts is not None and frame.pts >= time), None
+        )
         ending = len(times) - target <= max(MISSING_SHARE * len(times), MISSING_FRAMES)
         if frame is not None and frame.pts == time:
             pixels = _upright(frame)
@@ -171,5 +188,7 @@ def _upright(frame: Any) -> np.ndarray:
     pixels = frame.to_ndarray(format="rgb24")
     turns, rest = divmod(round(frame.rotation), 90)
     if rest:
-        raise BadMedia(f"a video that is turned by {frame.rotation} degrees, which are no quarters; encode it upright")
+        raise BadMedia(
+            f"a video that is turned by {frame.rotation} degrees, which are no quarters; encode it upright"
+        )
     return np.ascontiguousarray(np.rot90(pixels, turns)) if turns % 4 else pixels

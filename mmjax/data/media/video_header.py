@@ -1,7 +1,7 @@
 """Read a video's size, number of frames and frame rate from its container alone, before anything is decoded.
 
-Of MP4 and QuickTime from the tables of its `moov` box, of others as FFmpeg reports them, and where a container has no
-count (WebM, Matroska), from its duration and rate (`matroska.py`).
+Of MP4 and QuickTime from the tables of its `moov` box, of others as FFmpeg reports them, and where
+a container has no count (WebM, Matroska), from its duration and rate (`matroska.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MAX_MOOV = 1 << 27  # bytes of an MP4's tables
 MAX_FRAMES = 1 << 22  # of a track of an MP4, for each of which FFmpeg makes an entry of 24 bytes
 MAX_FRAME_PIXELS = 8192 * 4352  # of a frame of a container; a decoder may hold up to 17 of them
 MAX_TERM = (1 << 31) - 1  # of a frame rate's fraction
-# Playlists, SDP and other formats name files, addresses and ports, which FFmpeg would open: it may use no protocol.
+# Playlists, SDP and other formats name files, addresses and ports, which FFmpeg would open: it may
+# use no protocol.
 ALONE = {"protocol_whitelist": "none"}
 
 
@@ -36,7 +37,9 @@ def import_pyav(what: str = "videos") -> Any:
     try:
         import av
     except ImportError:
-        raise UserError(f'the data has {what}, which PyAV decodes: pip install "mmjax[video]"') from None
+        raise UserError(
+            f'the data has {what}, which PyAV decodes: pip install "mmjax[video]"'
+        ) from None
     av.logging.set_level(None)  # FFmpeg's own messages; its errors are raised
     return av
 
@@ -54,7 +57,9 @@ def read_video_header(file: BinaryIO) -> tuple[int, int]:
         header = VideoHeader(1, *read_image_size(file), Fraction(0))
     elif start.startswith(ZIP_START):
         with zip_frames(file) as frames:
-            header = VideoHeader(len(frames.filelist), *read_image_size(zip_frame(frames, 0)), Fraction(0))
+            header = VideoHeader(
+                len(frames.filelist), *read_image_size(zip_frame(frames, 0)), Fraction(0)
+            )
     else:
         quick = _mp4_header(file) if start[4:8] == b"ftyp" else None
         if start.startswith(MATROSKA_START):
@@ -62,10 +67,14 @@ def read_video_header(file: BinaryIO) -> tuple[int, int]:
             file.seek(0)
         header = quick or _container_header(file)
     if header.frames < 1 or min(header.size) < 1:
-        raise BadMedia(f"a video of {header.frames} frames of {header.height} x {header.width} pixels is empty")
+        raise BadMedia(
+            f"a video of {header.frames} frames of {header.height} x {header.width} pixels is empty"
+        )
     pixels = header.height * header.width if header.rate else 0
     if max(header.size) > 0xFFFF or header.frames >= 1 << 31 or pixels > MAX_FRAME_PIXELS:
-        raise BadMedia(f"a video of {header.frames} frames of {header.height} x {header.width} pixels is too large")
+        raise BadMedia(
+            f"a video of {header.frames} frames of {header.height} x {header.width} pixels is too large"
+        )
     return header.packed()
 
 
@@ -75,7 +84,9 @@ def zip_frames(file: BinaryIO) -> zipfile.ZipFile:
         archive = zipfile.ZipFile(file)
     except zipfile.BadZipFile as error:
         raise BadMedia(f"no ZIP of frames: {error}") from None
-    if not archive.filelist or any(frame.compress_type != zipfile.ZIP_STORED for frame in archive.filelist):
+    if not archive.filelist or any(
+        frame.compress_type != zipfile.ZIP_STORED for frame in archive.filelist
+    ):
         raise BadMedia("a ZIP that is no list of frames: they are not compressed")
     return archive
 
@@ -111,7 +122,8 @@ def _check_frames(track: memoryview) -> None:
     with suppress(LookupError, struct.error):
         table = _inner(track, b"mdia", b"minf", b"stbl")
         size, frames = struct.unpack_from(">II", _inner(table, b"stsz"), 4)
-        # Of uncompressed sound a frame is one sample, of one tick; FFmpeg makes entries of its chunks.
+        # Of uncompressed sound a frame is one sample, of one tick; FFmpeg makes entries of its
+        # chunks.
         sound = struct.unpack_from(">I4xI", _inner(table, b"stts"), 4) == (1, 1)
         if size and frames > MAX_FRAMES and not sound:
             raise BadMedia(f"an MP4 with a track of {frames:,} frames")
@@ -124,15 +136,20 @@ def _track_header(track: memoryview, media: memoryview) -> VideoHeader | None:
     width, height = struct.unpack_from(">HH", _inner(table, b"stsd"), 8 + 32)
     clock = _inner(media, b"mdhd")
     (timescale,) = struct.unpack_from(">I", clock, 20 if clock[0] == 1 else 12)
-    durations = np.frombuffer(_inner(table, b"stts"), ">u4", offset=8).reshape(-1, 2).astype(np.int64)
+    durations = (
+        np.frombuffer(_inner(table, b"stts"), ">u4", offset=8).reshape(-1, 2).astype(np.int64)
+    )
     ticks = int((durations[:, 0] * durations[:, 1]).sum())
     if not frames or not ticks or int(durations[:, 0].sum()) != frames:
         return None
     placed = _inner(track, b"tkhd")
-    a, b = struct.unpack_from(">ii", placed, 52 if placed[0] == 1 else 40)  # of a matrix [a b u; c d v; x y w]
+    # of a matrix [a b u; c d v; x y w]
+    a, b = struct.unpack_from(">ii", placed, 52 if placed[0] == 1 else 40)
     if abs(b) > abs(a):  # a quarter turn
         height, width = width, height
-    return VideoHeader(frames, height, width, Fraction(timescale * frames, ticks).limit_denominator(MAX_TERM))
+    return VideoHeader(
+        frames, height, width, Fraction(timescale * frames, ticks).limit_denominator(MAX_TERM)
+    )
 
 
 def _file_boxes(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
@@ -149,7 +166,9 @@ def _file_boxes(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
         elif size == 0:  # to the end of the file
             size = end - start
         if size < head or start + size > end:
-            raise BadMedia(f"truncated MP4: its {name.decode('latin-1')} box at byte {start} is not whole")
+            raise BadMedia(
+                f"truncated MP4: its {name.decode('latin-1')} box at byte {start} is not whole"
+            )
         if name == b"moov" and size > MAX_MOOV:
             raise BadMedia(f"an MP4 whose moov box has {size} bytes")
         yield name, file.read(size - head) if name == b"moov" else b""
@@ -190,7 +209,9 @@ def _container_header(file: BinaryIO) -> VideoHeader:
                 frames = sum(1 for packet in container.demux(stream) if packet.size)
             else:
                 frames = max(1, round(seconds * rate))
-        return VideoHeader(frames, stream.height, stream.width, Fraction(rate).limit_denominator(MAX_TERM))
+        return VideoHeader(
+            frames, stream.height, stream.width, Fraction(rate).limit_denominator(MAX_TERM)
+        )
 
 
 def track_seconds(container: Any, stream: Any) -> Fraction | None:
@@ -199,7 +220,11 @@ def track_seconds(container: Any, stream: Any) -> Fraction | None:
         return parse_duration(stream.metadata.get("DURATION", ""))
     if stream.duration is not None:
         return stream.duration * stream.time_base
-    return None if container.duration is None else Fraction(container.duration, import_pyav().time_base)
+    return (
+        None
+        if container.duration is None
+        else Fraction(container.duration, import_pyav().time_base)
+    )
 
 
 def open_container(file: BinaryIO) -> Any:
@@ -208,8 +233,13 @@ def open_container(file: BinaryIO) -> Any:
     try:
         return av.open(file, metadata_errors="replace", options=ALONE)
     except (av.FFmpegError, ValueError, OSError) as error:
-        # FFmpeg may seek before the start of a short file, which is the file's fault and no I/O error.
-        if isinstance(error, OSError) and not isinstance(error, av.FFmpegError) and error.errno != errno.EINVAL:
+        # FFmpeg may seek before the start of a short file, which is the file's fault and no I/O
+        # error.
+        if (
+            isinstance(error, OSError)
+            and not isinstance(error, av.FFmpegError)
+            and error.errno != errno.EINVAL
+        ):
             raise
         raise BadMedia(f"no video that FFmpeg can open: {describe_av_error(error)}") from None
 

@@ -39,7 +39,9 @@ class MaskRules:
     @classmethod
     def of(cls, llm: DecoderConfig, modules: ItemModules) -> MaskRules:
         """Return the rules of a model's LLM for its encoders and generators."""
-        generators = tuple(name for name, module in modules.items() if isinstance(module, Generator))
+        generators = tuple(
+            name for name, module in modules.items() if isinstance(module, Generator)
+        )
         return cls(tuple(modules), generators, llm.items)
 
     @property
@@ -54,7 +56,8 @@ class MaskRules:
     def text(self, branch: int) -> tuple[int, int]:
         """Return kind and sight of a text's tokens.
 
-        Branches see branch 0 and themselves: each has a kind of its own, so the mask spec needs nothing more.
+        Branches see branch 0 and themselves: each has a kind of its own, so the mask spec needs
+        nothing more.
         """
         kind = 1 << (FIRST_BRANCH_BIT + branch - 1) if branch else TEXT_KIND
         return kind, self.everyone | kind
@@ -74,7 +77,9 @@ def runs_of(sample: Sample, item_tokens: Sequence[int], rules: MaskRules) -> lis
         if isinstance(segment, Text):
             runs.append(Run(len(segment.tokens), *rules.text(segment.branch), 0))
         else:
-            runs.append(Run(_tokens(segment, item_tokens), *rules.item(segment.encoder, segment.number + 1)))
+            runs.append(
+                Run(_tokens(segment, item_tokens), *rules.item(segment.encoder, segment.number + 1))
+            )
     if rules.items != "prefix":
         return runs
     return _with_prefix(runs, prefix_tokens(sample, [run.tokens for run in runs]))
@@ -128,7 +133,9 @@ def sample_pairs(runs: Sequence[Run], llm: DecoderConfig) -> int:
         return round(mean_pairs(llm, causal_pairs, sum(run.tokens for run in runs)))
     tokens, kind, sees, span = (np.array(column, np.int64) for column in zip(*runs, strict=True))
     branch = kind >> FIRST_BRANCH_BIT
-    return round(mean_pairs(llm, lambda _, window: run_pairs(tokens, kind, sees, span, branch, window), 0))
+    return round(
+        mean_pairs(llm, lambda _, window: run_pairs(tokens, kind, sees, span, branch, window), 0)
+    )
 
 
 def causal_pairs(tokens: np.ndarray | int, window: int) -> np.ndarray | int:
@@ -141,7 +148,11 @@ def causal_pairs(tokens: np.ndarray | int, window: int) -> np.ndarray | int:
     return pairs - beyond * (beyond + 1) // 2
 
 
-def mean_pairs(tower: Tower, pairs: Callable[[np.ndarray | int, int], np.ndarray | int], positions: np.ndarray | int):
+def mean_pairs(
+    tower: Tower,
+    pairs: Callable[[np.ndarray | int, int], np.ndarray | int],
+    positions: np.ndarray | int,
+):
     """Average `pairs(positions, window)` over a tower's layers; window: positions, 0 in layers without one."""
     full = pairs(positions, 0)
     window, share = _windows(tower)
@@ -200,4 +211,6 @@ def pairs_by_length(tower: Tower | None, length: np.ndarray) -> np.ndarray:
         size = window**2 if isinstance(tower, VisionConfig) else window
         return n * np.minimum(n, size) if window else n * n
 
-    return np.rint(full(length, 0) if tower is None else mean_pairs(tower, full, length)).astype(np.int64)
+    return np.rint(full(length, 0) if tower is None else mean_pairs(tower, full, length)).astype(
+        np.int64
+    )

@@ -16,9 +16,11 @@ Lengths = tuple[int, ...]  # of every module, the LLM first
 
 # Raised whenever the same config and data get other samples or rows than before.
 PLANNER = 12
-# Older ones whose runs can go on, for their budgets say how their steps are packed and their rows filled.
-OLDER_PLANNERS = frozenset({10, 11})  # before attention was levelled; before `post` compared itself with `llm`
-OF_START = ("position_flops", "position_seconds", "pair_seconds", "planner")  # fields that no start decides anew
+# Older ones whose runs can go on, for their budgets say how their steps are packed and their rows
+# filled. before attention was levelled; before `post` compared itself with `llm`
+OLDER_PLANNERS = frozenset({10, 11})
+# fields that no start decides anew
+OF_START = ("position_flops", "position_seconds", "pair_seconds", "planner")
 
 
 @dataclass(frozen=True)
@@ -26,18 +28,20 @@ class Budget:
     """Decided before step 0, and stored with the run: with the seed, it says which samples each step has."""
 
     rows: Lengths  # per microbatch
-    lengths: Lengths  # of a row of every module; a microbatch of such rows holds every sample that is used
+    # of a row of every module; a microbatch of such rows holds every sample that is used
+    lengths: Lengths
     samples_per_step: float  # mean
     longest: int  # a sample of more LLM tokens is not used
     minimum: Lengths = ()  # grouping isf: what a group must reach in one module (Q')
     notes: tuple[str, ...] = ()
-    # What a position of each module's rows executes, and what it and a pair take by assumed rates. No start reads them
-    # anew, for versions of JAX count elementwise operations otherwise. Empty: of a run that began before they were
-    # stored; without seconds its rows are not levelled.
+    # What a position of each module's rows executes, and what it and a pair take by assumed rates.
+    # No start reads them anew, for versions of JAX count elementwise operations otherwise. Empty:
+    # of a run that began before they were stored; without seconds its rows are not levelled.
     position_flops: tuple[float, ...] = ()
     position_seconds: tuple[float, ...] = ()
     pair_seconds: tuple[float, ...] = ()
-    planner: int = 10  # number of the planner that the run began with, if its steps have other samples by a later one
+    # number of the planner that the run began with, if its steps have other samples by a later one
+    planner: int = 10
 
     def of_start(self) -> dict[str, Any]:
         """Return what a run keeps of its beginning, whatever is counted and assumed by now."""
@@ -63,7 +67,9 @@ class Budget:
 
 def position_flops(config: Config) -> np.ndarray:
     """Count the FLOPs that one more position of each module's rows executes, float64 `[M]`."""
-    return relative_cost(config.model, frozen=frozen_modules(config.model), reference=config.loss.repeats_forward)
+    return relative_cost(
+        config.model, frozen=frozen_modules(config.model), reference=config.loss.repeats_forward
+    )
 
 
 def prices_of(config: Config, budget: Budget) -> Prices:
@@ -73,4 +79,6 @@ def prices_of(config: Config, budget: Budget) -> Prices:
 
 def assumed_prices(config: Config) -> Prices:
     """Return the prices that assumed rates give."""
-    return pair_costs(config.model, frozen=frozen_modules(config.model), reference=config.loss.repeats_forward)
+    return pair_costs(
+        config.model, frozen=frozen_modules(config.model), reference=config.loss.repeats_forward
+    )

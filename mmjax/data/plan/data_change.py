@@ -1,6 +1,7 @@
 """A run's steps may come from one data set after another: what the epochs under way still owe goes on in the next.
 
-A sample is known by its source, the name of its file and its number there; where a source has no files, by its number.
+A sample is known by its source, the name of its file and its number there; where a source has no
+files, by its number.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Segment:
     """The steps of a run from `first` on, with one data set, mixture and batch."""
 
     first: int = 0
-    due: Path | None = None  # the file of what the epochs that were begun before still owe; None = nothing
+    # the file of what the epochs that were begun before still owe; None = nothing
+    due: Path | None = None
     epochs: float = 0.0  # that were done before
 
     def read_due(self) -> Due:
@@ -37,7 +39,9 @@ class Segment:
             with np.load(self.due) as stored:
                 due = [stored[str(s)] for s in range(len(stored.files))]
         except Exception as error:  # NumPy's reader raises what its parser stumbles over
-            raise UserError(f"{self.due} cannot be read: {type(error).__name__}; restore it") from None
+            raise UserError(
+                f"{self.due} cannot be read: {type(error).__name__}; restore it"
+            ) from None
         # The content's hash is in the file's name, so a changed file does not match its own name.
         if not self.due.stem.endswith(_digest(due)):
             raise UserError(f"{self.due} is not what was written; restore it")
@@ -51,7 +55,8 @@ def write_due(folder: Path, first: int, due: Due) -> Path:
     """Store what is due from step `first` on, in a file under its content's name."""
     folder.mkdir(exist_ok=True)
     path = folder / f"due-{first}-{_digest(due)}.npz"
-    with atomic_write(path) as partial, partial.open("wb") as file:  # given a name, NumPy would append .npz to it
+    # given a name, NumPy would append .npz to it
+    with atomic_write(path) as partial, partial.open("wb") as file:
         np.savez(file, **{str(s): ids for s, ids in enumerate(due)})
     return path
 
@@ -70,8 +75,11 @@ def still_due(grouper: StepGrouper, step: int) -> list[np.ndarray]:
     for s, draw in draws.items():
         pool = grouper.pools[s]
         epoch = pool.draw(draw.first, draw.last, key_of(grouper.seed, s))
-        # Draws before `begin` belong to earlier chunks; later ones count where earlier steps of this chunk used them.
-        had = np.union1d(epoch[: draw.begin - draw.first], np.intersect1d(epoch[draw.begin - draw.first :], used))
+        # Draws before `begin` belong to earlier chunks; later ones count where earlier steps of
+        # this chunk used them.
+        had = np.union1d(
+            epoch[: draw.begin - draw.first], np.intersect1d(epoch[draw.begin - draw.first :], used)
+        )
         if len(had):
             due[s] = np.setdiff1d(epoch, had)
     return due
@@ -87,7 +95,9 @@ class Held:
     @cached_property
     def start(self) -> dict[str, int]:
         """Return the first id of every source."""
-        return dict(zip(self.index.source_name.tolist(), self.index.source_start[:-1].tolist(), strict=True))
+        return dict(
+            zip(self.index.source_name.tolist(), self.index.source_start[:-1].tolist(), strict=True)
+        )
 
 
 def carried(due: Due, old: Held, pools: Sequence[Pool], new: Held) -> list[np.ndarray]:
@@ -105,7 +115,8 @@ def carried(due: Due, old: Held, pools: Sequence[Pool], new: Held) -> list[np.nd
         new_number = _new_numbers(old.files[name], new.files[name])
         usable = new_number[pool.ids(np.arange(len(pool))) - old.start[name]]
         every = np.arange(sum(count for _, count in new.files[name]))
-        # What is still owed, and all that the old data did not have: new samples join in the current epoch.
+        # What is still owed, and all that the old data did not have: new samples join in the
+        # current epoch.
         ids = np.union1d(new_number[owed - old.start[name]], np.setdiff1d(every, usable))
         # -1 stands for samples that are gone.
         translated.append(new.start[name] + ids[ids >= 0])
@@ -134,4 +145,8 @@ def _same_names(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
     if set(old) & set(new):
         return {name: name for name in old}
     last = {Path(name).name: name for name in new}
-    return {name: last[Path(name).name] for name in old if Path(name).name in last} if len(last) == len(new) else {}
+    return (
+        {name: last[Path(name).name] for name in old if Path(name).name in last}
+        if len(last) == len(new)
+        else {}
+    )

@@ -16,23 +16,33 @@ from mmjax.balance.parts import Parts
 from mmjax.balance.permutation import Shuffler
 from mmjax.config import BatchConfig, Config, IsfGrouping, NoGrouping, PackGrouping, Tokens
 from mmjax.data.plan.budget import PLANNER, Budget, assumed_prices, position_flops
-from mmjax.data.plan.grouping import SHORT_CHUNK, SOON_GROUPED, StepGrouper, isf_groups, steps_for, stream_of
+from mmjax.data.plan.grouping import (
+    SHORT_CHUNK,
+    SOON_GROUPED,
+    StepGrouper,
+    isf_groups,
+    steps_for,
+    stream_of,
+)
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.sampler import Pool, Stream, pools_of, typical_samples
 
-TYPICAL = 1024, 65_536  # at least and at most so many samples are drawn to see what is typical of the mixture
+# at least and at most so many samples are drawn to see what is typical of the mixture
+TYPICAL = 1024, 65_536
 _HEADROOM = 0.02  # of budgets over mean use: what `pack` leaves empty at 24 to 48 samples a step
-_HEADROOM_IN_THIN_COLUMNS = 0.024  # of so many columns of so few samples each, some cannot be filled further
+# of so many columns of so few samples each, some cannot be filled further
+_HEADROOM_IN_THIN_COLUMNS = 0.024
 _MANY_COLUMNS = 1024
 _THIN_COLUMN = 24
-DRY_RUN = 512, 1_000_000  # at most so many steps, of at most so many samples, are placed to see what they need
+# at most so many steps, of at most so many samples, are placed to see what they need
+DRY_RUN = 512, 1_000_000
 
 
 def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) -> Budget:
     """Choose rows and shapes of every module for the mixture of sources that `weights` say, and price them.
 
-    A sample of more LLM tokens than `data.max_tokens`, a microbatch of `batch.size` or the learned positions is not
-    used. Raises UserError where a source that should be drawn from has none left.
+    A sample of more LLM tokens than `data.max_tokens`, a microbatch of `batch.size` or the learned
+    positions is not used. Raises UserError where a source that should be drawn from has none left.
     """
     prices = assumed_prices(config)
     return replace(
@@ -48,8 +58,13 @@ def _fit_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
     batch = config.batch
     modules = ("llm", *config.model.item_modules)
     by_tokens = isinstance(batch.size, Tokens)
-    # With a batch of tokens no sample may be more than a microbatch; with one of samples all are used.
-    longest = batch.size.count // batch.microbatches if by_tokens else int(index.llm_tokens.max(initial=0))
+    # With a batch of tokens no sample may be more than a microbatch; with one of samples all are
+    # used.
+    longest = (
+        batch.size.count // batch.microbatches
+        if by_tokens
+        else int(index.llm_tokens.max(initial=0))
+    )
     remedy = "raise batch.size"
     longest = min(longest, config.model.llm.max_tokens)
     if (cap := config.data.max_tokens) is not None and cap < longest:
@@ -72,8 +87,12 @@ def _fit_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
             columns = int(np.gcd.reduce(rows))
             thin = columns >= _MANY_COLUMNS and samples < _THIN_COLUMN * columns
             headroom = _HEADROOM_IN_THIN_COLUMNS if thin else _HEADROOM
-            fitted = fit_budgets(parts, samples, rows, batch.microbatches, alignment, headroom, names=modules)
-            budget = _budget(fitted.rows, fitted.length, fitted.samples_per_step, longest, notes=fitted.notes)
+            fitted = fit_budgets(
+                parts, samples, rows, batch.microbatches, alignment, headroom, names=modules
+            )
+            budget = _budget(
+                fitted.rows, fitted.length, fitted.samples_per_step, longest, notes=fitted.notes
+            )
             grouper = StepGrouper(index, batch, weights, config.seed, budget)
             return fit_short_epochs(grouper, parts, alignment, modules)
         case IsfGrouping(iterations=iterations):
@@ -85,7 +104,9 @@ def _fit_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
             steps = _first_steps(stream, samples)
             # Each extreme sample must fit alone, also where no dry-run step draws it.
             needs = _needs(index, [*steps, *extremes[:, None]], rows, batch)
-            return _budget(rows, -(-np.maximum(needs.max(0), 1) // alignment) * alignment, samples, longest)
+            return _budget(
+                rows, -(-np.maximum(needs.max(0), 1) // alignment) * alignment, samples, longest
+            )
 
 
 class LongSamples(NamedTuple):
@@ -108,7 +129,9 @@ _MANY_NAMED = 1000
 _MUCH_LONGER = 2.0  # than any other
 
 
-def long_samples(index: LengthIndex, config: Config, weights: Sequence[float], budget: Budget) -> LongSamples | None:
+def long_samples(
+    index: LengthIndex, config: Config, weights: Sequence[float], budget: Budget
+) -> LongSamples | None:
     """Find the few samples that make rows long, and what leaving them out would save; None where there are none."""
     good = np.setdiff1d(np.arange(len(index)), index.bad)
     good = good[np.array(weights)[index.source_of(good)] > 0]
@@ -124,15 +147,29 @@ def long_samples(index: LengthIndex, config: Config, weights: Sequence[float], b
         largest = index.totals[order, module].astype(float)
         ratio = largest[:-1] / np.maximum(largest[1:], 1)
         if len(ratio) and largest[-1] > 0 and ratio.max() >= _MUCH_LONGER:
-            gaps.append((ratio.max(), module, order[: int(ratio.argmax()) + 1], int(largest[ratio.argmax() + 1])))
+            gaps.append(
+                (
+                    ratio.max(),
+                    module,
+                    order[: int(ratio.argmax()) + 1],
+                    int(largest[ratio.argmax() + 1]),
+                )
+            )
     if not gaps:
         return None
     _, module, samples, other = max(gaps, key=lambda gap: gap[0])
-    reasons = dict(zip(index.bad.tolist(), index.reason.tolist(), strict=True)) | dict.fromkeys(samples.tolist(), "")
+    reasons = dict(zip(index.bad.tolist(), index.reason.tolist(), strict=True)) | dict.fromkeys(
+        samples.tolist(), ""
+    )
     bad = np.array(sorted(reasons), np.int64)
-    without = make_budget(replace(index, bad=bad, reason=np.array([reasons[k] for k in bad.tolist()])), config, weights)
+    without = make_budget(
+        replace(index, bad=bad, reason=np.array([reasons[k] for k in bad.tolist()])),
+        config,
+        weights,
+    )
     room, room_without = (
-        budgets.rows[module] * budgets.lengths[module] / budgets.samples_per_step for budgets in (budget, without)
+        budgets.rows[module] * budgets.lengths[module] / budgets.samples_per_step
+        for budgets in (budget, without)
     )
     steps = budget.samples_per_step, without.samples_per_step
     if max(room / room_without, steps[0] / steps[1]) < _MUCH_LONGER:
@@ -190,17 +227,22 @@ def _extremes(index: LengthIndex, pools: Sequence[Pool], weights: Sequence[float
         if weight > 0:
             usable[pool.start : pool.stop] = True
             usable[pool.excluded] = False
-    # One sample for each module, the one with the largest total; -1 keeps unusable ones from winning.
+    # One sample for each module, the one with the largest total; -1 keeps unusable ones from
+    # winning.
     largest = [np.argmax(np.where(usable, total, -1)) for total in index.totals.T]
     item_usable = np.repeat(usable, np.diff(index.item_start))
     for encoder in np.unique(index.item_encoder[item_usable]):
-        item = np.argmax(np.where(item_usable & (index.item_encoder == encoder), index.item_positions, -1))
+        item = np.argmax(
+            np.where(item_usable & (index.item_encoder == encoder), index.item_positions, -1)
+        )
         # From the item's number to its sample: item_start 0, 2, 2, 3 gives item 2 to sample 2.
         largest.append(np.searchsorted(index.item_start, item, side="right") - 1)
     return np.unique(np.array(largest, np.int64))
 
 
-def _needs(index: LengthIndex, steps: Sequence[np.ndarray], rows: np.ndarray, batch: BatchConfig) -> np.ndarray:
+def _needs(
+    index: LengthIndex, steps: Sequence[np.ndarray], rows: np.ndarray, batch: BatchConfig
+) -> np.ndarray:
     """Count the positions of each module's fullest row in each of these steps, int64 `[steps, modules]`."""
     needs = []
     for samples in steps:
@@ -221,10 +263,12 @@ def _isf_budget(
 ) -> Budget:
     """One group fills one row of every module, so all have as many rows: at most the LLM's.
 
-    A row of each module must hold the longest sample; fewer rows keep the number of samples where that makes them long.
+    A row of each module must hold the longest sample; fewer rows keep the number of samples where
+    that makes them long.
     """
     mean = np.maximum(lengths.mean(0), 1e-9)
-    # A row that holds the longest sample of a module holds so many mean ones, and in every module as many.
+    # A row that holds the longest sample of a module holds so many mean ones, and in every module
+    # as many.
     group_samples = float((lengths.max(0) / mean).max())  # in units of the mean sample
     count = int(np.clip(samples / batch.microbatches // group_samples, 1, rows[0]))
     mean = samples / (count * batch.microbatches)
@@ -246,16 +290,20 @@ _TRIALS = 8  # sizes of a microbatch, and numbers of rows
 _TRIAL_CHUNKS = 3
 
 
-def fit_short_epochs(grouper: StepGrouper, parts: Parts, alignment: int, names: Sequence[str]) -> Budget:
+def fit_short_epochs(
+    grouper: StepGrouper, parts: Parts, alignment: int, names: Sequence[str]
+) -> Budget:
     """Change the rows of a budget where short chunks take more steps than their samples make.
 
-    The last steps of a chunk have few samples to choose from, and a row of 816 positions holds one sample of 640: 20
-    of these, 10 a step, take three steps of 8 such rows, and two of 5 rows of 1,288. Rows stay as they are where
-    others would cost as much as the additional steps. parts: of typical samples and of the largest. names: of the
-    modules.
+    The last steps of a chunk have few samples to choose from, and a row of 816 positions holds one
+    sample of 640: 20 of these, 10 a step, take three steps of 8 such rows, and two of 5 rows of
+    1,288. Rows stay as they are where others would cost as much as the additional steps. parts: of
+    typical samples and of the largest. names: of the modules.
     """
     budget = grouper.budget
-    requested_steps = [steps_for(grouper.samples_in(chunk), grouper.requested) for chunk in range(_TRIAL_CHUNKS)]
+    requested_steps = [
+        steps_for(grouper.samples_in(chunk), grouper.requested) for chunk in range(_TRIAL_CHUNKS)
+    ]
     if max(requested_steps) >= SHORT_CHUNK or grouper.samples_in(0) >= SOON_GROUPED:
         return budget
     steps = list(map(grouper.steps_in, range(_TRIAL_CHUNKS)))
@@ -266,7 +314,9 @@ def fit_short_epochs(grouper: StepGrouper, parts: Parts, alignment: int, names: 
     room = np.array(budget.rows) * budget.lengths
     numbers = np.unique(np.linspace(1, requested.max(), _TRIALS).astype(np.int64))[::-1]
     for larger in (
-        np.linspace(1, sum(steps) / sum(requested_steps), _TRIALS, endpoint=False) if steps > requested_steps else ()
+        np.linspace(1, sum(steps) / sum(requested_steps), _TRIALS, endpoint=False)
+        if steps > requested_steps
+        else ()
     ):
         for number in numbers:
             rows = np.minimum(requested, number)
@@ -280,13 +330,25 @@ def fit_short_epochs(grouper: StepGrouper, parts: Parts, alignment: int, names: 
     return budget
 
 
-def _row_notes(previous: Budget, adjusted: Budget, requested: np.ndarray, names: Sequence[str]) -> tuple[str, ...]:
+def _row_notes(
+    previous: Budget, adjusted: Budget, requested: np.ndarray, names: Sequence[str]
+) -> tuple[str, ...]:
     """Return the notes of a budget with those of the modules whose number of rows has changed since."""
     changed = {
         name: f"{name}: {new} rows instead of {wish}, so that an epoch has as many steps as batch.size says"
-        for name, old, new, wish in zip(names, previous.rows, adjusted.rows, requested.tolist(), strict=True)
+        for name, old, new, wish in zip(
+            names, previous.rows, adjusted.rows, requested.tolist(), strict=True
+        )
         if new not in (old, wish)
     }
-    same = {name for name, old, new in zip(names, previous.rows, adjusted.rows, strict=True) if old == new}
-    unchanged = (note for note in previous.notes if " rows instead of " not in note or note.partition(":")[0] in same)
+    same = {
+        name
+        for name, old, new in zip(names, previous.rows, adjusted.rows, strict=True)
+        if old == new
+    }
+    unchanged = (
+        note
+        for note in previous.notes
+        if " rows instead of " not in note or note.partition(":")[0] in same
+    )
     return *unchanged, *changed.values()

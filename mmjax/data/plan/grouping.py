@@ -1,6 +1,7 @@
 """Group samples into the microbatches of step n: a pure function of (config, seed, index, step).
 
-Every process computes the same, on any devices and with any balance, and resuming needs the step number alone.
+Every process computes the same, on any devices and with any balance, and resuming needs the step
+number alone.
 """
 
 from __future__ import annotations
@@ -24,37 +25,50 @@ from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.sampler import Draws, Due, Pool, Stream, pools_of, shares
 
 _FEW_STEPS = 8  # chunks of fewer are packed badly
-_SURELY_TYPICAL = 30_000  # samples whose totals are so near the mean that their number says what they need
-SOON_GROUPED = 4_096  # samples of a chunk, below which grouping it takes some hundredths of a second
+# samples whose totals are so near the mean that their number says what they need
+_SURELY_TYPICAL = 30_000
+# samples of a chunk, below which grouping it takes some hundredths of a second
+SOON_GROUPED = 4_096
 _MORE = 1.25  # times the requested samples that rows hold for their alignment alone
 SHORT_CHUNK = 32  # steps of a chunk, below which one step more makes all of them smaller
 
 
 def stream_of(
-    batch: BatchConfig, samples_per_step: float, pools: Sequence[Pool], weights: Sequence[float], seed: int
+    batch: BatchConfig,
+    samples_per_step: float,
+    pools: Sequence[Pool],
+    weights: Sequence[float],
+    seed: int,
 ) -> Stream:
     """Make the stream of a run, whose chunks have about `chunk_steps` steps; `pack` has fewer where steps are large.
 
-    No chunk has more than a window of a source that is read in order, unless that is less than a few steps.
+    No chunk has more than a window of a source that is read in order, unless that is less than a
+    few steps.
     """
     steps = batch.grouping.chunk_steps
     multiple = 1.0
     match batch.grouping:
         case PackGrouping():
-            # 128 steps of 128 samples, 64 of 512, 32 of 2,048: what is planned at once grows more slowly than the step.
+            # 128 steps of 128 samples, 64 of 512, 32 of 2,048: what is planned at once grows more
+            # slowly than the step.
             steps = min(steps, max(2, round(128 * (128 / samples_per_step) ** 0.5)))
             multiple = samples_per_step
         case NoGrouping():
             multiple = round(samples_per_step)
     size = steps * samples_per_step
-    windows = [pool.window / share for pool, share in zip(pools, shares(weights), strict=True) if pool.window and share]
+    windows = [
+        pool.window / share
+        for pool, share in zip(pools, shares(weights), strict=True)
+        if pool.window and share
+    ]
     size = min(size, max(_FEW_STEPS * samples_per_step, min(windows))) if windows else size
     return Stream(pools, weights, max(1, round(size)), seed, multiple)
 
 
 def steps_for(samples: int, per_step: float) -> int:
     """Count the steps of about `per_step` samples that take them all; rounding ends of chunks may add a sample."""
-    # A mean of 24.3 samples a step makes chunks of a rounded number, at times one more than their steps hold.
+    # A mean of 24.3 samples a step makes chunks of a rounded number, at times one more than their
+    # steps hold.
     rounding = 0 if float(per_step).is_integer() else 1
     return max(1, math.ceil((samples - rounding) / max(per_step, 1.0)))
 
@@ -70,7 +84,8 @@ class Group(NamedTuple):
     """The samples of one microbatch."""
 
     samples: np.ndarray  # int64 [n]
-    row: np.ndarray | None  # int32 [p]: in which of the budget's rows each part fits; None = the grouping does not say
+    # int32 [p]: in which of the budget's rows each part fits; None = the grouping does not say
+    row: np.ndarray | None
 
 
 class _Chunk(NamedTuple):
@@ -79,13 +94,16 @@ class _Chunk(NamedTuple):
     samples: np.ndarray  # int64 [n]
     step_start: np.ndarray  # int64 [steps + 1]
     part_start: np.ndarray  # int64 [n + 1]
-    row: np.ndarray | None  # int32 [p]: microbatch * rows of the module + row; None = the grouping does not say
+    # int32 [p]: microbatch * rows of the module + row; None = the grouping does not say
+    row: np.ndarray | None
     waited: np.ndarray | None = None  # int32 [n]: steps; None = nobody waits
 
     def step(self, k: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the samples of the k-th step and their parts' rows."""
         a, b = self.step_start[k : k + 2]
-        return self.samples[a:b], None if self.row is None else self.row[self.part_start[a] : self.part_start[b]]
+        return self.samples[a:b], None if self.row is None else self.row[
+            self.part_start[a] : self.part_start[b]
+        ]
 
     def __len__(self) -> int:
         return len(self.step_start) - 1
@@ -100,7 +118,8 @@ class StepGrouper:
     weights: Sequence[float]  # of the sources
     seed: int
     budget: Budget
-    first_steps: list[int] = field(default_factory=lambda: [0])  # of the chunks found so far and the one after them
+    # of the chunks found so far and the one after them
+    first_steps: list[int] = field(default_factory=lambda: [0])
     first: int = 0  # the step of the run that is the first here
     due: Due = ()  # what epochs that were begun before it still owe
     epochs_before: float = 0.0  # that were done before it
@@ -108,9 +127,13 @@ class StepGrouper:
     def __post_init__(self) -> None:
         wide = np.flatnonzero(np.any(self.index.totals > np.array(self.budget.lengths), axis=1))
         self.oversize = _oversize(self.index, wide, self.batch, self.budget)
-        self.columns = _columns(self.index, np.setdiff1d(wide, self.oversize), self.batch, self.budget)
+        self.columns = _columns(
+            self.index, np.setdiff1d(wide, self.oversize), self.batch, self.budget
+        )
         self.pools: list[Pool] = pools_of(self.index, self.weights, self.oversize, self.due)
-        self._stream = stream_of(self.batch, self.budget.samples_per_step, self.pools, self.weights, self.seed)
+        self._stream = stream_of(
+            self.batch, self.budget.samples_per_step, self.pools, self.weights, self.seed
+        )
         # Two, since a step near a chunk's end and one after it are asked for in turn.
         self._chunk = lru_cache(maxsize=2)(self._group_chunk)
 
@@ -144,11 +167,14 @@ class StepGrouper:
     def source_epochs_after(self, step: int) -> np.ndarray:
         """Return how often each source's samples came until after a step, float64 `[sources]`.
 
-        Of the data of this segment of the run: what was due of an epoch begun before it does not count.
+        Of the data of this segment of the run: what was due of an epoch begun before it does not
+        count.
         """
         chunk, position = self._place_of(step)
         samples = self._chunk(chunk).samples[: self._chunk(chunk).step_start[position + 1]]
-        draws = np.bincount(self.index.source_of(samples), minlength=len(self.pools)).astype(np.float64)
+        draws = np.bincount(self.index.source_of(samples), minlength=len(self.pools)).astype(
+            np.float64
+        )
         for source, draw in self._stream.draws(chunk).items():
             draws[source] += draw.begin - len(self.pools[source].due)
         return np.maximum(draws, 0) / np.maximum(list(map(len, self.pools)), 1)
@@ -158,7 +184,9 @@ class StepGrouper:
         draws = steps * self.samples_per_step
         return [
             (str(name), len(pool), float(share), float(share) * draws / len(pool))
-            for name, pool, share in zip(self.index.source_name, self.pools, shares(self.weights), strict=True)
+            for name, pool, share in zip(
+                self.index.source_name, self.pools, shares(self.weights), strict=True
+            )
             if share > 0
         ]
 
@@ -166,7 +194,8 @@ class StepGrouper:
         """Return with which number of steps of the run so many epochs are done. Groups every chunk up to there."""
         due, rest = self._due
         remaining = max(0.0, epochs - self.epochs_before)
-        # The first `due` samples complete `rest` of an epoch; after them every epoch has `epoch_samples`.
+        # The first `due` samples complete `rest` of an epoch; after them every epoch has
+        # `epoch_samples`.
         if remaining < rest:
             samples = round(remaining / rest * due)
         else:
@@ -175,7 +204,9 @@ class StepGrouper:
         while self._samples_before(chunk + 1) < samples:
             chunk += 1
         # The first step of the chunk after which so many samples have come.
-        steps_in_chunk = np.searchsorted(self._chunk(chunk).step_start, samples - self._samples_before(chunk))
+        steps_in_chunk = np.searchsorted(
+            self._chunk(chunk).step_start, samples - self._samples_before(chunk)
+        )
         return self.first + self._first_step(chunk) + int(steps_in_chunk)
 
     def _samples_before(self, chunk: int) -> int:
@@ -190,20 +221,25 @@ class StepGrouper:
         sizes = {s: draw.last - draw.first for s, draw in draws.items()}
         # The source whose epoch ends first, since it is drawn from most in proportion to its size.
         shortest = min(sizes, key=lambda s: sizes[s] / self.weights[s])
-        if draws[shortest].end - draws[shortest].begin < sizes[shortest]:  # a window is so short, not the epoch
+        # a window is so short, not the epoch
+        if draws[shortest].end - draws[shortest].begin < sizes[shortest]:
             return ()
         name = self.index.source_name[shortest]
         key = f"data.sources.{name}.weight" if len(draws) > 1 else "batch.size.count"
         steps = self._first_step(1)
         what = f"all {sizes[shortest]} samples of {name} come once in {steps} step{'s' if steps > 1 else ''}"
         if chunk < per_step:
-            return (f"{what}, and never twice in one: steps have at most {chunk} samples; lower {key}",)
+            return (
+                f"{what}, and never twice in one: steps have at most {chunk} samples; lower {key}",
+            )
         if chunk / steps > 0.95 * per_step:
             return (what,)
         why = "no step holds samples of two epochs"
         if steps > steps_for(chunk, per_step):
             why = "rows that hold more of them would cost more than these steps"
-        return (f"{what} of {chunk / steps:.3g} instead of {per_step:.3g}, since {why}; lower {key} to fill them",)
+        return (
+            f"{what} of {chunk / steps:.3g} instead of {per_step:.3g}, since {why}; lower {key} to fill them",
+        )
 
     def samples_in(self, chunk: int) -> int:
         """Count the samples of a chunk."""
@@ -219,7 +255,9 @@ class StepGrouper:
     @property
     def epoch_samples(self) -> int:
         """Count the samples of an epoch: all that are used of the sources that are drawn from."""
-        return sum(len(pool) for pool, weight in zip(self.pools, self.weights, strict=True) if weight > 0)
+        return sum(
+            len(pool) for pool, weight in zip(self.pools, self.weights, strict=True) if weight > 0
+        )
 
     @property
     def samples_per_step(self) -> float:
@@ -229,7 +267,11 @@ class StepGrouper:
     @property
     def _due(self) -> tuple[int, float]:
         """Return the number of samples that are due, and the part of an epoch that they complete."""
-        due = sum(len(pool.due) for pool, weight in zip(self.pools, self.weights, strict=True) if weight > 0)
+        due = sum(
+            len(pool.due)
+            for pool, weight in zip(self.pools, self.weights, strict=True)
+            if weight > 0
+        )
         return due, 1 - self.epochs_before % 1 if due else 0.0
 
     def _place_of(self, step: int) -> tuple[int, int]:
@@ -275,11 +317,14 @@ class StepGrouper:
         rows = np.array(self.budget.rows)[parts.module]
         # With 4 rows of a module, row 6 of the step is row 2 of microbatch 1.
         microbatch, in_microbatch = np.divmod(row, rows)
-        count = max(count, int(microbatch.max(initial=0)) + 1)  # what a step's rows do not hold comes in one more
+        # what a step's rows do not hold comes in one more
+        count = max(count, int(microbatch.max(initial=0)) + 1)
         # A sample's first part is the LLM's, and all its parts are in one microbatch.
         chosen = [np.flatnonzero(microbatch[parts.sample_start[:-1]] == m) for m in range(count)]
         in_microbatch = in_microbatch.astype(np.int32)
-        return [Group(samples[indices], in_microbatch[parts.of_samples(indices)]) for indices in chosen]
+        return [
+            Group(samples[indices], in_microbatch[parts.of_samples(indices)]) for indices in chosen
+        ]
 
     def _group_chunk(self, chunk: int) -> _Chunk:
         grouping = self.batch.grouping
@@ -288,22 +333,36 @@ class StepGrouper:
             case PackGrouping(pool_steps=pool):
                 if len(order) >= SOON_GROUPED:
                     return self._packed(order, pool, self.steps_in(chunk))
-                # Small chunks are packed into as few steps as can be: to leave room for surprises costs them most. But
-                # an epoch of few steps has no fewer than its samples make.
+                # Small chunks are packed into as few steps as can be: to leave room for surprises
+                # costs them most. But an epoch of few steps has no fewer than its samples make.
                 packed = self._packed(order, pool)
                 steps = max(1, round(len(order) / self.requested))
-                return packed if steps >= SHORT_CHUNK or len(packed) >= steps else self._packed(order, pool, steps)
+                return (
+                    packed
+                    if steps >= SHORT_CHUNK or len(packed) >= steps
+                    else self._packed(order, pool, steps)
+                )
             case IsfGrouping(iterations=iterations):
                 return self._isf(order, iterations, Shuffler(self.seed, 3, chunk))
             case NoGrouping():
                 steps = steps_for(len(order), self.budget.samples_per_step)
-                return _Chunk(order, np.arange(steps + 1) * len(order) // steps, np.zeros(0, np.int64), None)
+                return _Chunk(
+                    order, np.arange(steps + 1) * len(order) // steps, np.zeros(0, np.int64), None
+                )
 
     def _packed(self, order: np.ndarray, pool_steps: int, steps: int = 0) -> _Chunk:
         """Pack samples into so many steps; 0 = as few as can be."""
         parts = self.index.parts(order)
         count = self.batch.microbatches
-        packing = pack(parts, np.arange(len(order)), self.budget.room(), count, pool_steps, self.columns, steps=steps)
+        packing = pack(
+            parts,
+            np.arange(len(order)),
+            self.budget.room(),
+            count,
+            pool_steps,
+            self.columns,
+            steps=steps,
+        )
         return _chunk_of(order, parts, packing.step, packing.row, packing.waited)
 
     def _isf(self, order: np.ndarray, iterations: int, rng: Shuffler) -> _Chunk:
@@ -317,10 +376,14 @@ class StepGrouper:
         # 10 groups in 3 steps begin at 0, 3 and 6.
         first = np.arange(steps + 1) * groups // steps
         step = np.searchsorted(first, position, side="right") - 1
-        return _chunk_of(order, parts, step, np.repeat(position - first[step], np.diff(parts.sample_start)))
+        return _chunk_of(
+            order, parts, step, np.repeat(position - first[step], np.diff(parts.sample_start))
+        )
 
 
-def _oversize(index: LengthIndex, wide: np.ndarray, batch: BatchConfig, budget: Budget) -> np.ndarray:
+def _oversize(
+    index: LengthIndex, wide: np.ndarray, batch: BatchConfig, budget: Budget
+) -> np.ndarray:
     """Find the samples that fit no budget: ids, int64, sorted. wide: those that fill more than a row of a module."""
     too_wide = wide
     if not isinstance(batch.grouping, IsfGrouping):  # whose groups fill one row of each module
@@ -336,7 +399,11 @@ def _columns(index: LengthIndex, wide: np.ndarray, batch: BatchConfig, budget: B
 
 
 def _chunk_of(
-    samples: np.ndarray, parts: Parts, step: np.ndarray, row: np.ndarray, waited: np.ndarray | None = None
+    samples: np.ndarray,
+    parts: Parts,
+    step: np.ndarray,
+    row: np.ndarray,
+    waited: np.ndarray | None = None,
 ) -> _Chunk:
     by_step = np.argsort(step, kind="stable")
     # Where each step begins among the sorted; one number more than steps, the last is the end.

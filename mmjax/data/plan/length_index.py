@@ -1,7 +1,8 @@
 """The length index: how much of every module each sample needs, known before anything is decoded.
 
-Media facts come from headers (image sizes, clip durations); lengths follow from them and the encoders' preprocessing.
-The index is cached by the sources' fingerprints as flat arrays, memory-mapped by every worker.
+Media facts come from headers (image sizes, clip durations); lengths follow from them and the
+encoders' preprocessing. The index is cached by the sources' fingerprints as flat arrays,
+memory-mapped by every worker.
 """
 
 from __future__ import annotations
@@ -35,13 +36,20 @@ from mmjax.errors import BadMedia, UserError
 from mmjax.startup import activity
 
 
-def read_lengths(files: Sequence[Path], keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
+def read_lengths(
+    files: Sequence[Path], keys: Sequence[str], optional: Sequence[str] = ()
+) -> dict[str, np.ndarray]:
     """Read these keys of all files, one after the other: int64 `[n]` each. A key that only some files have is left out.
 
-    Where several files have no `source`, it is the number of the file. Raises UserError for what is no such file.
+    Where several files have no `source`, it is the number of the file. Raises UserError for what is
+    no such file.
     """
     parts = [_read(path, keys, optional) for path in files]
-    joined = {key: np.concatenate([part[key] for part in parts]) for key in parts[0] if all(key in p for p in parts)}
+    joined = {
+        key: np.concatenate([part[key] for part in parts])
+        for key in parts[0]
+        if all(key in p for p in parts)
+    }
     if len(files) > 1 and "source" in optional and "source" not in joined:
         # The file's number for each of its samples.
         joined["source"] = np.repeat(np.arange(len(files)), [len(part[keys[0]]) for part in parts])
@@ -53,16 +61,22 @@ def _read(path: Path, keys: Sequence[str], optional: Sequence[str]) -> dict[str,
         with np.load(path, allow_pickle=False) as file:
             lengths = {key: file[key] for key in (*keys, *optional) if key in file.files}
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise UserError(f"--lengths {path}: not a readable .npz file ({type(error).__name__})") from None
+        raise UserError(
+            f"--lengths {path}: not a readable .npz file ({type(error).__name__})"
+        ) from None
     for key in keys:
         if key not in lengths:
             raise UserError(f"--lengths {path}: no key {key!r}; needed are {', '.join(keys)}")
     size = len(lengths[keys[0]]) if lengths[keys[0]].ndim == 1 else -1
     for key, value in lengths.items():
         if value.ndim != 1 or len(value) != size or not np.issubdtype(value.dtype, np.integer):
-            raise UserError(f"--lengths {path}: {key!r} must be integers [{max(size, 0)}], one for each sample")
+            raise UserError(
+                f"--lengths {path}: {key!r} must be integers [{max(size, 0)}], one for each sample"
+            )
         if size == 0 or value.min() < 0:
-            raise UserError(f"--lengths {path}: {key!r} must hold at least one sample and no negative length")
+            raise UserError(
+                f"--lengths {path}: {key!r} must hold at least one sample and no negative length"
+            )
     return {key: value.astype(np.int64) for key, value in lengths.items()}
 
 
@@ -70,17 +84,25 @@ def omni_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
     """Draw text, images and audio of incoherent lengths: half of the samples have images, a third audio, few both."""
     rng = np.random.default_rng(seed)
     kind = rng.choice(4, samples, p=[0.2, 0.45, 0.28, 0.07])  # text, vision, audio, both
-    vision = np.where((kind == 1) | (kind == 3), np.clip(rng.lognormal(7.2, 0.6, samples), 64, 4096), 0)
+    vision = np.where(
+        (kind == 1) | (kind == 3), np.clip(rng.lognormal(7.2, 0.6, samples), 64, 4096), 0
+    )
     audio = np.where(kind >= 2, np.clip(rng.lognormal(6.2, 0.5, samples), 20, 1750), 0)
     text = np.clip(rng.lognormal(4.9, 0.9, samples), 10, 3000)
-    lengths = {"vision": vision, "audio": audio, "text": text, "llm_tokens": text + vision / 4 + audio / 4}
+    lengths = {
+        "vision": vision,
+        "audio": audio,
+        "text": text,
+        "llm_tokens": text + vision / 4 + audio / 4,
+    }
     return {key: value.astype(np.int64) for key, value in lengths.items()}
 
 
 def interleaved_corpus(samples: int, seed: int, modules: ItemModules) -> Mapping[str, np.ndarray]:
     """Draw sequences of up to 8,192 tokens in which texts and images take turns, as MMScale's of LAION-400M.
 
-    Images of 256 to 1,024 pixels a side are seen, a token for every 16 x 16 pixels, or made by one of the generators.
+    Images of 256 to 1,024 pixels a side are seen, a token for every 16 x 16 pixels, or made by one
+    of the generators.
     """
     rng = np.random.default_rng(seed)
     turns = samples, 32
@@ -92,7 +114,10 @@ def interleaved_corpus(samples: int, seed: int, modules: ItemModules) -> Mapping
     queries = np.array([0, *(generator.queries for generator in generators.values())])
     tokens = text + np.where(role == 0, image, queries[role])
     fits = np.cumsum(tokens, axis=1) <= 8192
-    lengths = {"vision": (image * ((role == 0) & fits)).sum(1), "llm_tokens": (tokens * fits).sum(1)}
+    lengths = {
+        "vision": (image * ((role == 0) & fits)).sum(1),
+        "llm_tokens": (tokens * fits).sum(1),
+    }
     for number, (name, generator) in enumerate(generators.items(), 1):
         lengths[name] = generator.min_patches * ((role == number) & fits).sum(1)
     return {key: value.astype(np.int64) for key, value in lengths.items()}
@@ -103,16 +128,22 @@ def index_of_lengths(
 ) -> LengthIndex:
     """Make the index of samples of which only lengths are known: `llm_tokens`, and of every module by name, int `[n]`.
 
-    A module's lengths count positions in its layers; where there are any, they are one item, which an encoder rounds up
-    to whole tokens. Those of a UNet, all of whose images have one size, are cut into images. The rest of a sample's LLM
-    tokens is text.
+    A module's lengths count positions in its layers; where there are any, they are one item, which
+    an encoder rounds up to whole tokens. Those of a UNet, all of whose images have one size, are
+    cut into images. The rest of a sample's LLM tokens is text.
     """
     llm = np.asarray(lengths["llm_tokens"], np.int64)
     per_token = np.array([positions_per_token(module) for module in modules.values()], np.int64)
-    stride = np.array([m.stride if isinstance(m, AudioConfig) else 1 for m in modules.values()], np.int64)
+    stride = np.array(
+        [m.stride if isinstance(m, AudioConfig) else 1 for m in modules.values()], np.int64
+    )
     useful = np.stack([np.asarray(lengths[name], np.int64) for name in modules], axis=1) * stride
-    queries = np.array([m.queries if isinstance(m, Generator) else 0 for m in modules.values()], np.int64)
-    size = np.array([m.min_patches if isinstance(m, UnetConfig) else 0 for m in modules.values()], np.int64)
+    queries = np.array(
+        [m.queries if isinstance(m, Generator) else 0 for m in modules.values()], np.int64
+    )
+    size = np.array(
+        [m.min_patches if isinstance(m, UnetConfig) else 0 for m in modules.values()], np.int64
+    )
     items = np.where(size > 0, -(-useful // np.maximum(size, 1)), useful > 0)
     useful = np.where(size > 0, items * size, useful)
     tokens = np.where(queries > 0, items * queries, -(-useful // per_token))
@@ -154,11 +185,19 @@ def pairs_of_lengths(
         items = item_encoder == number
         of_items[items] = pairs_by_length(module, item_useful[items])
     tokens = llm_tokens.astype(np.int64)
-    return {"pairs": causal_pairs(tokens, 0) if llm is None else pairs_by_length(llm, tokens), "item_pairs": of_items}
+    return {
+        "pairs": causal_pairs(tokens, 0) if llm is None else pairs_by_length(llm, tokens),
+        "item_pairs": of_items,
+    }
 
 
 # An item while the index is built; each field becomes one array `item_*` of the index.
-_ITEM = np.dtype([*((name, np.int32) for name in ("encoder", "positions", "tokens", "useful")), ("pairs", np.int64)])
+_ITEM = np.dtype(
+    [
+        *((name, np.int32) for name in ("encoder", "positions", "tokens", "useful")),
+        ("pairs", np.int64),
+    ]
+)
 
 PAIRS = ("pairs", "item_pairs")  # arrays of an index
 OUTLIER = 8  # times as many tokens as the median sample
@@ -171,21 +210,25 @@ class LengthIndex:
     source_name: np.ndarray  # str [sources]
     source_start: np.ndarray  # int64 [sources + 1]: first sample of each source
     text_tokens: np.ndarray  # int32 [n]
-    totals: np.ndarray  # int32 [n, modules]: positions of each module, the LLM (text and items together) first
+    # int32 [n, modules]: positions of each module, the LLM (text and items together) first
+    totals: np.ndarray
     item_start: np.ndarray  # int64 [n + 1]: first item of each sample
     item_encoder: np.ndarray  # int32 [p]: number of the encoder or generator, in the model's order
     item_positions: np.ndarray  # int32 [p]: of the encoder's row, alignment included
     item_useful: np.ndarray  # int32 [p]: of those, patches or frames that hold something
     item_tokens: np.ndarray  # int32 [p]: of the LLM, which its encoder makes or its generator reads
-    positions_per_token: np.ndarray  # int32 [encoders]: of an encoder's row for each token that it gives the LLM; or 1
+    # int32 [encoders]: of an encoder's row for each token that it gives the LLM; or 1
+    positions_per_token: np.ndarray
     pairs: np.ndarray  # int64 [n]: of a query and a key in the LLM, of one head, mean of its layers
     item_pairs: np.ndarray  # int64 [p]: the same in the item's module
     # Samples that cannot be used, whose lengths are 0, and why.
     bad: np.ndarray = field(default_factory=partial(np.empty, 0, np.int64))  # int64 [b], in order
     reason: np.ndarray = field(default_factory=partial(np.empty, 0, "U1"))  # str [b]
     # Of sources that are read in order; both are empty where there are none.
-    window: np.ndarray = field(default_factory=partial(np.empty, 0, np.int64))  # int64 [sources]: 0: not in order
-    file_start: np.ndarray = field(default_factory=partial(np.empty, 0, np.int64))  # int64 [f]: first of each file
+    # int64 [sources]: 0: not in order
+    window: np.ndarray = field(default_factory=partial(np.empty, 0, np.int64))
+    # int64 [f]: first of each file
+    file_start: np.ndarray = field(default_factory=partial(np.empty, 0, np.int64))
 
     def __len__(self) -> int:
         return len(self.text_tokens)
@@ -253,13 +296,19 @@ class LengthIndex:
         start = np.concatenate([[0], np.cumsum(items + 1, dtype=np.int64)])
         is_item = np.ones(start[-1], bool)
         is_item[start[:-1]] = False
-        # Samples with items 5, 6 and 9, 10, 11: first = 5, 9 and items = 2, 3, so 0..4 is shifted by 5, 5, 7, 7, 7.
-        return start, np.arange(items.sum()) + np.repeat(first - np.cumsum(items) + items, items), is_item
+        # Samples with items 5, 6 and 9, 10, 11: first = 5, 9 and items = 2, 3, so 0..4 is shifted
+        # by 5, 5, 7, 7, 7.
+        return (
+            start,
+            np.arange(items.sum()) + np.repeat(first - np.cumsum(items) + items, items),
+            is_item,
+        )
 
     def fingerprint(self) -> str:
         """Hash everything that decides which samples a step has.
 
-        Not why samples are bad, which names files by their paths, nor pairs, which decide where they are processed.
+        Not why samples are bad, which names files by their paths, nor pairs, which decide where
+        they are processed.
         """
         digest = hashlib.sha256()
         for f in fields(self):  # arrays that are empty change nothing
@@ -285,13 +334,18 @@ class LengthIndex:
         modules = (None,) * (arrays["totals"].shape[1] - 1)
         useful = arrays["item_useful"]
         return cls(
-            **arrays, **pairs_of_lengths(None, modules, arrays["totals"][:, LLM], arrays["item_encoder"], useful)
+            **arrays,
+            **pairs_of_lengths(
+                None, modules, arrays["totals"][:, LLM], arrays["item_encoder"], useful
+            ),
         )
 
 
 def _names(in_order: bool) -> list[str]:
     """Name the arrays of an index. in_order: some of its sources are read in order."""
-    return [f.name for f in fields(LengthIndex) if in_order or f.name not in ("window", "file_start")]
+    return [
+        f.name for f in fields(LengthIndex) if in_order or f.name not in ("window", "file_start")
+    ]
 
 
 def _windows(sources: Mapping[str, Source]) -> list[int]:
@@ -300,11 +354,13 @@ def _windows(sources: Mapping[str, Source]) -> list[int]:
     return windows if any(windows) else []
 
 
-def build_index(sources: Mapping[str, Source], encoders: ItemModules, llm: DecoderConfig | None = None) -> LengthIndex:
+def build_index(
+    sources: Mapping[str, Source], encoders: ItemModules, llm: DecoderConfig | None = None
+) -> LengthIndex:
     """Index every sample of every source; those that their source cannot use are in `bad`.
 
-    llm: whose pairs are counted, by what samples consist of; None: those of causal attention, by lengths.
-    Raises UserError where an item has no encoder or a size is impossible.
+    llm: whose pairs are counted, by what samples consist of; None: those of causal attention, by
+    lengths. Raises UserError where an item has no encoder or a size is impossible.
     """
     numbers = {name: k for k, name in enumerate(encoders)}
     text: list[int] = []
@@ -320,7 +376,10 @@ def build_index(sources: Mapping[str, Source], encoders: ItemModules, llm: Decod
         for counted.done, (source_name, source, i) in enumerate(every, start=1):
             try:
                 facts = source.facts(i)
-                rows = [(numbers.get(e), *_measured(encoders, e, size, sizes)) for e, size in facts.items]
+                rows = [
+                    (numbers.get(e), *_measured(encoders, e, size, sizes))
+                    for e, size in facts.items
+                ]
             except (BadSample, BadMedia) as error:
                 bad[len(text)] = with_place(source, i, error)
                 facts = SampleLengths(0, ())
@@ -340,7 +399,9 @@ def build_index(sources: Mapping[str, Source], encoders: ItemModules, llm: Decod
             if rules is not None:
                 used = facts.text_tokens or rows
                 tokens = facts.text_tokens + sum(item_tokens) + extra[-1]
-                pairs.append(_sample_pairs(source, i, facts, tokens, item_tokens, rules, llm) if used else 0)
+                pairs.append(
+                    _sample_pairs(source, i, facts, tokens, item_tokens, rules, llm) if used else 0
+                )
     items = np.array(item_rows, _ITEM)
     # CSR: the items of sample i are item_start[i] : item_start[i + 1].
     item_start = np.concatenate([[0], np.cumsum(item_count, dtype=np.int64)])
@@ -350,11 +411,15 @@ def build_index(sources: Mapping[str, Source], encoders: ItemModules, llm: Decod
     # An item counts in two columns: its tokens in the LLM's, its positions in its encoder's.
     np.add.at(totals, (sample, LLM), items["tokens"])
     np.add.at(totals, (sample, 1 + items["encoder"]), items["positions"])
-    source_start = np.concatenate([[0], np.cumsum([len(s) for s in sources.values()], dtype=np.int64)])
+    source_start = np.concatenate(
+        [[0], np.cumsum([len(s) for s in sources.values()], dtype=np.int64)]
+    )
     windows = _windows(sources)
     file_start = [
         first + np.cumsum([0, *(count for _, count in source.files())])[:-1]
-        for first, source, window in zip(source_start.tolist(), sources.values(), windows, strict=False)
+        for first, source, window in zip(
+            source_start.tolist(), sources.values(), windows, strict=False
+        )
         if window
     ]
     return LengthIndex(
@@ -368,7 +433,9 @@ def build_index(sources: Mapping[str, Source], encoders: ItemModules, llm: Decod
         item_tokens=items["tokens"],
         item_useful=items["useful"],
         positions_per_token=np.array([positions_per_token(e) for e in encoders.values()], np.int32),
-        pairs=causal_pairs(totals[:, LLM].astype(np.int64), 0) if llm is None else np.array(pairs, np.int64),
+        pairs=causal_pairs(totals[:, LLM].astype(np.int64), 0)
+        if llm is None
+        else np.array(pairs, np.int64),
         item_pairs=items["pairs"],
         bad=np.array(list(bad), np.int64),
         reason=np.array(list(bad.values()), np.str_),
@@ -406,14 +473,18 @@ def _measured(
     if (measured := known.get((encoder, size))) is None:
         if encoder not in encoders:
             have = ", ".join(encoders) or "none"
-            raise ValueError(f"it has an item for module {encoder!r}; the model's encoders and generators: {have}")
+            raise ValueError(
+                f"it has an item for module {encoder!r}; the model's encoders and generators: {have}"
+            )
         module = encoders[encoder]
         lengths = item_size(module, size)
         measured = known[encoder, size] = (*lengths, item_pairs(module, size, lengths.valid))
     return measured
 
 
-def index_key(sources: Mapping[str, Source], encoders: ItemModules, llm: DecoderConfig | None = None) -> str:
+def index_key(
+    sources: Mapping[str, Source], encoders: ItemModules, llm: DecoderConfig | None = None
+) -> str:
     """Name the folder of these sources' index: another where any of them, or how the LLM attends, differs."""
     windows = _windows(sources)
     key = json.dumps(
@@ -429,7 +500,10 @@ def index_key(sources: Mapping[str, Source], encoders: ItemModules, llm: Decoder
 
 
 def cached_index(
-    sources: Mapping[str, Source], encoders: ItemModules, folder: Path, llm: DecoderConfig | None = None
+    sources: Mapping[str, Source],
+    encoders: ItemModules,
+    folder: Path,
+    llm: DecoderConfig | None = None,
 ) -> tuple[LengthIndex, Path]:
     """Memory-map the index of these sources under `folder`; build it where missing or damaged. Return its path."""
     path = folder / index_key(sources, encoders, llm)

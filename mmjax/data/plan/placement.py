@@ -1,7 +1,7 @@
 """Place the samples and items of a microbatch: on which rank, in which row, at which offset each is processed.
 
-Which samples these are is decided before (`grouping`); here is only decided who computes what, so that ranks wait for
-each other as little as possible. OrchMLLM sections 5 to 7.
+Which samples these are is decided before (`grouping`); here is only decided who computes what, so
+that ranks wait for each other as little as possible. OrchMLLM sections 5 to 7.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from mmjax.balance.phases import (
     place_jointly,
     ranks_in_order,
 )
-from mmjax.balance.waits import Prices, Waits, least_fullest, padding_share, rank_seconds, wait_share
+from mmjax.balance.waits import (
+    Prices,
+    Waits,
+    least_fullest,
+    padding_share,
+    rank_seconds,
+    wait_share,
+)
 from mmjax.config import LlmBalance, NoBalance, PostBalance
 from mmjax.data.plan.budget import Lengths
 from mmjax.data.plan.grouping import Group
@@ -39,9 +46,9 @@ Balance = PostBalance | LlmBalance | NoBalance
 class Topology:
     """ranks: how many the rows are spread over. peers: neighbours that send encoder outputs to each other.
 
-    ranks_per_node: neighbours on one host. `peers` and `ranks_per_node` divide the ranks. encoders_per_rank: over how
-    many encoder ranks an encoder's rows on a rank are spread. context: devices that share the tokens of a rank's rows,
-    each with as many of its encoder ranks.
+    ranks_per_node: neighbours on one host. `peers` and `ranks_per_node` divide the ranks.
+    encoders_per_rank: over how many encoder ranks an encoder's rows on a rank are spread. context:
+    devices that share the tokens of a rank's rows, each with as many of its encoder ranks.
     """
 
     ranks: int = 1
@@ -58,7 +65,8 @@ class Shape(NamedTuple):
     """One compiled program."""
 
     lengths: Lengths  # positions of a row of every module
-    widths: tuple[int, ...]  # of every encoder: tokens that a rank can send to each of its peers; 0 = nothing travels
+    # of every encoder: tokens that a rank can send to each of its peers; 0 = nothing travels
+    widths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,8 @@ class MicrobatchPlan:
     shape: Shape
     rows: Lengths  # of each module on one rank
     topology: Topology
-    unbalanced_row: np.ndarray  # int [p]: as `row` would be with balance `none`, on the same ranks at least
+    # int [p]: as `row` would be with balance `none`, on the same ranks at least
+    unbalanced_row: np.ndarray
 
     def work(self) -> np.ndarray:
         """Count ranks' positions, int64 `[modules, encoder ranks]`; the LLM's stand at all encoder ranks of a rank."""
@@ -104,7 +113,9 @@ class MicrobatchPlan:
     def sample_pairs(self) -> np.ndarray:
         """Sum each sample's pairs by module, int64 `[n, modules]`."""
         modules = len(self.rows)
-        flat = np.bincount(self.sample_of() * modules + self.module, self.pairs, len(self.samples) * modules)
+        flat = np.bincount(
+            self.sample_of() * modules + self.module, self.pairs, len(self.samples) * modules
+        )
         return np.rint(flat).astype(np.int64).reshape(-1, modules)
 
     def rank(self) -> np.ndarray:
@@ -141,8 +152,8 @@ class Placer:
     """Places microbatches on ranks so that they fit a compiled shape, the cheapest that can be found.
 
     rows: of each module on one rank. flops: float64 `[modules]`, of one position. price: float64
-    `[modules + encoders]`, what one more position of a row, or one more token of width, costs. shapes: the cheapest
-    first; the last holds every sample alone.
+    `[modules + encoders]`, what one more position of a row, or one more token of width, costs.
+    shapes: the cheapest first; the last holds every sample alone.
     """
 
     index: LengthIndex
@@ -155,7 +166,8 @@ class Placer:
     columns: int = 1  # of the rows of grouping: all parts of a sample lie in one
     compares_llm: bool = True  # whether `post` places as `llm` does where that needs less
     prices: Prices | None = None  # by which ranks are levelled; None: they are not
-    # By the number of a generator, whose conditions go from rank to rank: tokens of text before each image that do too.
+    # By the number of a generator, whose conditions go from rank to rank: tokens of text before
+    # each image that do too.
     generators: Mapping[int, int] = field(default_factory=dict)
 
     @property
@@ -171,11 +183,15 @@ class Placer:
         # First widths that are compiled already.
         widths = self._widths(), candidate_widths(self._costs(inputs))
         for ways in (ways for allowed in widths for ways in self._ways(inputs, allowed)):
-            choices = [(*rank, placed) for placed in ways if (rank := self._shape(placed)) is not None]
+            choices = [
+                (*rank, placed) for placed in ways if (rank := self._shape(placed)) is not None
+            ]
             if choices:
                 _, number, placed = min(choices, key=lambda choice: choice[:2])
                 shape = self.shapes[number]
-                return [self._plan(group.samples, inputs, self._level(inputs, placed, shape), shape)]
+                return [
+                    self._plan(group.samples, inputs, self._level(inputs, placed, shape), shape)
+                ]
         if len(group.samples) < 2:
             raise AssertionError(f"sample {group.samples[0]} fits no compiled shape")
         # Two microbatches of half the samples each, and so on: a lone sample fits the last shape.
@@ -188,7 +204,10 @@ class Placer:
         With `post`, in all ways that do not exceed `lengths` `[modules]`, if there are any.
         """
         inputs = self._inputs(group)
-        tiers = [[way.needs for way in ways] for ways in self._ways(inputs, candidate_widths(self._costs(inputs)))]
+        tiers = [
+            [way.needs for way in ways]
+            for ways in self._ways(inputs, candidate_widths(self._costs(inputs)))
+        ]
         ways = tiers[0]
         if lengths is not None and isinstance(self.balance, PostBalance):
             fitting = [n for tier in tiers for n in tier if np.all(n[: len(lengths)] <= lengths)]
@@ -198,7 +217,9 @@ class Placer:
     def needs_alone(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
         """Measure what a sample needs with a rank for itself, and with its items spread over the rank's peers."""
         inputs = self._inputs(Group(np.array([sample]), None))
-        return self._place_on_ranks(inputs, np.zeros(len(inputs.tokens), np.int32)).needs, self._spread(inputs).needs
+        return self._place_on_ranks(
+            inputs, np.zeros(len(inputs.tokens), np.int32)
+        ).needs, self._spread(inputs).needs
 
     def _inputs(self, group: Group) -> _Inputs:
         parts = self.index.parts(group.samples)
@@ -207,7 +228,8 @@ class Placer:
             tokens = tokens + text_tokens * (parts.module == number)
         return _Inputs(parts, tokens, group.row)
 
-    # ------------------------------------------------------------------------------------------- ways to place a group
+    # -------------------------------------------------------------------------------------------
+    # ways to place a group
 
     def _ways(self, inputs: _Inputs, widths: Sequence[Sequence[int]]) -> Iterator[list[Placed]]:
         """Yield ways to place these parts: those that the balance asks for, then others for where these do not fit."""
@@ -234,7 +256,8 @@ class Placer:
         plans = [place_jointly(costs, ranks, self.topology.peers, widths, in_order)]
         if plans[0].width.any():  # whether what it gains is worth an exchange, the shapes say
             plans.append(place_jointly(costs, ranks, self.topology.peers, None, in_order))
-        if self.compares_llm and max(self.rows) > 1:  # jointly placed, equal ranks may have unequal rows
+        # jointly placed, equal ranks may have unequal rows
+        if self.compares_llm and max(self.rows) > 1:
             plans.append(place_by_llm(costs, ranks))
         return [self._place_phases(inputs, plan) for plan in plans]
 
@@ -249,23 +272,32 @@ class Placer:
         home_rank = sample_rank[inputs.parts.sample()]
         if inputs.row is None:
             return self._place_on_ranks(inputs, home_rank)
-        if self.topology.encoders_per_rank == 1 and np.array_equal(self._ranks(inputs, inputs.row), home_rank):
+        if self.topology.encoders_per_rank == 1 and np.array_equal(
+            self._ranks(inputs, inputs.row), home_rank
+        ):
             return self._in_rows(inputs, inputs.row)
-        row = np.where(inputs.parts.module == LLM, inputs.row, self._place_on_ranks(inputs, home_rank).row)
+        row = np.where(
+            inputs.parts.module == LLM, inputs.row, self._place_on_ranks(inputs, home_rank).row
+        )
         return self._in_rows(inputs, row)
 
     def _place_phases(self, inputs: _Inputs, plan: PhasePlan) -> Placed:
         rank = np.empty(len(inputs.tokens), np.int32)
         rank[inputs.llm] = plan.sample_rank
-        # Parts are in CSR order, items in that of `Costs`: both go sample by sample, so they line up.
+        # Parts are in CSR order, items in that of `Costs`: both go sample by sample, so they line
+        # up.
         rank[inputs.parts.module != LLM] = plan.item_rank
-        return self._place_on_ranks(inputs, self._level_apart(inputs, rank) if self._apart else rank)
+        return self._place_on_ranks(
+            inputs, self._level_apart(inputs, rank) if self._apart else rank
+        )
 
     def _place_on_ranks(self, inputs: _Inputs, rank: np.ndarray) -> Placed:
         """Place parts on these ranks `[p]`, in the rows of each as evenly as longest first makes it."""
         if max(self.rows) == 1:
             return self._in_rows(inputs, rank)
-        return self._in_rows(inputs, to_rows(inputs.parts.module, inputs.parts.length, rank, np.array(self.rows))[0])
+        return self._in_rows(
+            inputs, to_rows(inputs.parts.module, inputs.parts.length, rank, np.array(self.rows))[0]
+        )
 
     def _level(self, inputs: _Inputs, placed: Placed, shape: Shape) -> Placed:
         """Exchange samples between ranks so that their attention is as equal as can be in rows of this shape."""
@@ -276,12 +308,18 @@ class Placer:
         levelled = self._exchange(inputs.parts, rank, np.array(shape.lengths))
         if levelled is rank:
             return placed
-        changed = np.isin(levelled, np.concatenate([rank[levelled != rank], levelled[levelled != rank]]))
+        changed = np.isin(
+            levelled, np.concatenate([rank[levelled != rank], levelled[levelled != rank]])
+        )
         row = placed.row.copy()
         module, length = inputs.parts.module[changed], inputs.parts.length[changed]
         row[changed], _ = to_rows(module, length, levelled[changed], np.array(self.rows))
         exchanged = self._in_rows(inputs, row)
-        return exchanged if np.all(exchanged.needs <= np.array(shape.lengths + shape.widths)) else placed
+        return (
+            exchanged
+            if np.all(exchanged.needs <= np.array(shape.lengths + shape.widths))
+            else placed
+        )
 
     @property
     def _apart(self) -> bool:
@@ -305,10 +343,14 @@ class Placer:
             if self.shapes:
                 fullest = max(fullest, rows * self.shapes[0].lengths[k])
             start = np.arange(len(chosen) + 1)
-            phase = PartArrays(start, np.zeros(len(chosen), np.int32), parts.length[chosen], parts.pairs[chosen])
+            phase = PartArrays(
+                start, np.zeros(len(chosen), np.int32), parts.length[chosen], parts.pairs[chosen]
+            )
             prices = Prices(self.prices.position[k : k + 1], self.prices.pair[k : k + 1])
             room = np.array([-(-int(fullest) // rows)])
-            levelled[chosen] = level(phase, rank[chosen], self.topology.ranks, np.array([rows]), room, prices)
+            levelled[chosen] = level(
+                phase, rank[chosen], self.topology.ranks, np.array([rows]), room, prices
+            )
         return levelled
 
     def _spread(self, inputs: _Inputs) -> Placed:
@@ -317,7 +359,9 @@ class Placer:
         rows = np.array(self.rows) * self.topology.peers
         rows[LLM] = self.rows[LLM]
         group = np.zeros(len(inputs.tokens), np.int64)
-        return self._in_rows(inputs, to_rows(inputs.parts.module, inputs.parts.length, group, rows)[0])
+        return self._in_rows(
+            inputs, to_rows(inputs.parts.module, inputs.parts.length, group, rows)[0]
+        )
 
     def _in_rows(self, inputs: _Inputs, row: np.ndarray) -> Placed:
         parts = inputs.parts
@@ -328,15 +372,20 @@ class Placer:
         np.add.at(used, (parts.module, row), parts.length)
         rank = self._ranks(inputs, row)
         home_rank = rank[inputs.llm][parts.sample()]
-        # Only an encoder with an item away from its sample's rank needs an exchange; the others keep width 0.
+        # Only an encoder with an item away from its sample's rank needs an exchange; the others
+        # keep width 0.
         width = np.zeros(modules - 1, np.int64)
         for k in np.unique(parts.module[rank != home_rank]):
             items = np.flatnonzero(parts.module == k)
-            # Devices that share a rank's rows exchange with those of their own number, but for conditions.
+            # Devices that share a rank's rows exchange with those of their own number, but for
+            # conditions.
             context = 1 if int(k) in self.generators else self.topology.context
             number = row[items] % self.rows[k] // (self.rows[k] // context) * ranks
             width[k - 1] = largest_transfer(
-                number + rank[items], number + home_rank[items], inputs.tokens[items], ranks * context
+                number + rank[items],
+                number + home_rank[items],
+                inputs.tokens[items],
+                ranks * context,
             )
         return Placed(row, np.concatenate([used.max(1), width]))
 
@@ -355,8 +404,11 @@ class Placer:
             # With 2 rows on each rank, columns 2 and 3 of the assignment both stand for rank 1.
             at_home = np.zeros((ranks * rows_per_rank, ranks), np.int64)
             np.add.at(at_home, (row[items], home_rank[items]), inputs.tokens[items])
-            # Rows are only renumbered, so the fit that grouping found stays; what changes is which rank has them.
-            old_row, new_row = linear_sum_assignment(np.repeat(at_home, rows_per_rank, axis=1), maximize=True)
+            # Rows are only renumbered, so the fit that grouping found stays; what changes is which
+            # rank has them.
+            old_row, new_row = linear_sum_assignment(
+                np.repeat(at_home, rows_per_rank, axis=1), maximize=True
+            )
             renumbered = np.empty(ranks * rows_per_rank, np.int32)
             renumbered[old_row] = new_row
             nearest[items] = renumbered[row[items]]
@@ -365,7 +417,8 @@ class Placer:
     def _ranks(self, inputs: _Inputs, row: np.ndarray) -> np.ndarray:
         return row // np.array(self.rows, np.int32)[inputs.parts.module]
 
-    # ---------------------------------------------------------------------------------------------------------- shapes
+    # ----------------------------------------------------------------------------------------------
+    # shapes
 
     def _shape(self, placed: Placed) -> tuple[bool, int] | None:
         """Find the cheapest shape that holds this: whether it sends nothing but padding for an encoder, and its number.
@@ -383,7 +436,10 @@ class Placer:
 
     def _widths(self) -> list[tuple[int, ...]]:
         """List for each encoder the widths that shapes have, ascending from 0."""
-        return [tuple(sorted({0, *widths})) for widths in zip(*(shape.widths for shape in self.shapes), strict=True)]
+        return [
+            tuple(sorted({0, *widths}))
+            for widths in zip(*(shape.widths for shape in self.shapes), strict=True)
+        ]
 
     def _costs(self, inputs: _Inputs) -> Costs:
         """Compute what every part costs. Rows of all modules are packed, so that is its positions' operations."""
@@ -391,22 +447,35 @@ class Placer:
         items = parts.module != LLM
         cost = parts.length * self.flops[parts.module]
         owner = parts.sample()[items]
-        return costs_of(cost[~items], owner, parts.module[items], cost[items], inputs.tokens[items], len(self.rows))
+        return costs_of(
+            cost[~items],
+            owner,
+            parts.module[items],
+            cost[items],
+            inputs.tokens[items],
+            len(self.rows),
+        )
 
-    def _plan(self, samples: np.ndarray, inputs: _Inputs, placed: Placed, shape: Shape) -> MicrobatchPlan:
+    def _plan(
+        self, samples: np.ndarray, inputs: _Inputs, placed: Placed, shape: Shape
+    ) -> MicrobatchPlan:
         """Lay out every row's parts one after the other, in the order of the samples."""
         parts = inputs.parts
         home_rank = self._sample_ranks(inputs)[parts.sample()]
         one_each = self.topology.encoders_per_rank == 1
         unbalanced_row = (
-            home_rank * np.array(self.rows)[parts.module] if one_each else self._place_on_ranks(inputs, home_rank).row
+            home_rank * np.array(self.rows)[parts.module]
+            if one_each
+            else self._place_on_ranks(inputs, home_rank).row
         )
         return MicrobatchPlan(
             samples=samples,
             part_start=parts.sample_start,
             module=parts.module,
             row=placed.row,
-            offset=_offsets(placed.row.astype(np.int64) * len(self.rows) + parts.module, parts.length),
+            offset=_offsets(
+                placed.row.astype(np.int64) * len(self.rows) + parts.module, parts.length
+            ),
             length=parts.length,
             pairs=parts.pairs,
             shape=shape,
@@ -440,21 +509,29 @@ def room_and_use(m: MicrobatchPlan, index: LengthIndex) -> tuple[np.ndarray, np.
     return room, np.bincount(m.module, index.useful(m.samples), len(m.rows)).astype(np.int64)
 
 
-def _work(module: np.ndarray, row: np.ndarray, length: np.ndarray, rows: Lengths, topology: Topology) -> np.ndarray:
+def _work(
+    module: np.ndarray, row: np.ndarray, length: np.ndarray, rows: Lengths, topology: Topology
+) -> np.ndarray:
     """Count the positions of each rank as `MicrobatchPlan.work` does, of parts in these rows."""
     parts = topology.encoders_per_rank
     llm = module == LLM
     work = np.zeros((len(rows), topology.ranks * parts), np.int64)
-    # rows // parts are an encoder's rows on each of its ranks, so a row's quotient by it is its encoder rank.
-    np.add.at(work, (module[~llm], row[~llm] // (np.array(rows) // parts)[module[~llm]]), length[~llm])
+    # rows // parts are an encoder's rows on each of its ranks, so a row's quotient by it is its
+    # encoder rank.
+    np.add.at(
+        work, (module[~llm], row[~llm] // (np.array(rows) // parts)[module[~llm]]), length[~llm]
+    )
     # The LLM's work counts for each encoder rank of its rank, so that all phases have one shape.
-    work[LLM] = np.repeat(np.bincount(row[llm] // rows[LLM], length[llm], topology.ranks).astype(np.int64), parts)
+    work[LLM] = np.repeat(
+        np.bincount(row[llm] // rows[LLM], length[llm], topology.ranks).astype(np.int64), parts
+    )
     return work
 
 
 def _offsets(row: np.ndarray, length: np.ndarray) -> np.ndarray:
     """Compute where each part begins when those of equal row follow each other, int64."""
-    # Rows 1, 0, 1 with lengths 5, 3, 4: by row, preceding = 0, 3, 8 and first = 0, 1; the offsets are 0, 0, 5.
+    # Rows 1, 0, 1 with lengths 5, 3, 4: by row, preceding = 0, 3, 8 and first = 0, 1; the offsets
+    # are 0, 0, 5.
     by_row = np.argsort(row, kind="stable")
     preceding = np.cumsum(length[by_row]) - length[by_row]
     first = np.flatnonzero(np.diff(row[by_row], prepend=-1))

@@ -1,7 +1,8 @@
 """The step plan: which samples form step n, where each of their parts lies, and which row shapes are compiled.
 
-A pure function of (config, seed, index, step, row shapes): every process and every worker computes the same plan, and
-resuming needs the step number alone. Which samples a step has does not depend on the row shapes.
+A pure function of (config, seed, index, step, row shapes): every process and every worker computes
+the same plan, and resuming needs the step number alone. Which samples a step has does not depend on
+the row shapes.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ class RankLayout:
 
     topology: Topology
     rows: Lengths  # of each module on one rank
-    shapes: tuple[Shape, ...]  # compiled ahead, the cheapest first; the last holds every sample alone
+    # compiled ahead, the cheapest first; the last holds every sample alone
+    shapes: tuple[Shape, ...]
 
     @property
     def rows_and_lengths(self) -> tuple[list[int], list[Lengths]]:
         """Return the rows of each module on all ranks, and their lengths by shape and module."""
-        return [self.topology.ranks * count for count in self.rows], [shape.lengths for shape in self.shapes]
+        return [self.topology.ranks * count for count in self.rows], [
+            shape.lengths for shape in self.shapes
+        ]
 
 
 def lay_out(
@@ -55,17 +59,22 @@ def lay_out(
 ) -> RankLayout:
     """Choose row lengths and exchange widths for these ranks, by how the first steps would be placed.
 
-    balances: to be compared in the same shapes, which serve the steps of them all; default: the config's alone.
+    balances: to be compared in the same shapes, which serve the steps of them all; default: the
+    config's alone.
     max_steps: of these, for a look; a run needs shapes that later steps fit too.
     """
     if isinstance(config.batch.balance, PostBalance) and config.batch.balance.locality == "off":
         # Each phase by itself sends nearly everything, so all ranks must be able to send to all.
         topology = replace(topology, peers=topology.ranks)
-    rows = tuple(_rows_of_rank(count, topology, k == LLM) for k, count in enumerate(grouper.budget.rows))
+    rows = tuple(
+        _rows_of_rank(count, topology, k == LLM) for k, count in enumerate(grouper.budget.rows)
+    )
     placer = make_placer(grouper, config, RankLayout(topology, rows, ()))
     placers = [replace(placer, balance=balance) for balance in balances] or [placer]
     return RankLayout(
-        topology, rows, _with_room_for_all(_shapes(grouper, config, placers, max_steps), grouper, placer, config)
+        topology,
+        rows,
+        _with_room_for_all(_shapes(grouper, config, placers, max_steps), grouper, placer, config),
     )
 
 
@@ -94,7 +103,9 @@ def make_placer(grouper: StepGrouper, config: Config, layout: RankLayout) -> Pla
         prices=grouper.budget.prices,
         generators={
             number: generator.text_tokens
-            for number, generator in enumerate(config.model.generators.values(), 1 + len(config.model.encoders))
+            for number, generator in enumerate(
+                config.model.generators.values(), 1 + len(config.model.encoders)
+            )
         },
     )
 
@@ -102,8 +113,8 @@ def make_placer(grouper: StepGrouper, config: Config, layout: RankLayout) -> Pla
 def _price(grouper: StepGrouper, flops: np.ndarray, layout: RankLayout) -> np.ndarray:
     """Price one more position in each module's rows, and one more token of each encoder's width.
 
-    By operations alone a small encoder's rows would be left half empty, and its own ranks with them: so each module
-    counts between its part of the operations and an equal part.
+    By operations alone a small encoder's rows would be left half empty, and its own ranks with
+    them: so each module counts between its part of the operations and an equal part.
     """
     ranks = layout.topology.ranks
     index = grouper.index
@@ -114,13 +125,15 @@ def _price(grouper: StepGrouper, flops: np.ndarray, layout: RankLayout) -> np.nd
     # The exponent lies between 0, where all modules' rows cost the same, and 1, their operations.
     price = (rows * flops * need) ** OF_OPERATIONS / need
     sent = max(samples * float(index.item_tokens.sum()) / len(index), 1.0)
-    # `PlanGoals.exchange` is the share of a step for sending as many tokens as the encoders make; here for each token
-    # of width, which all pairs of peers send.
+    # `PlanGoals.exchange` is the share of a step for sending as many tokens as the encoders make;
+    # here for each token of width, which all pairs of peers send.
     width = PlanGoals.exchange * float(price @ need) * ranks * (layout.topology.peers - 1) / sent
     return np.concatenate([price, np.full(len(rows) - 1, width)])
 
 
-def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer], steps: int | None) -> tuple[Shape, ...]:
+def _shapes(
+    grouper: StepGrouper, config: Config, placers: Sequence[Placer], steps: int | None
+) -> tuple[Shape, ...]:
     """Choose shapes for the microbatches of the first steps, placed by each of these; all fit the last one."""
     placer = placers[0]
     fixed = not isinstance(config.batch.grouping, NoGrouping)
@@ -130,32 +143,45 @@ def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer], ste
     if (fixed and topology.ranks == topology.encoders_per_rank == 1) or placer.in_columns:
         return (Shape(grouper.budget.lengths, (0,) * (modules - 1)),)
     filled = np.array(placer.rows) * topology.ranks == grouper.budget.rows
-    min_lengths = np.where(filled & fixed, lengths, 1)  # rows that grouping has filled are not made shorter
+    # rows that grouping has filled are not made shorter
+    min_lengths = np.where(filled & fixed, lengths, 1)
     groups = _dry_run(grouper, config, steps)
     choices = []
-    # Rows as long as grouping filled them may take a wide exchange, or leave others half empty: the cheaper is chosen.
+    # Rows as long as grouping filled them may take a wide exchange, or leave others half empty: the
+    # cheaper is chosen.
     for limit in (lengths, None) if fixed else (None,):
         needs = _stack([p.needs(group, limit) for group in groups for p in placers])
         needs[:, :, :modules] = np.maximum(needs[:, :, :modules], min_lengths)
         alignments = _alignments(grouper, config, topology.context)
         worth = WORTH if fixed else 0.0
-        shapes = choose_shapes(needs, placer.price, config.batch.shapes, alignments, worth, modules - 1)
+        shapes = choose_shapes(
+            needs, placer.price, config.batch.shapes, alignments, worth, modules - 1
+        )
         holds = np.all(needs[:, :, None] <= shapes, axis=-1).any(1)
-        choices.append((float(np.where(holds, shapes @ placer.price, np.inf).min(1).sum()), shapes.tolist()))
+        choices.append(
+            (float(np.where(holds, shapes @ placer.price, np.inf).min(1).sum()), shapes.tolist())
+        )
     return tuple(Shape(tuple(s[:modules]), tuple(s[modules:])) for s in min(choices)[1])
 
 
 def _stack(ways: Sequence[np.ndarray]) -> np.ndarray:
     """Stack what steps need, int64 `[steps, ways, columns]`; a step with fewer ways has its last one several times."""
     ways_count = max(map(len, ways))
-    return np.stack([np.concatenate([needs, np.repeat(needs[-1:], ways_count - len(needs), axis=0)]) for needs in ways])
+    return np.stack(
+        [
+            np.concatenate([needs, np.repeat(needs[-1:], ways_count - len(needs), axis=0)])
+            for needs in ways
+        ]
+    )
 
 
 def _dry_run(grouper: StepGrouper, config: Config, max_steps: int | None) -> Sequence[Group]:
     """Return the microbatches of the first steps: not of more than a chunk, where finding the next one takes long."""
     some = int(np.clip(DRY_RUN_SAMPLES / grouper.budget.samples_per_step, 16, DRY_RUN_STEPS))
     grouping = config.batch.grouping
-    steps = some if isinstance(grouping, NoGrouping) else min(some, max(16, grouping.chunk_steps // 2))
+    steps = (
+        some if isinstance(grouping, NoGrouping) else min(some, max(16, grouping.chunk_steps // 2))
+    )
     last = grouper.first + min(steps, max_steps or steps)
     return [group for step in range(grouper.first, last) for group in grouper.step(step)]
 
@@ -205,8 +231,8 @@ def _wide(grouper: StepGrouper, rows: np.ndarray, lengths: np.ndarray) -> np.nda
 def _alignments(grouper: StepGrouper, config: Config, context: int) -> np.ndarray:
     """Return the alignment of every module's rows, which end where an LLM token does, and of every encoder's width.
 
-    Rows may be multiples of a GPU's tiles; a width is sent to each peer, where that would be padding. Each of `context`
-    devices gets an aligned part of the LLM's rows.
+    Rows may be multiples of a GPU's tiles; a width is sent to each peer, where that would be
+    padding. Each of `context` devices gets an aligned part of the LLM's rows.
     """
     per_token = grouper.index.positions_per_token
     alignment = config.batch.alignment
@@ -230,7 +256,13 @@ class StepPlan:
         """Compute a 63-bit hash that processes compare before they update."""
         digest = hashlib.sha256()
         for m in self.microbatches:
-            for a in (m.samples, m.module, m.row, m.offset, np.array(m.shape.lengths + m.shape.widths)):
+            for a in (
+                m.samples,
+                m.module,
+                m.row,
+                m.offset,
+                np.array(m.shape.lengths + m.shape.widths),
+            ):
                 digest.update(np.ascontiguousarray(a, np.int64).tobytes())
         # 63 bits, so that it is never negative as an int64.
         return int.from_bytes(digest.digest()[:8], "little") >> 1
@@ -246,7 +278,9 @@ class StepPlanner:
 
     def plan(self, step: int) -> StepPlan:
         """Plan step `step`."""
-        microbatches = tuple(m for group in self.grouper.step(step) for m in self.placer.place(group))
+        microbatches = tuple(
+            m for group in self.grouper.step(step) for m in self.placer.place(group)
+        )
         if self.reordering is not None:
             shapes = [self.placer.shapes.index(m.shape) for m in microbatches]
             fullest = [m.per_rank(m.pairs, m.row).max(1) * m.topology.ranks for m in microbatches]
@@ -271,8 +305,8 @@ def make_planner(
 ) -> tuple[StepPlanner, RankLayout]:
     """Make the planner of a mixture of sources on these ranks, and the layout that it plans for.
 
-    budget: that of the run, default: made from the index and the config. max_steps: as in `lay_out`. Raises UserError
-    like `make_budget`.
+    budget: that of the run, default: made from the index and the config. max_steps: as in
+    `lay_out`. Raises UserError like `make_budget`.
     """
     budget = make_budget(index, config, weights) if budget is None else budget
     grouper = StepGrouper(

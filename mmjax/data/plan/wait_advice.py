@@ -17,7 +17,9 @@ _LARGER = (2, 4, 8, 16, 32)
 _SAMPLES = 65_536  # of the run, at most, by which it is estimated
 
 
-def waiting_advice(grouper: StepGrouper, prices: Prices, ranks: int, names: Sequence[str], context: int = 1) -> str:
+def waiting_advice(
+    grouper: StepGrouper, prices: Prices, ranks: int, names: Sequence[str], context: int = 1
+) -> str:
     """Say in one line for how long ranks wait at least and what would help; "" where that is not worth a word.
 
     names: of the modules, the LLM's first. context: `mesh.context` of the run.
@@ -33,7 +35,14 @@ def waiting_advice(grouper: StepGrouper, prices: Prices, ranks: int, names: Sequ
     per_step = budget.samples_per_step
 
     def wait(microbatches: int, samples_per_step: float, context: int, longer: int = 1) -> float:
-        return _least_wait(seconds, of_rows * longer, ranks // context, context, microbatches, round(samples_per_step))
+        return _least_wait(
+            seconds,
+            of_rows * longer,
+            ranks // context,
+            context,
+            microbatches,
+            round(samples_per_step),
+        )
 
     share = wait(microbatches, per_step, 1)
     if share < WAITING:
@@ -47,7 +56,10 @@ def waiting_advice(grouper: StepGrouper, prices: Prices, ranks: int, names: Sequ
             lambda k: wait(k * microbatches, k * per_step, 1),
             microbatches,
         ),
-        "mesh.context={}": (lambda k: wait(microbatches, per_step, k) if ranks % k == 0 else 1.0, context),
+        "mesh.context={}": (
+            lambda k: wait(microbatches, per_step, k) if ranks % k == 0 else 1.0,
+            context,
+        ),
         "{} samples a rank": (lambda k: wait(microbatches, k * per_step, 1, k), per_step / ranks),
     }
     helpful = []
@@ -56,13 +68,21 @@ def waiting_advice(grouper: StepGrouper, prices: Prices, ranks: int, names: Sequ
             if (remaining := waits(k)) < WAITING:
                 helpful.append(f"{remedy.format(math.ceil(k * unit))}: {remaining:.0%}")
                 break
-    return f"{line}; {', '.join(helpful)}" if helpful else f"{line}; leave out such samples with data.max_tokens"
+    return (
+        f"{line}; {', '.join(helpful)}"
+        if helpful
+        else f"{line}; leave out such samples with data.max_tokens"
+    )
 
 
 def _some_samples(grouper: StepGrouper) -> np.ndarray:
     """Return samples of the run's first steps, more where a step has few."""
     steps = int(np.clip(_SAMPLES / grouper.budget.samples_per_step, 1, 64))
-    groups = [group for step in range(grouper.first, grouper.first + steps) for group in grouper.step(step)]
+    groups = [
+        group
+        for step in range(grouper.first, grouper.first + steps)
+        for group in grouper.step(step)
+    ]
     return np.concatenate([group.samples for group in groups])
 
 
@@ -71,8 +91,9 @@ def _least_wait(
 ) -> float:
     """Estimate the share that ranks wait if each phase's attention were dealt alone, and like with like; mean of steps.
 
-    seconds: float64 `[n, M]`, of samples one after the other. of_rows: of a rank's rows in a microbatch. context: each
-    rank is so many of the devices that `of_rows` is of, and takes as long for a sample by that factor.
+    seconds: float64 `[n, M]`, of samples one after the other. of_rows: of a rank's rows in a
+    microbatch. context: each rank is so many of the devices that `of_rows` is of, and takes as long
+    for a sample by that factor.
     """
     waiting = total = 0.0
     columns = ranks * microbatches
@@ -95,7 +116,8 @@ def ranks_without_rows(grouper: StepGrouper, ranks: int, names: Sequence[str]) -
     That is where a row must hold a sample so long that fewer rows hold all of a step.
     """
     budget = grouper.budget
-    # All rows are as long, so that a rank's row takes as many samples as one of those that there are.
+    # All rows are as long, so that a rank's row takes as many samples as one of those that there
+    # are.
     return [
         f"{ranks - rows} of {ranks} ranks have no {'text' if k == LLM else name}; "
         f"{math.ceil(budget.samples_per_step / budget.rows[k])} samples a rank would do"

@@ -1,7 +1,7 @@
 """Several answers to one prompt: their records, and the branches of a sample that they become.
 
-A form of answers is what a record holds of them, and may be of several losses: `FORMS` has all. The answers of a record
-share its prompt, which is tokenized once.
+A form of answers is what a record holds of them, and may be of several losses: `FORMS` has all. The
+answers of a record share its prompt, which is tokenized once.
 """
 
 from __future__ import annotations
@@ -29,16 +29,27 @@ from mmjax.data.storage.files import Unreadable
 from mmjax.data.text.chat import Branching, Chat, Records
 
 MAX_LOG_PROB = 0.1  # of a token; rounded ones may be a little above 0
-# Keys of a reference's log-probabilities: of a pair's answers, and of an answer and another record's.
+# Keys of a reference's log-probabilities: of a pair's answers, and of an answer and another
+# record's.
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 JUDGED_REFERENCE = ("ref_logps", "ref_KL_logps")
 KEYS: Mapping[Answers, frozenset[str]] = {  # of a record, beside those of its messages
     "pair": frozenset(("prompt", "chosen", "rejected", "system", *REFERENCE, *MEDIA)),
-    "judged": frozenset(("prompt", "completion", "label", "kl_completion", "system", *JUDGED_REFERENCE, *MEDIA)),
+    "judged": frozenset(
+        ("prompt", "completion", "label", "kl_completion", "system", *JUDGED_REFERENCE, *MEDIA)
+    ),
     # completions: the texts of the answers, which completion_ids have
     "rollouts": frozenset(
         (
-            *("prompt", "completion_ids", "completions", "logprobs", "advantages", "ref_logprobs", "completion_mask"),
+            *(
+                "prompt",
+                "completion_ids",
+                "completions",
+                "logprobs",
+                "advantages",
+                "ref_logprobs",
+                "completion_mask",
+            ),
             *("system", *MEDIA),
         )
     ),
@@ -49,8 +60,8 @@ _OTHERS = 16  # records before one whose answers are tried, where some cannot be
 def parse_preference(record: Mapping[str, Any]) -> Record:
     """Parse a pair of answers as TRL has it: {"prompt", "chosen", "rejected"}, each a text or messages.
 
-    Without a prompt both have it, and it is what they share. Log-probabilities of a reference may stand under
-    "ref_chosen_logps" and "ref_rejected_logps". Raises BadSample.
+    Without a prompt both have it, and it is what they share. Log-probabilities of a reference may
+    stand under "ref_chosen_logps" and "ref_rejected_logps". Raises BadSample.
     """
     unread = unread_keys(record, "record", KEYS["pair"])
     chosen, rejected = (messages_under(record, key, "assistant") for key in ("chosen", "rejected"))
@@ -60,12 +71,20 @@ def parse_preference(record: Mapping[str, Any]) -> Record:
     if not prompt:
         raise BadSample("has no prompt")
     if record.get("prompt") and (len(chosen), len(rejected)) != (1, 1):
-        raise BadSample("has several messages in chosen or rejected; they hold one answer of the assistant each")
-    return with_unread(parse_pair(prompt, chosen[-1], rejected[-1], media_beside(record), record), unread)
+        raise BadSample(
+            "has several messages in chosen or rejected; they hold one answer of the assistant each"
+        )
+    return with_unread(
+        parse_pair(prompt, chosen[-1], rejected[-1], media_beside(record), record), unread
+    )
 
 
 def parse_pair(
-    prompt: Sequence[Any], chosen: Any, rejected: Any, media: Mapping[str, Any], record: Mapping[str, Any]
+    prompt: Sequence[Any],
+    chosen: Any,
+    rejected: Any,
+    media: Mapping[str, Any],
+    record: Mapping[str, Any],
 ) -> Record:
     """Build a record of messages and two answers to them, with the reference's log-probabilities. Raises BadSample.
 
@@ -73,14 +92,21 @@ def parse_pair(
     """
     reference = _stored(record, REFERENCE)
     prompt = with_media_first(prompt, media)
-    parsed, worse = (parse_chat({"messages": [*prompt, answer]} | media, "messages") for answer in (chosen, rejected))
+    parsed, worse = (
+        parse_chat({"messages": [*prompt, answer]} | media, "messages")
+        for answer in (chosen, rejected)
+    )
     messages = parsed.conversation.messages[-1], worse.conversation.messages[-1]
     if any(message.role != "assistant" for message in messages):
         raise BadSample("has a chosen or rejected message that is not the assistant's")
     if any(not isinstance(part, str) for message in messages for part in message.parts):
-        raise BadSample("has a medium in a chosen or rejected answer; answers that are compared are text")
+        raise BadSample(
+            "has a medium in a chosen or rejected answer; answers that are compared are text"
+        )
     if messages[1].weight not in (1, messages[0].weight):
-        raise BadSample(f"has a rejected answer with weight={messages[1].weight!r}; a pair has its chosen answer's")
+        raise BadSample(
+            f"has a rejected answer with weight={messages[1].weight!r}; a pair has its chosen answer's"
+        )
     _check_prompt_weights(parsed.conversation.messages[:-1])
     if messages[0].parts == messages[1].parts:
         raise BadSample("has the same chosen and rejected answer: there is nothing to learn")
@@ -91,15 +117,18 @@ def parse_pair(
 def parse_judged(record: Mapping[str, Any]) -> Record:
     """Parse an answer that is good or bad, as TRL has it: {"prompt", "completion", "label"}.
 
-    Prompt and completion are a text or messages, the label is true or false. "kl_completion" may be the answer of
-    another record, with log-probabilities of a reference under "ref_logps" and "ref_KL_logps". Raises BadSample.
+    Prompt and completion are a text or messages, the label is true or false. "kl_completion" may be
+    the answer of another record, with log-probabilities of a reference under "ref_logps" and
+    "ref_KL_logps". Raises BadSample.
     """
     unread = unread_keys(record, "record", KEYS["judged"])
     reference = _stored(record, JUDGED_REFERENCE)
     if record.get("ref_KL_logps") is not None and record.get("ref_logps") is None:
         raise BadSample("has ref_KL_logps and no ref_logps")
     if not isinstance(label := record.get("label"), bool):
-        raise BadSample(f"has label={label!r}; expected true for a good answer, or false for a bad one")
+        raise BadSample(
+            f"has label={label!r}; expected true for a good answer, or false for a bad one"
+        )
     media = media_beside(record)
     prompt = with_media_first(messages_under(record, "prompt", "user"), media)
     parsed = _answered(prompt, record, "completion", media)
@@ -112,7 +141,9 @@ def parse_judged(record: Mapping[str, Any]) -> Record:
     return with_unread(replace(parsed, conversation=judged), unread)
 
 
-def _answered(prompt: Sequence[Any], record: Mapping[str, Any], key: str, media: Mapping[str, Any]) -> Record:
+def _answered(
+    prompt: Sequence[Any], record: Mapping[str, Any], key: str, media: Mapping[str, Any]
+) -> Record:
     """Parse a prompt with the answer under a key. Raises BadSample."""
     answers = messages_under(record, key, "assistant")
     if len(answers) != 1:
@@ -138,9 +169,9 @@ def _stored(record: Mapping[str, Any], keys: Sequence[str]) -> tuple[float, ...]
 def parse_rollouts(record: Mapping[str, Any]) -> Record:
     """Parse answers that a model has drawn: {"prompt", "completion_ids", "logprobs", "advantages"}. Raises BadSample.
 
-    The latter three have an entry for each answer: its tokens, their log-probabilities when they were drawn, and a
-    number. "ref_logprobs", where there are any, are the reference's; "completion_mask" has a 0 for each token that is
-    not trained on, as a tool's.
+    The latter three have an entry for each answer: its tokens, their log-probabilities when they
+    were drawn, and a number. "ref_logprobs", where there are any, are the reference's;
+    "completion_mask" has a 0 for each token that is not trained on, as a tool's.
     """
     unread = unread_keys(record, "record", KEYS["rollouts"])
     media = media_beside(record)
@@ -149,7 +180,9 @@ def parse_rollouts(record: Mapping[str, Any]) -> Record:
         text = ", whose tokens must be those that logprobs are of: text alone does not say them"
         raise BadSample(f"has no completion_ids{text if record.get('completions') else ''}")
     columns = [record.get(key) for key in ("completion_ids", "logprobs", "advantages")]
-    if any(not isinstance(values, list | tuple) or len(values) != len(columns[0]) for values in columns):
+    if any(
+        not isinstance(values, list | tuple) or len(values) != len(columns[0]) for values in columns
+    ):
         raise BadSample("has not as many logprobs and advantages as completion_ids")
     for key in ("ref_logprobs", "completion_mask"):
         values = [()] * len(columns[0]) if is_absent(record.get(key)) else record[key]
@@ -157,7 +190,9 @@ def parse_rollouts(record: Mapping[str, Any]) -> Record:
             raise BadSample(f"has not as many {key} as completion_ids")
         columns.append(values)
     rollouts = []
-    for number, (tokens, log_probs, advantage, reference, mask) in enumerate(zip(*columns, strict=True)):
+    for number, (tokens, log_probs, advantage, reference, mask) in enumerate(
+        zip(*columns, strict=True)
+    ):
         if not _are_numbers(tokens, int) or not tokens or not _are_numbers([advantage]):
             raise BadSample(f"has no tokens, or no advantage, of answer {number}")
         if min(tokens) < 0:
@@ -176,7 +211,9 @@ def parse_rollouts(record: Mapping[str, Any]) -> Record:
             or any(m not in (0, 1) for m in mask)
             or len(mask) not in (0, len(tokens))
         ):
-            raise BadSample(f"has a completion_mask of answer {number} that is no 0 or 1 for every token")
+            raise BadSample(
+                f"has a completion_mask of answer {number} that is no 0 or 1 for every token"
+            )
         rollouts.append(
             Rollout(
                 tokens=tuple(tokens),
@@ -190,19 +227,27 @@ def parse_rollouts(record: Mapping[str, Any]) -> Record:
         raise BadSample("has a completion_mask of 0 alone: there is nothing to learn")
     parsed = parse_chat({"messages": prompt} | media, "messages", answered=False)
     _check_prompt_weights(parsed.conversation.messages)
-    return with_unread(replace(parsed, conversation=replace(parsed.conversation, rollouts=tuple(rollouts))), unread)
+    return with_unread(
+        replace(parsed, conversation=replace(parsed.conversation, rollouts=tuple(rollouts))), unread
+    )
 
 
 def _check_prompt_weights(messages: Sequence[Message]) -> None:
     """Raise BadSample where a message of a prompt asks for another weight than that of all or of none."""
-    if weight := next((message.weight for message in messages if message.weight not in (0, 1)), None):
-        raise BadSample(f"has a message with weight={weight!r} in its prompt, of which nothing is trained on")
+    if weight := next(
+        (message.weight for message in messages if message.weight not in (0, 1)), None
+    ):
+        raise BadSample(
+            f"has a message with weight={weight!r} in its prompt, of which nothing is trained on"
+        )
 
 
 def _check_log_probs(key: str, values: Sequence[float]) -> None:
     """Raise BadSample for logarithms of probabilities above 1, which are probabilities, or losses."""
     if values and max(values) > MAX_LOG_PROB:
-        raise BadSample(f"has {max(values):.4g} in {key}; logarithms of probabilities are at most 0")
+        raise BadSample(
+            f"has {max(values):.4g} in {key}; logarithms of probabilities are at most 0"
+        )
 
 
 def _number(record: Mapping[str, Any], key: str) -> float | None:
@@ -226,14 +271,24 @@ class PairBranches(Branching):
 
     def answered(self, conversation: Conversation) -> Sequence[Conversation]:
         if conversation.label is not None:
-            raise BadSample(f"has an answer with a label, which loss={self.loss.kind} does not read: set loss=kto")
+            raise BadSample(
+                f"has an answer with a label, which loss={self.loss.kind} does not read: set loss=kto"
+            )
         if conversation.rejected is None:
-            raise BadSample(f"has no rejected answer, which loss={self.loss.kind} compares with the chosen one")
+            raise BadSample(
+                f"has no rejected answer, which loss={self.loss.kind} compares with the chosen one"
+            )
         answers = conversation.messages[-1], conversation.rejected
-        return [replace(conversation, messages=(*conversation.messages[:-1], answer)) for answer in answers]
+        return [
+            replace(conversation, messages=(*conversation.messages[:-1], answer))
+            for answer in answers
+        ]
 
     def texts(
-        self, conversation: Conversation, answers: Sequence[tuple[np.ndarray, np.ndarray]], vocab: int
+        self,
+        conversation: Conversation,
+        answers: Sequence[tuple[np.ndarray, np.ndarray]],
+        vocab: int,
     ) -> list[Text]:
         # The weights sum to that of the pair, 1 or its own.
         stored = "reference_log_probs" in self.loss.inputs
@@ -245,12 +300,15 @@ class PairBranches(Branching):
         count = sum(np.count_nonzero(weights) for _, weights in answers)
         texts = []
         for number, (ids, weights) in enumerate(answers):
-            end = np.flatnonzero(weights)[-1] + 1  # white space behind the last trained token isn't needed
+            # white space behind the last trained token isn't needed
+            end = np.flatnonzero(weights)[-1] + 1
             inputs = {}
             if stored:
                 inputs["reference_log_probs"] = at_first_token(conversation.reference[number], end)
             weight = conversation.messages[-1].weight / count
-            texts.append(Text(ids[:end], np.float32(weight) * (weights[:end] > 0), loss_inputs=inputs))
+            texts.append(
+                Text(ids[:end], np.float32(weight) * (weights[:end] > 0), loss_inputs=inputs)
+            )
         return texts
 
 
@@ -265,7 +323,12 @@ class JudgedBranches(Branching):
     def read(self, records: Records, index: int) -> Conversation:
         conversation = records.conversation(index)
         stored = "reference_log_probs" in self.loss.inputs
-        if conversation.label is None or conversation.rejected is not None or stored or not self._compares:
+        if (
+            conversation.label is None
+            or conversation.rejected is not None
+            or stored
+            or not self._compares
+        ):
             return conversation
         # As in TRL, the answer of the record before it. Always the same one, so that runs resume.
         for back in range(1, min(len(records), 1 + _OTHERS)):
@@ -277,11 +340,15 @@ class JudgedBranches(Branching):
                 continue
             if neighbour.label is not None:
                 return replace(conversation, rejected=replace(neighbour.messages[-1], weight=1.0))
-        raise BadSample(f"has no other record before it whose answer loss={self.loss.kind} could compare its own with")
+        raise BadSample(
+            f"has no other record before it whose answer loss={self.loss.kind} could compare its own with"
+        )
 
     def answered(self, conversation: Conversation) -> Sequence[Conversation]:
         if conversation.label is None:
-            raise BadSample(f"has no label, which says for loss={self.loss.kind} whether its answer is good")
+            raise BadSample(
+                f"has no label, which says for loss={self.loss.kind} whether its answer is good"
+            )
         if not self._compares:
             return [conversation]
         if conversation.rejected is None:
@@ -289,11 +356,16 @@ class JudgedBranches(Branching):
                 "has no kl_completion, whose ref_KL_logps loss.reference=stored reads; write both with "
                 "mmjax.evaluate --log-probs"
             )
-        mismatched = replace(conversation, messages=(*conversation.messages[:-1], conversation.rejected))
+        mismatched = replace(
+            conversation, messages=(*conversation.messages[:-1], conversation.rejected)
+        )
         return [conversation, mismatched]
 
     def texts(
-        self, conversation: Conversation, answers: Sequence[tuple[np.ndarray, np.ndarray]], vocab: int
+        self,
+        conversation: Conversation,
+        answers: Sequence[tuple[np.ndarray, np.ndarray]],
+        vocab: int,
     ) -> list[Text]:
         # The weights sum to that of the answer.
         stored = "reference_log_probs" in self.loss.inputs
@@ -310,7 +382,9 @@ class JudgedBranches(Branching):
             if stored:
                 inputs["reference_log_probs"] = at_first_token(conversation.reference[number], end)
             weight = conversation.messages[-1].weight / count
-            texts.append(Text(ids[:end], np.float32(weight) * (weights[:end] > 0), loss_inputs=inputs))
+            texts.append(
+                Text(ids[:end], np.float32(weight) * (weights[:end] > 0), loss_inputs=inputs)
+            )
         return texts
 
 
@@ -336,7 +410,10 @@ class RolloutBranches(Branching):
         return ()
 
     def texts(
-        self, conversation: Conversation, answers: Sequence[tuple[np.ndarray, np.ndarray]], vocab: int
+        self,
+        conversation: Conversation,
+        answers: Sequence[tuple[np.ndarray, np.ndarray]],
+        vocab: int,
     ) -> list[Text]:
         ((last, _),) = answers
         rollouts = conversation.rollouts
@@ -364,7 +441,9 @@ class RolloutBranches(Branching):
         return Text(
             np.concatenate([last, np.array(rollout.tokens, np.int32)]),
             np.array([0, *(weight * trained for trained in mask)], np.float32),
-            loss_inputs={name: np.array([0, *values[name]], np.float32) for name in self.loss.inputs},
+            loss_inputs={
+                name: np.array([0, *values[name]], np.float32) for name in self.loss.inputs
+            },
         )
 
 
@@ -377,7 +456,8 @@ class AnswerForm:
     optional_columns: tuple[str, ...]
     parse: Callable[[Mapping[str, Any]], Record]
     branching: type[Branching]
-    # Keys of a reference's log-probabilities, and the measures whose sum each is, of a loss that measures them.
+    # Keys of a reference's log-probabilities, and the measures whose sum each is, of a loss that
+    # measures them.
     log_probs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     measured_by: LossConfig | None = None
 
@@ -392,7 +472,9 @@ class AnswerForm:
         if "ref_rejected_logps" not in self.log_probs:
             return "answers and as many of other records"
         better = [values["ref_chosen_logps"] > values["ref_rejected_logps"] for values in log_probs]
-        return f"pairs, the chosen answer likelier in {np.mean(better) if better else 0.0:.1%} of them"
+        return (
+            f"pairs, the chosen answer likelier in {np.mean(better) if better else 0.0:.1%} of them"
+        )
 
     @property
     def key(self) -> str:
@@ -407,7 +489,10 @@ FORMS: Mapping[Answers, AnswerForm] = {
         optional_columns=("prompt", *REFERENCE),
         parse=parse_preference,
         branching=PairBranches,
-        log_probs={key: (f"logps/{answer}",) for key, answer in zip(REFERENCE, ("chosen", "rejected"), strict=True)},
+        log_probs={
+            key: (f"logps/{answer}",)
+            for key, answer in zip(REFERENCE, ("chosen", "rejected"), strict=True)
+        },
         measured_by=Dpo(reference="none"),
     ),
     "judged": AnswerForm(
@@ -416,7 +501,9 @@ FORMS: Mapping[Answers, AnswerForm] = {
         optional_columns=("kl_completion", *JUDGED_REFERENCE),
         parse=parse_judged,
         branching=JudgedBranches,
-        log_probs=dict(zip(JUDGED_REFERENCE, (("logps/chosen", "logps/rejected"), ("logps/kl",)), strict=True)),
+        log_probs=dict(
+            zip(JUDGED_REFERENCE, (("logps/chosen", "logps/rejected"), ("logps/kl",)), strict=True)
+        ),
         measured_by=Kto(reference="none"),
     ),
     "rollouts": AnswerForm(
@@ -431,7 +518,10 @@ FORMS: Mapping[Answers, AnswerForm] = {
 
 def with_loss(chat: Chat, loss: LossConfig) -> Chat:
     """Return a chat whose conversations become what a loss is of."""
-    return replace(chat, branching=None if isinstance(loss, CrossEntropy) else FORMS[loss.answers].branching(loss))
+    return replace(
+        chat,
+        branching=None if isinstance(loss, CrossEntropy) else FORMS[loss.answers].branching(loss),
+    )
 
 
 def form_of(record: Mapping[str, Any]) -> AnswerForm | None:
@@ -456,7 +546,9 @@ def to_json(conversation: Conversation) -> dict[str, Any]:
             header["rejected_fields"] = dict(conversation.rejected.fields)
     if conversation.rollouts:
         rollouts = [asdict(rollout) for rollout in conversation.rollouts]
-        header["rollouts"] = [{k: v for k, v in rollout.items() if k != "mask" or v} for rollout in rollouts]
+        header["rollouts"] = [
+            {k: v for k, v in rollout.items() if k != "mask" or v} for rollout in rollouts
+        ]
     return header
 
 

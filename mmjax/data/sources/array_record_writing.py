@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from mmjax.data.sample import BadSample
-from mmjax.data.sources.array_records import FACTS, INDEX, FolderIndex, encode_record, open_shard, to_header
+from mmjax.data.sources.array_records import (
+    FACTS,
+    INDEX,
+    FolderIndex,
+    encode_record,
+    open_shard,
+    to_header,
+)
 from mmjax.data.sources.media_sizes import MediaFacts
 from mmjax.data.storage.files import Conversations, hash_strings
 from mmjax.disk import atomic_write, json_lines
@@ -32,8 +39,8 @@ def write_array_records(
 ) -> FolderIndex:
     """Write all records whose facts are good, with the facts of their media; return the folder's contents.
 
-    Records that cannot be read after all are left out and listed. Raises UserError where the folder holds something
-    else.
+    Records that cannot be read after all are left out and listed. Raises UserError where the folder
+    holds something else.
     """
     # Which records are bad is part of the identity, as it decides which records each shard has.
     made_from = hash_strings(conversations.fingerprint(), hash_strings(*map(str, facts.bad)))
@@ -62,20 +69,27 @@ def _claim(folder: Path, made_from: str) -> None:
         if not making.exists():
             raise UserError(f"{folder} is not empty; name a new folder")
         if json.loads(making.read_text())["made_from"] != made_from:
-            raise UserError(f"{folder} holds a part of another data set; name another folder, or remove it")
+            raise UserError(
+                f"{folder} holds a part of another data set; name another folder, or remove it"
+            )
     else:
         folder.mkdir(parents=True, exist_ok=True)
         # Written before any shard, so that a resumed run knows whose shards these are.
         _write(making, json.dumps({"made_from": made_from}))
 
 
-def _write_shard(name: Path, conversations: Conversations, records: Sequence[int], pool: ThreadPoolExecutor) -> None:
+def _write_shard(
+    name: Path, conversations: Conversations, records: Sequence[int], pool: ThreadPoolExecutor
+) -> None:
     written = []
     headers = []
     left_out = []
-    # The shard gets its name last: a run that resumes takes its existence for that of the other two files.
+    # The shard gets its name last: a run that resumes takes its existence for that of the other two
+    # files.
     with open_shard(name.with_suffix(".arrayrecord")) as shard:
-        for index, result in zip(records, _map_ahead(pool, lambda i: _read(conversations, i), records), strict=True):
+        for index, result in zip(
+            records, _map_ahead(pool, lambda i: _read(conversations, i), records), strict=True
+        ):
             if isinstance(result, str):
                 left_out.append({"record": index, "reason": result})
                 continue
@@ -91,12 +105,16 @@ def _read(conversations: Conversations, index: int) -> tuple[dict[str, Any], lis
     """Read a record's header and media, or return why it cannot be used."""
     try:
         media = [stored.read() for stored in conversations.media(index)]
-        return to_header(conversations.conversation(index), [len(encoded) for encoded in media]), media
+        return to_header(
+            conversations.conversation(index), [len(encoded) for encoded in media]
+        ), media
     except BadSample as error:
         return str(error)
 
 
-def _map_ahead(pool: ThreadPoolExecutor, read: Callable[[int], Any], records: Iterable[int]) -> Iterator[Any]:
+def _map_ahead(
+    pool: ThreadPoolExecutor, read: Callable[[int], Any], records: Iterable[int]
+) -> Iterator[Any]:
     """Yield `read` of each record in order, with at most `_WINDOW` waiting in memory (`pool.map` submits all)."""
     waiting = []
     for index in records:
@@ -109,7 +127,9 @@ def _map_ahead(pool: ThreadPoolExecutor, read: Callable[[int], Any], records: It
 
 def _finish(folder: Path, facts: MediaFacts, shards: int, made_from: str) -> FolderIndex:
     """Join what the shards' lists of records say, and mark the folder as complete."""
-    lists = [json.loads((folder / f"{number:05d}.kept.json").read_text()) for number in range(shards)]
+    lists = [
+        json.loads((folder / f"{number:05d}.kept.json").read_text()) for number in range(shards)
+    ]
     written = np.array([index for shard in lists for index in shard["kept"]], np.int64)
     facts.take(written).save(folder / FACTS)
     if left_out := [line for shard in lists for line in shard["left"]]:

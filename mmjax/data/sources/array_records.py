@@ -1,15 +1,17 @@
 """Conversations in ArrayRecord files: everything of a sample in one record, the format to train on at scale.
 
-A record is `MMJ1`, the length of a header (uint32, little endian), the header (JSON), and the encoded media one after
-the other. The header:
+A record is `MMJ1`, the length of a header (uint32, little endian), the header (JSON), and the
+encoded media one after the other. The header:
 
-    {"messages": [["user", [0, "What is this?"]], ["assistant", ["A cat."]]], "media": [["image", 48211]]}
+    {"messages": [["user", [0, "What is this?"]], ["assistant", ["A cat."]]], "media": [["image",
+    48211]]}
 
-where a number among a message's parts is the place of that medium, a third entry of a message is the weight of its loss
-where that is not 1 or a fourth follows (texts for the chat template, by their keys), and `media` has the kind and the
-bytes of each, and the line breaks before and behind its marker where there are any. A folder holds shards
-`00000.arrayrecord`, ..., the headers again as `00000.jsonl`, ... (so that texts are read without the media), the
-media's sizes (`media_sizes.py`), and `index.json`, which is written last: without it the folder is incomplete.
+where a number among a message's parts is the place of that medium, a third entry of a message is
+the weight of its loss where that is not 1 or a fourth follows (texts for the chat template, by
+their keys), and `media` has the kind and the bytes of each, and the line breaks before and behind
+its marker where there are any. A folder holds shards `00000.arrayrecord`, ..., the headers again as
+`00000.jsonl`, ... (so that texts are read without the media), the media's sizes (`media_sizes.py`),
+and `index.json`, which is written last: without it the folder is incomplete.
 """
 
 from __future__ import annotations
@@ -34,7 +36,15 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Medium, Message
 from mmjax.data.sources import answers
 from mmjax.data.sources.json_records import JsonRecords, load_json
-from mmjax.data.storage.files import FileRef, InlineBytes, check_bytes, file_at, hash_strings, local_copy, one_line
+from mmjax.data.storage.files import (
+    FileRef,
+    InlineBytes,
+    check_bytes,
+    file_at,
+    hash_strings,
+    local_copy,
+    one_line,
+)
 from mmjax.disk import atomic_write
 from mmjax.errors import UserError
 
@@ -112,7 +122,8 @@ def decode_record(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
         lengths = [length for _, length, *_ in header["media"]]
         if odd := [length for length in lengths if type(length) is not int or length < 0]:
             raise ValueError(f"a medium of {odd[0]!r} bytes")
-        # Media lie one after the other behind the header: with stop 50 and lengths 7 and 3 at bounds 50, 57, 60.
+        # Media lie one after the other behind the header: with stop 50 and lengths 7 and 3 at
+        # bounds 50, 57, 60.
         bounds = list(accumulate([stop, *lengths]))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise BadSample(f"has a header that is not of this format: {error!r}") from None
@@ -125,7 +136,8 @@ def decode_record(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
 def open_shard(path: Path) -> Iterator[ArrayRecordWriter]:
     """Open a shard to write its records; it gets its name when the body is through."""
     with atomic_write(path) as partial:
-        # One record per group, so that a random read reads no other; uncompressed, since media are compressed already.
+        # One record per group, so that a random read reads no other; uncompressed, since media are
+        # compressed already.
         writer = ArrayRecordWriter(str(partial), "group_size:1,uncompressed")
         yield writer
         writer.close()
@@ -150,7 +162,9 @@ class FolderIndex:
         try:
             index = load_json(file_at(os.path.join(folder, INDEX)).read())
             if index["format"] != _FORMAT:
-                raise UserError(f"{folder}: its format is {index['format']!r}; this version reads {_FORMAT!r}")
+                raise UserError(
+                    f"{folder}: its format is {index['format']!r}; this version reads {_FORMAT!r}"
+                )
             records, made_from = index["records"], index["made_from"]
             counts = records if isinstance(records, list) else []
             if not counts or not all(type(count) is int and count >= 0 for count in counts):
@@ -159,7 +173,9 @@ class FolderIndex:
                 raise ValueError("made_from is no text")
             return cls(tuple(counts), made_from)
         except BadSample:
-            inner = sorted(glob.glob(os.path.join(glob.escape(folder), "**", INDEX), recursive=True))
+            inner = sorted(
+                glob.glob(os.path.join(glob.escape(folder), "**", INDEX), recursive=True)
+            )
             remedy = (
                 f"name a folder in it: {os.path.dirname(inner[0])}"
                 if inner
@@ -170,7 +186,9 @@ class FolderIndex:
                 f"{remedy}"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{folder}/{INDEX} is not whole: {error!r}; write the folder again") from None
+            raise UserError(
+                f"{folder}/{INDEX} is not whole: {error!r}; write the folder again"
+            ) from None
 
 
 class ArrayRecords:
@@ -180,12 +198,16 @@ class ArrayRecords:
         self.folder = folder
         self._cache = cache
         self._contents = FolderIndex.read(folder)
-        names = [os.path.join(folder, f"{shard:05d}") for shard in range(len(self._contents.records))]
+        names = [
+            os.path.join(folder, f"{shard:05d}") for shard in range(len(self._contents.records))
+        ]
         self._shards = [f"{name}.arrayrecord" for name in names]
         self._headers = JsonRecords([f"{name}.jsonl" for name in names], cache)
         self._starts = np.cumsum([0, *self._contents.records])
         if len(self._headers) != len(self):
-            raise UserError(f"{folder}: {len(self._headers)} headers for {len(self)} records; write the folder again")
+            raise UserError(
+                f"{folder}: {len(self._headers)} headers for {len(self)} records; write the folder again"
+            )
         # Each reader keeps its shard open, and there may be a thousand.
         self._reader = lru_cache(64)(self._open)
         self._lock = threading.Lock()
@@ -222,9 +244,12 @@ class ArrayRecords:
     def _open(self, shard: int) -> ArrayRecordReader:
         local = local_copy(self._shards[shard], self._cache / "copies")
         reader = ArrayRecordReader(str(local), "readahead_buffer_size:0,max_parallelism:0")
-        options = reader.writer_options_string()  # None of a file that is cut off, which no read survives
+        # None of a file that is cut off, which no read survives
+        options = reader.writer_options_string()
         if options is not None and "uncompressed" not in options.split(","):
-            raise UserError(f"{self._shards[shard]} is compressed ({options}); write the folder again by mmjax.index")
+            raise UserError(
+                f"{self._shards[shard]} is compressed ({options}); write the folder again by mmjax.index"
+            )
         return reader
 
 

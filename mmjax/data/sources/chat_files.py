@@ -14,7 +14,14 @@ from mmjax.data.sources.chat_records import ClipSpan, Record, Reference
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.sources.record_keys import is_absent
 from mmjax.data.storage.archives import MediaFolder, unbase64
-from mmjax.data.storage.files import AudioSegment, FileRef, FrameFiles, InlineBytes, hash_strings, is_url
+from mmjax.data.storage.files import (
+    AudioSegment,
+    FileRef,
+    FrameFiles,
+    InlineBytes,
+    hash_strings,
+    is_url,
+)
 
 
 class ChatFiles:
@@ -44,7 +51,8 @@ class ChatFiles:
 
     def fingerprint(self) -> str:
         draw_count = [] if self._drawn is None else [f"num_samples={len(self._drawn)}"]
-        # Where `videos` is set `_reading` has it, so that other data sets are known by what they were before it was.
+        # Where `videos` is set `_reading` has it, so that other data sets are known by what they
+        # were before it was.
         folders = {medium: folder for medium, folder in self._folders.items() if medium != "video"}
         places = [f"{medium}={folder.root} {folder.outside}" for medium, folder in folders.items()]
         return hash_strings(self._records.fingerprint(), self._reading, *places, *draw_count)
@@ -52,7 +60,10 @@ class ChatFiles:
     @property
     def roots(self) -> tuple[str, ...]:
         """Return where media are looked for: the same records may be in several folders, each with media of its own."""
-        return tuple(f if is_url(f) else os.path.abspath(f) for f in (folder.root for folder in self._folders.values()))
+        return tuple(
+            f if is_url(f) else os.path.abspath(f)
+            for f in (folder.root for folder in self._folders.values())
+        )
 
     def files(self) -> list[tuple[str, int]]:
         if self._drawn is None:
@@ -75,13 +86,19 @@ class ChatFiles:
         return self._read(self.record(index)).conversation
 
     def media(self, index: int) -> tuple[FileRef, ...]:
-        return tuple(resolve_reference(reference, self._folders[kind]) for kind, reference in self.references(index))
+        return tuple(
+            resolve_reference(reference, self._folders[kind])
+            for kind, reference in self.references(index)
+        )
 
     def references(self, index: int) -> tuple[tuple[Medium, Reference], ...]:
         """Return the kind of each medium of a record, and what the record refers to it by."""
         record = self._read(self.record(index))
         places = record.conversation.media()
-        return tuple((place.kind, reference) for place, reference in zip(places, record.references, strict=True))
+        return tuple(
+            (place.kind, reference)
+            for place, reference in zip(places, record.references, strict=True)
+        )
 
 
 def _draw(count: int, samples: int) -> np.ndarray:
@@ -103,15 +120,26 @@ def resolve_reference(reference: Reference, folder: MediaFolder) -> FileRef:
     if isinstance(reference, ClipSpan):
         clip = folder.find(reference.path)
         return (
-            AudioSegment(clip, reference.offset, reference.duration) if reference.offset or reference.duration else clip
+            AudioSegment(clip, reference.offset, reference.duration)
+            if reference.offset or reference.duration
+            else clip
         )
-    if isinstance(reference, list | tuple) and reference and not any(isinstance(r, list | tuple) for r in reference):
+    if (
+        isinstance(reference, list | tuple)
+        and reference
+        and not any(isinstance(r, list | tuple) for r in reference)
+    ):
         return FrameFiles(tuple(resolve_reference(frame, folder) for frame in reference))
     if isinstance(reference, Mapping):
-        # OpenAI's input_audio has base64 under "data"; Hugging Face datasets have "bytes" and "path".
-        present = [key for key in ("data", "bytes", "path", "url") if not is_absent(reference.get(key))]
+        # OpenAI's input_audio has base64 under "data"; Hugging Face datasets have "bytes" and
+        # "path".
+        present = [
+            key for key in ("data", "bytes", "path", "url") if not is_absent(reference.get(key))
+        ]
         if len(present) > 1 and present != ["bytes", "path"]:
-            raise BadSample(f"has a file with both {present[0]} and {present[1]}; keep the one that is meant")
+            raise BadSample(
+                f"has a file with both {present[0]} and {present[1]}; keep the one that is meant"
+            )
         value = reference[present[0]] if present else None
         if present == ["data"] and isinstance(value, str):
             return InlineBytes(unbase64(value))

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmjax.data.sample import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, split_markers
+from mmjax.data.sample import (
+    MARKER,
+    BadSample,
+    Conversation,
+    MediaPlace,
+    Medium,
+    Message,
+    split_markers,
+)
 from mmjax.data.sources.record_keys import FIELDS, READ, TRAINED, is_absent, unread_keys
 
 KEYS: Mapping[Medium, tuple[str, ...]] = {
@@ -15,7 +23,8 @@ KEYS: Mapping[Medium, tuple[str, ...]] = {
     "audio": ("audios", "audio"),
     "video": ("videos", "video"),
 }
-# Roles as data sets name them: OpenAI's, ShareGPT's ("human", "gpt", "observation"), Gemma's ("model").
+# Roles as data sets name them: OpenAI's, ShareGPT's ("human", "gpt", "observation"), Gemma's
+# ("model").
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -44,8 +53,8 @@ _PART_KEYS: Mapping[str, tuple[Medium, tuple[str, ...]]] = {
     "video_url": ("video", ("video_url",)),
 }
 _READ_BY_TURNS = {"conversations": READ["llava"], "messages": READ["messages"]}
-# A path, a URL, bytes, {"bytes", "path"}, ... as the record has it; for a manifest a ClipSpan; for a video also a list
-# of its frames' images.
+# A path, a URL, bytes, {"bytes", "path"}, ... as the record has it; for a manifest a ClipSpan; for
+# a video also a list of its frames' images.
 Reference = Any
 
 
@@ -69,15 +78,18 @@ class Record:
 def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> Record:
     """Parse a record whose messages are under the key `turns`: {"from", "value"} or {"role", "content"} each.
 
-    Media are named inside the content, or beside the messages ("image", "images", "audio", "audios", "video", "videos")
-    and marked in the text. In a record with videos and no images, `<image>` marks a video where nothing else does, as
-    in LLaVA-Video's. answered: an answer must be there to train on. Raises BadSample.
+    Media are named inside the content, or beside the messages ("image", "images", "audio",
+    "audios", "video", "videos") and marked in the text. In a record with videos and no images,
+    `<image>` marks a video where nothing else does, as in LLaVA-Video's. answered: an answer must
+    be there to train on. Raises BadSample.
     """
     turn_list = record.get(turns)
     if is_absent(turn_list):
         raise BadSample(f"has no {turns}")
     if not isinstance(turn_list, Sequence) or isinstance(turn_list, str):
-        raise BadSample(f"has {turns} that are a {type(turn_list).__name__}, not a list of messages")
+        raise BadSample(
+            f"has {turns} that are a {type(turn_list).__name__}, not a list of messages"
+        )
     unread = unread_keys(record, "record", _READ_BY_TURNS[turns])
     # Files named beside the messages, which places marked in the text take in order.
     files = {medium: listed_files(record, keys) for medium, keys in KEYS.items()}
@@ -111,16 +123,22 @@ def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> 
             raise BadSample(f"message {number} ({role}) is empty")
     for medium, listed in files.items():
         if places[medium] != len(listed):
-            raise BadSample(f"has {places[medium]} places <{medium}> for {len(listed)} {medium} file(s)")
+            raise BadSample(
+                f"has {places[medium]} places <{medium}> for {len(listed)} {medium} file(s)"
+            )
     if system and any(message.role == "system" for message in messages[1:]):
-        raise BadSample(f"has a system message beside {turns} and one among them; keep the one that is meant")
+        raise BadSample(
+            f"has a system message beside {turns} and one among them; keep the one that is meant"
+        )
     _check_texts(messages)
     if answered:
         _check_trainable(messages)
     for reference in references:
         if isinstance(reference, Mapping):
             unread += unread_keys(reference, "file", READ["file"], "a file of it ")
-    return Record(Conversation(tuple(messages), unread=tuple(sorted(set(unread)))), tuple(references))
+    return Record(
+        Conversation(tuple(messages), unread=tuple(sorted(set(unread)))), tuple(references)
+    )
 
 
 def _marks_video(turns: Sequence[Any]) -> bool:
@@ -130,7 +148,10 @@ def _marks_video(turns: Sequence[Any]) -> bool:
 
 
 def parse_question(
-    question: Any, answer: Any, media: Mapping[Medium, Sequence[Reference]], beside: Mapping[str, Any] | None = None
+    question: Any,
+    answer: Any,
+    media: Mapping[Medium, Sequence[Reference]],
+    beside: Mapping[str, Any] | None = None,
 ) -> Record:
     """Build a record of a question and its answer; unmarked media come before the question. Raises BadSample.
 
@@ -138,16 +159,21 @@ def parse_question(
     """
     answers: tuple[str, ...] = ()
     if isinstance(answer, Sequence) and not isinstance(answer, str) and len(answer):
-        # The first of several right answers is trained on. VQA has one of each annotator: {"answer": "red", ...}.
+        # The first of several right answers is trained on. VQA has one of each annotator:
+        # {"answer": "red", ...}.
         candidates = [one.get("answer") if isinstance(one, Mapping) else one for one in answer]
-        if wrong := [type(candidate).__name__ for candidate in candidates if not isinstance(candidate, str)]:
+        if wrong := [
+            type(candidate).__name__ for candidate in candidates if not isinstance(candidate, str)
+        ]:
             raise BadSample(f"has an answer that is a {wrong[0]}, not text")
         answer, answers = candidates[0], tuple(candidates)
     for name, text in (("question", question), ("answer", answer)):
         if is_absent(text) and not isinstance(text, str):
             raise BadSample(f"has no {name}")
         if not isinstance(text, str):
-            raise BadSample(f"has {name}={str(text)[:40]!r}, which is a {type(text).__name__}, not text")
+            raise BadSample(
+                f"has {name}={str(text)[:40]!r}, which is a {type(text).__name__}, not text"
+            )
     _check_characters(len(question) + len(answer))
     # LLaVA's convention for questions without a marker.
     if not MARKER.search(question):
@@ -162,7 +188,13 @@ def parse_question_record(record: Mapping[str, Any], question: str, answer: str)
     """Parse a question under one key, and its answer, or several right ones, under another. Raises BadSample."""
     media = {medium: listed_files(record, keys) for medium, keys in KEYS.items()}
     answers = value_of_one(record, (answer, f"{answer}s"))
-    read = {question, answer, f"{answer}s", "system", *(key for keys in KEYS.values() for key in keys)}
+    read = {
+        question,
+        answer,
+        f"{answer}s",
+        "system",
+        *(key for keys in KEYS.values() for key in keys),
+    }
     unread = unread_keys(record, "record", read)
     if record.get(question) is None:
         raise BadSample(f"has no {question}")
@@ -198,9 +230,13 @@ def media_beside(record: Mapping[str, Any]) -> dict[str, Any]:
 def with_media_first(turns: Sequence[Any], media: Mapping[str, Any]) -> list[Any]:
     """Put media that no message has a place for before the first question, as TRL does."""
     marks = [medium for medium, keys in KEYS.items() for _ in listed_files(media, keys)]
-    contents = [turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, Mapping)]
+    contents = [
+        turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, Mapping)
+    ]
     marked = any(MARKER.search(c) if isinstance(c, str) else _has_media(c) for c in contents)
-    first = next((k for k, turn in enumerate(turns) if isinstance(turn, Mapping) and _is_users(turn)), None)
+    first = next(
+        (k for k, turn in enumerate(turns) if isinstance(turn, Mapping) and _is_users(turn)), None
+    )
     if not marks or marked or first is None:
         return list(turns)
     key = next((key for key in ("content", "value") if key in turns[first]), None)
@@ -216,8 +252,11 @@ def with_media_first(turns: Sequence[Any], media: Mapping[str, Any]) -> list[Any
 
 def _has_media(content: Any) -> bool:
     """Tell whether any typed part is a medium."""
-    parts = content if isinstance(content, list | tuple) else ()  # anything else is refused with its message
-    return any(isinstance(part, Mapping) and part.get("type") in tuple(_PART_KEYS) for part in parts)
+    # anything else is refused with its message
+    parts = content if isinstance(content, list | tuple) else ()
+    return any(
+        isinstance(part, Mapping) and part.get("type") in tuple(_PART_KEYS) for part in parts
+    )
 
 
 def _is_users(turn: Mapping[str, Any]) -> bool:
@@ -264,13 +303,20 @@ def listed_files(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Refer
 def value_of_one(record: Mapping[str, Any], keys: Sequence[str], where: str = "") -> Any:
     """Return the value of the one key that is present and not empty; None where none is.
 
-    where: a prefix for messages. Raises BadSample where several keys have a value, since either may be meant.
+    where: a prefix for messages. Raises BadSample where several keys have a value, since either may
+    be meant.
     """
     present = [key for key in keys if not _is_empty(record.get(key))]
     if len(present) > 1:
-        raise BadSample(f"{where}has both {present[0]} and {present[1]}; keep the one that is meant")
+        raise BadSample(
+            f"{where}has both {present[0]} and {present[1]}; keep the one that is meant"
+        )
     # Return an empty value rather than None, so that an empty message is not reported as missing.
-    return record[present[0]] if present else next((record[key] for key in keys if record.get(key) is not None), None)
+    return (
+        record[present[0]]
+        if present
+        else next((record[key] for key in keys if record.get(key) is not None), None)
+    )
 
 
 def _is_empty(value: Any) -> bool:
@@ -283,11 +329,15 @@ def _system(system: Any) -> tuple[str, ...]:
         return ()
     if isinstance(system, str):
         return (system,)
-    if isinstance(system, Sequence) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in system):
+    if isinstance(system, Sequence) and all(
+        isinstance(p, Mapping) and p.get("type") == "text" for p in system
+    ):
         texts = [part.get("text") for part in system]
         if all(isinstance(text, str) for text in texts):
             return tuple(text for text in texts if text)
-    raise BadSample(f"has a system message that is a {type(system).__name__}; write text, or a list of text parts")
+    raise BadSample(
+        f"has a system message that is a {type(system).__name__}; write text, or a list of text parts"
+    )
 
 
 def _turn(turn: Any, number: int) -> tuple[str, Any, float]:
@@ -298,7 +348,9 @@ def _turn(turn: Any, number: int) -> tuple[str, Any, float]:
     name = value_of_one(turn, ("role", "from"), where)
     content = value_of_one(turn, ("content", "value"), where)
     if not isinstance(name, str) or name not in ROLES:
-        raise BadSample(f"message {number} has the unknown role {name!r}; known: {', '.join(ROLES)}")
+        raise BadSample(
+            f"message {number} has the unknown role {name!r}; known: {', '.join(ROLES)}"
+        )
     return ROLES[name], content, _weight(turn, ROLES[name], number)
 
 
@@ -308,14 +360,24 @@ def _weight(turn: Mapping[str, Any], role: str, number: int) -> float:
     if not present:
         return 1.0
     if len(present) > 1:
-        raise BadSample(f"message {number} has both {present[0]} and {present[1]}; keep the one that is meant")
+        raise BadSample(
+            f"message {number} has both {present[0]} and {present[1]}; keep the one that is meant"
+        )
     key = present[0]
     value = turn[key]
     if key == "weight":
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_WEIGHT:
-            raise BadSample(f"message {number} has weight={value!r}; give a number from 0 to {MAX_WEIGHT:g}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 <= value <= MAX_WEIGHT
+        ):
+            raise BadSample(
+                f"message {number} has weight={value!r}; give a number from 0 to {MAX_WEIGHT:g}"
+            )
     elif not isinstance(value, bool | int | float) or value not in (0, 1):
-        raise BadSample(f"message {number} has {key}={value!r}; give true or false, or a number as its weight")
+        raise BadSample(
+            f"message {number} has {key}={value!r}; give true or false, or a number as its weight"
+        )
     weight = 1.0 - value if key == "masked" else float(value)
     if role != "assistant" and weight and key != "masked":
         raise BadSample(
@@ -329,21 +391,31 @@ def _fields(turn: Mapping[str, Any], role: str, number: int) -> tuple[tuple[str,
     fields = tuple((key, turn[key]) for key in FIELDS if not is_absent(turn.get(key)))
     for key, value in fields:
         if not isinstance(value, str):
-            raise BadSample(f"message {number} has a {key} that is a {type(value).__name__}, not text")
+            raise BadSample(
+                f"message {number} has a {key} that is a {type(value).__name__}, not text"
+            )
         if key == "reasoning_content" and role != "assistant":
-            raise BadSample(f"message {number} ({role}) has {key}, which an answer of the assistant may have alone")
+            raise BadSample(
+                f"message {number} ({role}) has {key}, which an answer of the assistant may have alone"
+            )
     return fields
 
 
-def _parts(content: Any, number: int, unread: list[str]) -> Iterator[str | tuple[MediaPlace, Reference | None]]:
+def _parts(
+    content: Any, number: int, unread: list[str]
+) -> Iterator[str | tuple[MediaPlace, Reference | None]]:
     """Yield texts, and places of media with their references; None for a reference beside the messages.
 
     unread: to which keys that nothing reads are added.
     """
-    # marked_parts cuts LLaVA's "<image>" out of a string; lists of parts have no markers in their texts.
+    # marked_parts cuts LLaVA's "<image>" out of a string; lists of parts have no markers in their
+    # texts.
     if isinstance(content, str):
         _check_characters(len(content))
-        yield from ((part, None) if isinstance(part, MediaPlace) else part for part in split_markers(content))
+        yield from (
+            (part, None) if isinstance(part, MediaPlace) else part
+            for part in split_markers(content)
+        )
         return
     if not isinstance(content, Sequence):
         raise BadSample(f"message {number} has no content")
@@ -352,21 +424,29 @@ def _parts(content: Any, number: int, unread: list[str]) -> Iterator[str | tuple
         if kind in ("text", "input_text"):
             if not isinstance(part.get("text"), str):
                 raise BadSample(f"message {number} has a text part without text")
-            unread += unread_keys(part, "part", READ["text part"], f"message {number} has a part text that ")
+            unread += unread_keys(
+                part, "part", READ["text part"], f"message {number} has a part text that "
+            )
             if part["text"]:
                 yield part["text"]
         elif isinstance(kind, str) and kind in _PART_KEYS:
             medium, keys = _PART_KEYS[kind]
-            unread += unread_keys(part, "part", READ[f"{medium} part"], f"message {number} has a part {kind} that ")
+            unread += unread_keys(
+                part, "part", READ[f"{medium} part"], f"message {number} has a part {kind} that "
+            )
             present = [key for key in keys if part.get(key) is not None]
             # Hugging Face datasets' images have both path and bytes for one file.
             if len(present) > 1 and set(present) != {"path", "bytes"}:
                 both = f"both {present[0]} and {present[1]}"
-                raise BadSample(f"message {number} has a part {kind} with {both}; keep the one that is meant")
+                raise BadSample(
+                    f"message {number} has a part {kind} with {both}; keep the one that is meant"
+                )
             yield MediaPlace(medium), part[present[0]] if present else None
         else:
             known = ", ".join(("text", *_PART_KEYS))
-            raise BadSample(f"message {number} has a part of the unknown type {kind!r}; known: {known}")
+            raise BadSample(
+                f"message {number} has a part of the unknown type {kind!r}; known: {known}"
+            )
 
 
 def _check_trainable(messages: Sequence[Message]) -> None:

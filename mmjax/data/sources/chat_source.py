@@ -1,6 +1,7 @@
 """A source of conversations: text tokenized with a checkpoint's chat template, media prepared for its encoders.
 
-Token counts are cached on disk, and samples that cannot be read are remembered in the run's quarantine.
+Token counts are cached on disk, and samples that cannot be read are remembered in the run's
+quarantine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ import numpy as np
 
 from mmjax.config import ChatFormat, DataConfig, MediaLimits
 from mmjax.data.media.patches import ItemModules
-from mmjax.data.sample import PICTURE, SOUND, BadSample, Conversation, MediaPlace, Question, Sample, SampleLengths
+from mmjax.data.sample import (
+    PICTURE,
+    SOUND,
+    BadSample,
+    Conversation,
+    MediaPlace,
+    Question,
+    Sample,
+    SampleLengths,
+)
 from mmjax.data.sources.media_sizes import (
     KINDS,
     MediaFacts,
@@ -29,7 +39,14 @@ from mmjax.data.sources.media_sizes import (
     open_states,
     read_facts,
 )
-from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, MediaSizes, SampleMedia, text_tokens
+from mmjax.data.sources.processors import (
+    PROBES,
+    Functions,
+    MediaProcessors,
+    MediaSizes,
+    SampleMedia,
+    text_tokens,
+)
 from mmjax.data.sources.sound import WithSound
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import Conversations, FileRef, Unreadable, hash_strings
@@ -62,7 +79,8 @@ def bad_limit(data: DataConfig, total: int) -> tuple[int, str]:
 class Quarantine:
     """The bad samples that a run has met since its start. Each has one line in `path`, also over restarts.
 
-    total: samples of the run, some of which may be bad (`bad_limit`). writes: whether this process writes the file.
+    total: samples of the run, some of which may be bad (`bad_limit`). writes: whether this process
+    writes the file.
     """
 
     path: Path
@@ -77,8 +95,8 @@ class Quarantine:
     def add(self, bad: Iterable[BadSampleEntry], starting: bool = False) -> list[BadSampleEntry]:
         """Record samples that were not met before, and return those.
 
-        starting: the run has not begun, so that an error removes its folder. Raises UserError, after recording them,
-        where a bad sample is fatal or there are too many.
+        starting: the run has not begun, so that an error removes its folder. Raises UserError,
+        after recording them, where a bad sample is fatal or there are too many.
         """
         new = {entry.sample: entry for entry in bad if entry.sample not in self._met}
         self._met |= new
@@ -90,10 +108,16 @@ class Quarantine:
         message = f"{len(self):,} of {self.total:,} samples cannot be used; the first, {first.sample}: {first.reason}"
         if later:
             unnamed = f" and {len(later) - NAMED:,} more" if len(later) > NAMED else ""
-            message += f"; the others: {', '.join(entry.sample for entry in later[:NAMED])}{unnamed}"
-        listed = "python -m mmjax.index lists all of them" if starting else f"all are in {self.path}"
+            message += (
+                f"; the others: {', '.join(entry.sample for entry in later[:NAMED])}{unnamed}"
+            )
+        listed = (
+            "python -m mmjax.index lists all of them" if starting else f"all are in {self.path}"
+        )
         if self.data.on_bad_sample == "raise":
-            raise UserError(f"{message}. Mend them, or skip them with data.on_bad_sample=skip; {listed}")
+            raise UserError(
+                f"{message}. Mend them, or skip them with data.on_bad_sample=skip; {listed}"
+            )
         limit, setting = bad_limit(self.data, self.total)
         if len(self) > limit:
             raise UserError(
@@ -104,8 +128,13 @@ class Quarantine:
 
     def _write(self, new: Iterable[BadSampleEntry]) -> None:
         if self.path.is_dir():
-            raise UserError(f"{self.path} is a folder, and the bad samples are to be listed there; remove it")
-        written = {BadSampleEntry(str(r.get("sample")), str(r.get("reason"))) for r in read_json_lines(self.path)}
+            raise UserError(
+                f"{self.path} is a folder, and the bad samples are to be listed there; remove it"
+            )
+        written = {
+            BadSampleEntry(str(r.get("sample")), str(r.get("reason")))
+            for r in read_json_lines(self.path)
+        }
         append_json_lines(self.path, (asdict(entry) for entry in new if entry not in written))
 
 
@@ -125,7 +154,8 @@ class TokenCounts:
     tokens: np.ndarray  # int32 [n]: of text, without media; 0 for a bad record
     content: np.ndarray  # uint64 [n]: hash of each conversation; 0 for a bad record
     codes: np.ndarray  # int32 [n]: codes of each record's outline
-    outline: np.ndarray  # int32 [c]: all of these, one record after the other, as `Chat.outlines` returns them
+    # int32 [c]: all of these, one record after the other, as `Chat.outlines` returns them
+    outline: np.ndarray
     bad: np.ndarray  # int64 [b]: records whose text cannot be used, in order
     reason: np.ndarray  # str [b]
 
@@ -137,7 +167,11 @@ def open_token_counts(conversations: Conversations, chat: Chat, cache: Path) -> 
 
 
 def count_text(
-    conversations: Conversations, reopen: Reopen, chat: Chat, cache: Path, progress: Progress = lambda done: None
+    conversations: Conversations,
+    reopen: Reopen,
+    chat: Chat,
+    cache: Path,
+    progress: Progress = lambda done: None,
 ) -> TokenCounts:
     """Count the text tokens of all records. A killed run resumes where it was."""
     if (known := open_token_counts(conversations, chat, cache)) is not None:
@@ -145,7 +179,9 @@ def count_text(
     path = _path(conversations, chat, cache)
     # Each chunk is saved in a folder of its own until all are counted.
     parts = path.with_suffix(".parts")
-    chunks = [range(k, min(k + _CHUNK, len(conversations))) for k in range(0, len(conversations), _CHUNK)]
+    chunks = [
+        range(k, min(k + _CHUNK, len(conversations))) for k in range(0, len(conversations), _CHUNK)
+    ]
     folders = {chunk: parts / f"{chunk.start}-{chunk.stop}" for chunk in chunks}
     missing = [chunk for chunk in chunks if open_arrays_if_sound(folders[chunk], _NAMES) is None]
     done = len(conversations) - sum(map(len, missing))
@@ -153,7 +189,9 @@ def count_text(
         save_arrays(folders[chunk], vars(lengths))
         progress(done := done + len(chunk))
     saved = [open_arrays(folders[chunk], _NAMES) for chunk in chunks]
-    joined = TokenCounts(**{name: np.concatenate([part[name] for part in saved]) for name in _NAMES})
+    joined = TokenCounts(
+        **{name: np.concatenate([part[name] for part in saved]) for name in _NAMES}
+    )
     save_arrays(path, vars(joined))
     remove_path(parts)
     return joined
@@ -238,10 +276,18 @@ def _content(conversation: Conversation) -> int:
 def with_pictures(kinds: Sequence[str], conversation: Conversation) -> list[str]:
     """Tell images that a generator makes, the assistant's, from those that encoders see; the sound of videos stays."""
     roles = iter(
-        [message.role for message in conversation.messages for p in message.parts if isinstance(p, MediaPlace)]
+        [
+            message.role
+            for message in conversation.messages
+            for p in message.parts
+            if isinstance(p, MediaPlace)
+        ]
     )
     by_model = [kind != SOUND and next(roles) == ASSISTANT for kind in kinds]
-    return [PICTURE if kind == "image" and answered else kind for kind, answered in zip(kinds, by_model, strict=True)]
+    return [
+        PICTURE if kind == "image" and answered else kind
+        for kind, answered in zip(kinds, by_model, strict=True)
+    ]
 
 
 class ChatSource:
@@ -258,14 +304,17 @@ class ChatSource:
     ) -> None:
         """reopen: opens the conversations, here and in counting worker processes. functions: callbacks by name."""
         self.conversations = reopen()
-        self.watched = False  # whether media are compared with what they were when the run was started
+        # whether media are compared with what they were when the run was started
+        self.watched = False
         self.chat = chat
         self._cache = cache
         self._reopen = reopen
         self._limits = limits
         self._processors = MediaProcessors(encoders, functions, limits)
         # As their headers are read: with the sound of videos, where a model has it.
-        self._heard = WithSound(self.conversations) if self._processors.sound else self.conversations
+        self._heard = (
+            WithSound(self.conversations) if self._processors.sound else self.conversations
+        )
         self._media = SampleMedia(self._processors, self._sizes, self._file)
 
     def __len__(self) -> int:
@@ -274,7 +323,11 @@ class ChatSource:
     def fingerprint(self) -> str:
         """Hash the records, the sizes of their media, the template, how media are prepared, and their limits."""
         digest = hashlib.sha256()
-        for part in (self.media_fingerprint(), self.chat.fingerprint(), repr(self._processors.encoders)):
+        for part in (
+            self.media_fingerprint(),
+            self.chat.fingerprint(),
+            repr(self._processors.encoders),
+        ):
             digest.update(part.encode())
         return digest.hexdigest()[:16]
 
@@ -329,20 +382,27 @@ class ChatSource:
     @cached_property
     def _text(self) -> TokenCounts:
         known = open_token_counts(self.conversations, self.chat, self._cache)
-        return count_text(self.conversations, self._reopen, self.chat, self._cache) if known is None else known
+        return (
+            count_text(self.conversations, self._reopen, self.chat, self._cache)
+            if known is None
+            else known
+        )
 
     @cached_property
     def _bad(self) -> dict[int, str]:
         # Where both text and media are bad, the media's reason is named.
         tables = (self._text, self._facts)
-        return {k: why for t in tables for k, why in zip(t.bad.tolist(), t.reason.tolist(), strict=True)}
+        return {
+            k: why for t in tables for k, why in zip(t.bad.tolist(), t.reason.tolist(), strict=True)
+        }
 
     def facts(self, index: int) -> SampleLengths:
         if (reason := self._bad.get(index)) is not None:
             raise BadSample(reason)
         tokens = int(self._text.tokens[index])
         if self._may_write_text[index] and self._writes_text(index):
-            tokens = text_tokens(self.sample(index))  # also what is written between the items of its media
+            # also what is written between the items of its media
+            tokens = text_tokens(self.sample(index))
         branches = () if self.chat.branching is None else outlined_branches(self._codes(index))
         return self._media.facts(index, tokens, branches)
 
@@ -351,11 +411,15 @@ class ChatSource:
         if self._may_write_text[index] and self._writes_text(index):
             return self.sample(index)
         codes = self._codes(index)
-        kinds = ["image" if kind == PICTURE else kind for kind, _ in self._sizes(index) if kind != SOUND]
+        kinds = [
+            "image" if kind == PICTURE else kind for kind, _ in self._sizes(index) if kind != SOUND
+        ]
         return self._media.place(index, lambda encoders, _: outlined_sample(codes, kinds, encoders))
 
     def _codes(self, index: int) -> list[int]:
-        return self._text.outline[self._outline_start[index] : self._outline_start[index + 1]].tolist()
+        return self._text.outline[
+            self._outline_start[index] : self._outline_start[index + 1]
+        ].tolist()
 
     @cached_property
     def _outline_start(self) -> np.ndarray:
@@ -379,7 +443,10 @@ class ChatSource:
         kinds = [KINDS[k] for k in self._facts.kind[media].tolist()]
         if self._processors.makes_pictures:
             kinds = with_pictures(kinds, self.conversations.conversation(index))
-        return [(kind, tuple(size)) for kind, size in zip(kinds, self._facts.size[media].tolist(), strict=True)]
+        return [
+            (kind, tuple(size))
+            for kind, size in zip(kinds, self._facts.size[media].tolist(), strict=True)
+        ]
 
     @cached_property
     def _states(self) -> np.ndarray | None:
@@ -430,11 +497,15 @@ class ChatSource:
         conversation = self.conversations.conversation(index)
         *history, last = conversation.messages
         if last.role != ASSISTANT or any(isinstance(part, MediaPlace) for part in last.parts):
-            raise BadSample("it does not end with an answer of the assistant, so there is nothing to ask")
+            raise BadSample(
+                "it does not end with an answer of the assistant, so there is nothing to ask"
+            )
         return Question(
             family="",
             task="",
-            prompt=self._media.place(index, partial(self.chat.prompt, Conversation(tuple(history)))),
+            prompt=self._media.place(
+                index, partial(self.chat.prompt, Conversation(tuple(history)))
+            ),
             answer="".join(last.parts).strip(),
             needs=tuple(dict.fromkeys(medium.encoder for medium in self._media.items(index))),
             answers=conversation.answers,

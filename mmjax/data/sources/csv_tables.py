@@ -23,14 +23,20 @@ _VERSION = "1"
 _DELIMITERS = ",;\t"  # that spreadsheets write, by the country
 _ROWS = 1024  # of a row group
 _MAX_FIELD = 1 << 24  # characters
-_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"PK": "a spreadsheet or a ZIP", b"\x1f\x8b": "gzip"}
+_MARKS = {
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+    b"PK": "a spreadsheet or a ZIP",
+    b"\x1f\x8b": "gzip",
+}
 
 
 def csv_to_parquet(path: str, cache: Path) -> Path:
     """Convert a table unless that was done; return the Parquet file, named by what the table holds.
 
-    Values are texts, and null where a field is empty. Raises UserError, naming the line, for what is no table: another
-    encoding than UTF-8, rows of other lengths than the head, a quote that does not end.
+    Values are texts, and null where a field is empty. Raises UserError, naming the line, for what
+    is no table: another encoding than UTF-8, rows of other lengths than the head, a quote that does
+    not end.
     """
     try:
         local = local_copy(path, cache / "copies")
@@ -70,12 +76,18 @@ def _convert(path: str, file: BinaryIO, out: Path) -> None:
         if not any(names):
             raise UserError(f"{path} is empty; its first line names the columns")
         if odd := [name for name in names if not name or names.count(name) > 1]:
-            raise UserError(f"{path}:1: the column {odd[0]!r} has no name of its own; name every column once")
-        schema = pyarrow.schema([(LINE, pyarrow.int64()), *((name, pyarrow.string()) for name in names)])
+            raise UserError(
+                f"{path}:1: the column {odd[0]!r} has no name of its own; name every column once"
+            )
+        schema = pyarrow.schema(
+            [(LINE, pyarrow.int64()), *((name, pyarrow.string()) for name in names)]
+        )
         rows = _rows(path, reader, len(names))
         with pyarrow.parquet.ParquetWriter(out, schema) as writer:
             while chunk := list(islice(rows, _ROWS)):
-                writer.write_batch(pyarrow.record_batch(list(zip(*chunk, strict=True)), schema=schema))
+                writer.write_batch(
+                    pyarrow.record_batch(list(zip(*chunk, strict=True)), schema=schema)
+                )
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: is no CSV: {error}; mend the line") from None
 

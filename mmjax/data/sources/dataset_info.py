@@ -21,12 +21,20 @@ from mmjax.errors import UserError
 
 _FILE = "dataset_info.json"
 _MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
-# By format the columns that are read, with their names where an entry gives none; None: there is none then.
+# By format the columns that are read, with their names where an entry gives none; None: there is
+# none then.
 _COLUMNS: Mapping[str, Mapping[str, str | None]] = {
-    "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "system": None, "history": None},
+    "alpaca": {
+        "prompt": "instruction",
+        "query": "input",
+        "response": "output",
+        "system": None,
+        "history": None,
+    },
     "sharegpt": {"messages": "conversations", "system": None, "tools": None},
 }
-_MESSAGE = ("role", "from", "content", "value")  # of a message, whose tags name two of them or others
+# of a message, whose tags name two of them or others
+_MESSAGE = ("role", "from", "content", "value")
 _TAGS = {"role_tag": "from", "content_tag": "value"}
 _ROLES = {  # tags of roles: what a record calls them by default, and the role
     "user_tag": ("human", "user"),
@@ -35,7 +43,8 @@ _ROLES = {  # tags of roles: what a record calls them by default, and the role
     "function_tag": ("function_call", "assistant"),
     "system_tag": ("system", "system"),
 }
-# Keys of an entry that say where else the data lie, which does not matter where their files are named.
+# Keys of an entry that say where else the data lie, which does not matter where their files are
+# named.
 _ELSEWHERE = (
     *("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"),
     *("file_sha1", "subset", "folder", "load_from", "revision"),
@@ -70,13 +79,26 @@ class DatasetInfo:
             raise UserError(f"{where}.path={path}: {file.name} cannot be read: {error}") from None
         if not isinstance(entries, dict) or not isinstance(entries.get(entry), dict):
             names = [str(name) for name in entries]
-            raise UserError(f"{where}: {file} has no data set {entry!r}{did_you_mean(entry, names)}")
+            raise UserError(
+                f"{where}: {file} has no data set {entry!r}{did_you_mean(entry, names)}"
+            )
         return cls.parse(entries[entry], file.parent, f"{where}: {entry!r} of {file}", outside)
 
     @classmethod
-    def parse(cls, entry: Mapping[str, Any], folder: Path, what: str, outside: Outside = "refuse") -> DatasetInfo:
+    def parse(
+        cls, entry: Mapping[str, Any], folder: Path, what: str, outside: Outside = "refuse"
+    ) -> DatasetInfo:
         """Parse an entry. what: a description of it, for messages. Raises UserError for what is not read."""
-        known = ("file_name", "formatting", "columns", "tags", "ranking", "num_samples", "split", *_ELSEWHERE)
+        known = (
+            "file_name",
+            "formatting",
+            "columns",
+            "tags",
+            "ranking",
+            "num_samples",
+            "split",
+            *_ELSEWHERE,
+        )
         if unknown := [key for key in entry if key not in known]:
             raise UserError(f"{what} has {unknown[0]}, which is not read")
         if not (name := entry.get("file_name")):
@@ -89,10 +111,14 @@ class DatasetInfo:
         if not isinstance(ranking := entry.get("ranking") or False, bool):
             raise UserError(f"{what} has ranking={ranking!r}; give true or false")
         if (split := entry.get("split") or _SPLIT) != _SPLIT:
-            raise UserError(f"{what} has split={split!r}, which its files do not have; name the files of that split")
+            raise UserError(
+                f"{what} has split={split!r}, which its files do not have; name the files of that split"
+            )
         samples = entry.get("num_samples")
         if samples is not None and (type(samples) is not int or not 1 <= samples <= _MAX_SAMPLES):
-            raise UserError(f"{what} has num_samples={samples!r}; give a number of records from 1 to {_MAX_SAMPLES:,}")
+            raise UserError(
+                f"{what} has num_samples={samples!r}; give a number of records from 1 to {_MAX_SAMPLES:,}"
+            )
         pair = {"chosen": "chosen", "rejected": "rejected"} if ranking else {}
         readable = {**_COLUMNS[form], **pair, **dict.fromkeys(_MEDIA)}
         if unknown := [key for key in columns if key not in readable]:
@@ -100,7 +126,9 @@ class DatasetInfo:
         if unknown := [key for key in tags if key not in (*_TAGS, *_ROLES)]:
             raise UserError(f"{what} has tags.{unknown[0]}, which is not read")
         if form == "alpaca" and tags:
-            raise UserError(f"{what} has tags, which are read with formatting=sharegpt alone; set that, or drop them")
+            raise UserError(
+                f"{what} has tags, which are read with formatting=sharegpt alone; set that, or drop them"
+            )
         for key, names in (
             ("columns", [name for name in (readable | columns).values() if name]),
             ("tags", [tags.get(key) or default for key, default in _TAGS.items()]),
@@ -113,7 +141,9 @@ class DatasetInfo:
         pattern = str(path / "*") if path.is_dir() else str(path)
         files = list_files(pattern, what)
         if not_json := [file for file in files if not file.endswith((".json", ".jsonl"))]:
-            raise UserError(f"{what}: {not_json[0]} is no JSON; name Parquet files in a source of the kind parquet")
+            raise UserError(
+                f"{what}: {not_json[0]} is no JSON; name Parquet files in a source of the kind parquet"
+            )
         return cls(
             files=files,
             folder=str(folder),
@@ -128,12 +158,16 @@ class DatasetInfo:
     @property
     def reading(self) -> str:
         """Describe everything that `record` depends on."""
-        return repr((self.form, self.columns, self.tags, self.roles, *(["ranking"] if self.ranking else [])))
+        return repr(
+            (self.form, self.columns, self.tags, self.roles, *(["ranking"] if self.ranking else []))
+        )
 
     def record(self, record: Mapping[str, Any]) -> Record:
         """Parse a record of its files. Raises BadSample."""
         unread = self._unread(record)
-        media: dict[str, Any] = {KEYS[kind][0]: record.get(self.columns[name] or "") for name, kind in _MEDIA.items()}
+        media: dict[str, Any] = {
+            KEYS[kind][0]: record.get(self.columns[name] or "") for name, kind in _MEDIA.items()
+        }
         turns = self._alpaca(record) if self.form == "alpaca" else self._sharegpt(record)
         media["system"] = self._value(record, "system")
         if self.ranking:
@@ -145,11 +179,15 @@ class DatasetInfo:
         """List the keys that no column names. Raises BadSample for those that say what is trained on."""
         if not is_absent(tools := self._value(record, "tools")):
             raise BadSample(f"has {self.columns['tools']}={str(tools)[:40]!r}, which are not read")
-        read = frozenset(name for name in (*self.columns.values(), *(REFERENCE if self.ranking else ())) if name)
+        read = frozenset(
+            name for name in (*self.columns.values(), *(REFERENCE if self.ranking else ())) if name
+        )
         unnamed = (*_MEDIA, *MEDIA, *_COLUMNS[self.form], "history")
         for key in unnamed:
             if key not in read and not is_absent(record.get(key)):
-                raise BadSample(f"has {key}, which the columns of its entry in dataset_info.json do not name")
+                raise BadSample(
+                    f"has {key}, which the columns of its entry in dataset_info.json do not name"
+                )
         return unread_keys(record, "record", read)
 
     def _alpaca(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -157,21 +195,30 @@ class DatasetInfo:
         if not all(isinstance(question, str) for question in questions):
             raise BadSample(f"has a {self.columns['prompt']} that is not text")
         history = self._value(record, "history") or []
-        if not isinstance(history, list) or any(not isinstance(p, list) or len(p) != 2 for p in history):
-            raise BadSample(f"has a {self.columns['history']} that is no list of pairs of a question and an answer")
+        if not isinstance(history, list) or any(
+            not isinstance(p, list) or len(p) != 2 for p in history
+        ):
+            raise BadSample(
+                f"has a {self.columns['history']} that is no list of pairs of a question and an answer"
+            )
         pairs = [*history, ("\n".join(questions), self._value(record, "response"))]
         turns = [
             {"role": role, "content": content}
             for pair in pairs
             for role, content in zip(("user", "assistant"), pair, strict=True)
         ]
-        return turns[:-1] if self.ranking else turns  # of a pair both answers are in columns of their own
+        # of a pair both answers are in columns of their own
+        return turns[:-1] if self.ranking else turns
 
     def _answer(self, record: Mapping[str, Any], key: str) -> dict[str, Any]:
         """Return the chosen or the rejected answer as a message. Raises BadSample."""
         if not (answer := self._value(record, key)):
             raise BadSample(f"has no {key} answer: {self.columns[key]}={answer!r}")
-        return self._message(answer) if isinstance(answer, Mapping) else {"role": "assistant", "content": answer}
+        return (
+            self._message(answer)
+            if isinstance(answer, Mapping)
+            else {"role": "assistant", "content": answer}
+        )
 
     def _sharegpt(self, record: Mapping[str, Any]) -> list[Any]:
         turns = self._value(record, "messages")
@@ -183,7 +230,9 @@ class DatasetInfo:
         role, content = (turn.get(self.tags[tag]) for tag in ("role_tag", "content_tag"))
         more_keys = {key: value for key, value in turn.items() if key not in self.tags.values()}
         if second := next((key for key in _MESSAGE if not is_absent(more_keys.get(key))), ""):
-            raise BadSample(f"has a message with {second} beside its tags {', '.join(self.tags.values())}")
+            raise BadSample(
+                f"has a message with {second} beside its tags {', '.join(self.tags.values())}"
+            )
         return {**more_keys, "role": self.roles.get(str(role), role), "content": content}
 
     def _value(self, record: Mapping[str, Any], column: str) -> Any:
@@ -194,6 +243,8 @@ class DatasetInfo:
 def _names(entry: Mapping[str, Any], key: str, what: str) -> Mapping[str, Any]:
     """Return the columns or tags of an entry. Raises UserError where they are no names."""
     names = entry.get(key) or {}
-    if not isinstance(names, dict) or any(not isinstance(name, str | NoneType) for name in names.values()):
+    if not isinstance(names, dict) or any(
+        not isinstance(name, str | NoneType) for name in names.values()
+    ):
         raise UserError(f"{what} has {key} that are no object of names: {names!r}")
     return names

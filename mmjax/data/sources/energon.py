@@ -27,8 +27,11 @@ ENERGON = ".nv-meta"  # folder of a data set that Megatron Energon has prepared
 _ENERGON_SPLITS = {"train": "train", "validation": "val", "test": "test"}
 # Keys of dataset.yaml that are read, or change no sample.
 _ENERGON_KEYS = ("__module__", "__class__", "sample_type", "field_map", "subflavor", "subflavors")
-_ENERGON_TEXTS = {"CaptioningSample": ("caption",), "VQASample": ("context", "answers")}  # by the sample's class
-_ENERGON_READ = ", ".join(f"{kind} with image, {', '.join(names)}" for kind, names in _ENERGON_TEXTS.items())
+# by the sample's class
+_ENERGON_TEXTS = {"CaptioningSample": ("caption",), "VQASample": ("context", "answers")}
+_ENERGON_READ = ", ".join(
+    f"{kind} with image, {', '.join(names)}" for kind, names in _ENERGON_TEXTS.items()
+)
 _FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")  # Energon's json[turns][0]
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
@@ -36,19 +39,28 @@ _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 def list_shards(path: str, where: str) -> list[str]:
     """List the shards of a path, URL or command, with `*` or ranges such as {000..127}. Raises UserError.
 
-    path: as the user has typed it; of what stands in data, `file_inside` makes a path that is no command.
+    path: as the user has typed it; of what stands in data, `file_inside` makes a path that is no
+    command.
     """
     if (span := _RANGE.search(path)) is None:
         if path.startswith(PIPE):
             return [path]
         # A file in this folder may be called as if it were a command.
-        return [os.path.join(os.curdir, file) if file.startswith(PIPE) else file for file in list_files(path, where)]
+        return [
+            os.path.join(os.curdir, file) if file.startswith(PIPE) else file
+            for file in list_files(path, where)
+        ]
     first, last = span.groups()
     if int(first) > int(last):
         raise UserError(f"{where}={path}: {span[0]} counts down; write {{{last}..{first}}}")
-    # One by one: what stands in data may name a range of any length, and ends at the first that is missing.
+    # One by one: what stands in data may name a range of any length, and ends at the first that is
+    # missing.
     numbers = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
-    return [s for n in numbers for s in list_shards(f"{path[: span.start()]}{n}{path[span.end() :]}", where)]
+    return [
+        s
+        for n in numbers
+        for s in list_shards(f"{path[: span.start()]}{n}{path[span.end() :]}", where)
+    ]
 
 
 def member_text(member: Member) -> str:
@@ -72,7 +84,8 @@ def member_json(member: Member) -> Any:
         raise BadSample(f"{member.name} is not JSON: {error}") from None
 
 
-# ------------------------------------------------------------------------------------------------------------ Energon
+# --------------------------------------------------------------------------------------------------
+# Energon
 
 
 def read_energon(folder: Path, split: Split, where: str) -> tuple[list[str], Sequence[str], str]:
@@ -80,7 +93,10 @@ def read_energon(folder: Path, split: Split, where: str) -> tuple[list[str], Seq
     described = _yaml(folder / ENERGON / "dataset.yaml", where)
     listed = folder / ENERGON / "split.yaml"
     splits = _yaml(listed, where)
-    for file, values, read in (("dataset.yaml", described, _ENERGON_KEYS), ("split.yaml", splits, ("split_parts",))):
+    for file, values, read in (
+        ("dataset.yaml", described, _ENERGON_KEYS),
+        ("split.yaml", splits, ("split_parts",)),
+    ):
         if order := next((key for key in values if values[key] and key not in read), None):
             raise UserError(
                 f"{where}={folder}: {ENERGON}/{file} has {order}, which is not read; prepare a folder without it, or "
@@ -92,7 +108,9 @@ def read_energon(folder: Path, split: Split, where: str) -> tuple[list[str], Seq
     paths = [file_inside(os.path.join(folder, ""), part, str(listed)) for part in parts]
     shards = [shard for path in paths for shard in list_shards(path, where)]
     if not shards:
-        raise UserError(f"{where}={folder}: {ENERGON}/split.yaml has no shards of {_ENERGON_SPLITS[split]}")
+        raise UserError(
+            f"{where}={folder}: {ENERGON}/split.yaml has no shards of {_ENERGON_SPLITS[split]}"
+        )
     kind = _inner(described, "sample_type").get("__class__", "")
     field_map = _inner(described, "field_map")
     if not field_map:

@@ -1,7 +1,7 @@
 """Write copies of a data set's images as small as its model uses them, so that large photos are decoded once.
 
-Copies have the names that the records have for the images, so that the records are those of the copies too. They are
-upright; an image that is no larger than what is used is copied as it is.
+Copies have the names that the records have for the images, so that the records are those of the
+copies too. They are upright; an image that is no larger than what is used is copied as it is.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class CopyMaker:
         if known is None and self.folder.is_dir() and any(self.folder.iterdir()):
             raise UserError(f"--shrink {self.folder}: it holds other files; name a new folder")
         if known not in (None, made_for):
-            raise UserError(f"--shrink {self.folder}: its copies are for a model that prepares images in another way")
+            raise UserError(
+                f"--shrink {self.folder}: its copies are for a model that prepares images in another way"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as partial_file:
             partial_file.write_text(f'{{"made_for": "{made_for}"}}\n')
@@ -87,7 +89,9 @@ class CopyMaker:
             return Copy(name, 0, 0, "bad", f"{file.name}: {error}")
         small = content
         if size != pixels.shape[:2]:
-            image = LazyImage(pixels.shape[:2], pixels, self.limits.pixels).resized(size, self.filter)
+            image = LazyImage(pixels.shape[:2], pixels, self.limits.pixels).resized(
+                size, self.filter
+            )
             small = encode_image(image.pixels, name.lower().endswith(LOSSLESS))
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as partial_file:
@@ -99,10 +103,16 @@ class CopyMaker:
 
     def _size(self, size: Size, counts: Sequence[int]) -> Size:
         """Return the smallest size that all encoders take as they take this one."""
-        sizes = [smaller_size(p.before_encoder, size, count, self.limits) for p in self.processors for count in counts]
+        sizes = [
+            smaller_size(p.before_encoder, size, count, self.limits)
+            for p in self.processors
+            for count in counts
+        ]
         largest = max(sizes, key=lambda one: one[0] * one[1])
         same = all(
-            self._taken(p, largest, count) == self._taken(p, size, count) for p in self.processors for count in counts
+            self._taken(p, largest, count) == self._taken(p, size, count)
+            for p in self.processors
+            for count in counts
         )
         return largest if same else size
 
@@ -112,14 +122,19 @@ class CopyMaker:
 
 
 def _is_current(copy: Path, file: FileRef) -> bool:
-    return not isinstance(file, LocalFile) or copy.stat().st_mtime_ns == os.stat(file.name).st_mtime_ns
+    return (
+        not isinstance(file, LocalFile) or copy.stat().st_mtime_ns == os.stat(file.name).st_mtime_ns
+    )
 
 
-def named_images(records: ChatFiles, progress: Callable[[int], None]) -> tuple[dict[str, FileRef], int, bool]:
+def named_images(
+    records: ChatFiles, progress: Callable[[int], None]
+) -> tuple[dict[str, FileRef], int, bool]:
     """List the files of a data set's images by the names that records have for them.
 
-    Returns also how many images have no name below the folder (an absolute path, a URL, bytes in the record), and
-    whether some record has several images. Records that cannot be used are left out.
+    Returns also how many images have no name below the folder (an absolute path, a URL, bytes in
+    the record), and whether some record has several images. Records that cannot be used are left
+    out.
     """
     images: dict[str, FileRef] = {}
     unnamed = 0
@@ -130,7 +145,9 @@ def named_images(records: ChatFiles, progress: Callable[[int], None]) -> tuple[d
             files = records.media(index)
         except BadSample:
             continue
-        of_record = [(r, f) for (kind, r), f in zip(references, files, strict=True) if kind == "image"]
+        of_record = [
+            (r, f) for (kind, r), f in zip(references, files, strict=True) if kind == "image"
+        ]
         multiple |= len(of_record) > 1
         for reference, file in of_record:
             if (name := _name_below(reference)) is None:

@@ -34,17 +34,20 @@ MAX_VALUES = 1 << 22  # of one record; as Python's objects they take up to 200 b
 class JsonRecords:
     """The records of several files, one file after the other.
 
-    Start and stop of each record are cached under `cache`, by the file's path, size and time of change. Files are
-    opened for each read and closed again: there may be thousands. Raises UserError for one that is neither a JSON array
-    nor JSON lines.
+    Start and stop of each record are cached under `cache`, by the file's path, size and time of
+    change. Files are opened for each read and closed again: there may be thousands. Raises
+    UserError for one that is neither a JSON array nor JSON lines.
     """
 
     def __init__(self, paths: Sequence[str], cache: Path) -> None:
         self._names = paths
-        self._paths, folders, self._stamps = zip(*(_index_file(path, cache) for path in paths), strict=True)
+        self._paths, folders, self._stamps = zip(
+            *(_index_file(path, cache) for path in paths), strict=True
+        )
         arrays = open_arrays(folders[0] if len(folders) == 1 else _join(folders, cache), _NAMES)
         self._starts = arrays["starts"]  # int64 [files + 1]: first record of each file
-        self._spans = arrays["spans"]  # int64 [n, 3]: start and stop of each record in its file, and its line, from 1
+        # int64 [n, 3]: start and stop of each record in its file, and its line, from 1
+        self._spans = arrays["spans"]
         self._content = str(arrays["content"])  # hash of the files' bytes
 
     def __len__(self) -> int:
@@ -68,16 +71,23 @@ class JsonRecords:
         try:
             check_bytes("the record", stop - start, MAX_TEXT)
             with open(path, "rb", 0) as file:
-                record = load_json(os.pread(file.fileno(), stop - start, start), object_pairs_hook=unique_keys)
+                record = load_json(
+                    os.pread(file.fileno(), stop - start, start), object_pairs_hook=unique_keys
+                )
         except BadSample:
             raise
         except (OSError, ValueError, RecursionError) as error:
-            # Records may be appended in mid-run; where those before them have moved, all would be lost as bad ones.
+            # Records may be appended in mid-run; where those before them have moved, all would be
+            # lost as bad ones.
             check_unchanged(LocalFile(path), self._stamps[number])
             if isinstance(error, OSError):
                 raise Unreadable(f"cannot be read: {error}") from None
             # The decoder's own text counts lines from the record's first.
-            position = f"{error.msg} (character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else error
+            position = (
+                f"{error.msg} (character {error.pos + 1})"
+                if isinstance(error, json.JSONDecodeError)
+                else error
+            )
             raise BadSample(f"is not JSON: {position}") from None
         if not isinstance(record, dict):
             raise BadSample(f"is a JSON {type(record).__name__}, not an object")
@@ -90,10 +100,13 @@ class JsonRecords:
         lines = self._spans[first:last, 2]
         line = int(lines[index - first])
         one_line = len(lines) > 1 and lines[0] == lines[-1]
-        return f"{self._names[file]}[{index - first}]" if one_line else f"{self._names[file]}:{line}"
+        return (
+            f"{self._names[file]}[{index - first}]" if one_line else f"{self._names[file]}:{line}"
+        )
 
     def _file_of(self, index: int) -> int:
-        # side="right": with starts 0, 3, 3, 5, record 3 is in the third file, as the second is empty.
+        # side="right": with starts 0, 3, 3, 5, record 3 is in the third file, as the second is
+        # empty.
         return int(self._starts.searchsorted(index, side="right")) - 1
 
 
@@ -124,7 +137,10 @@ def _index_file(path: str, cache: Path) -> tuple[Path, Path, str]:
         folder = cache / f"records-{key}"
         if open_arrays_if_sound(folder, _NAMES) is None:
             spans, content = _find_records(path, local)
-            save_arrays(folder, {"starts": np.array([0, len(spans)]), "spans": spans, "content": np.array(content)})
+            save_arrays(
+                folder,
+                {"starts": np.array([0, len(spans)]), "spans": spans, "content": np.array(content)},
+            )
     except (OSError, BadSample) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     return local, folder, stamp
@@ -138,7 +154,9 @@ def _join(folders: Sequence[Path], cache: Path) -> Path:
         spans = [index["spans"] for index in indexes]
         content = hash_strings(*(str(index["content"]) for index in indexes))
         starts = np.cumsum([0, *map(len, spans)])  # files of 3, 0 and 2 records: 0, 3, 3, 5
-        save_arrays(joined, {"starts": starts, "spans": np.concatenate(spans), "content": np.array(content)})
+        save_arrays(
+            joined, {"starts": starts, "spans": np.concatenate(spans), "content": np.array(content)}
+        )
     return joined
 
 
@@ -164,7 +182,9 @@ def _find_records(path: str, local: Path) -> tuple[np.ndarray, str]:
                 "mend the file, or write one object to a line"
             )
         if end < 0:
-            raise UserError(f"{path} is truncated: its array has {len(spans):,} whole records and no end")
+            raise UserError(
+                f"{path} is truncated: its array has {len(spans):,} whole records and no end"
+            )
         if (rest := _first_text(data[bom:], end)) >= 0:
             raise UserError(
                 f"{path} goes on after its array has ended, at byte {bom + rest}; name several files instead of "
@@ -173,7 +193,9 @@ def _find_records(path: str, local: Path) -> tuple[np.ndarray, str]:
     elif first in (b"{", b""):
         spans = _lines(data[bom:])
     else:
-        utf_16 = " (UTF-16; save it as UTF-8)" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
+        utf_16 = (
+            " (UTF-16; save it as UTF-8)" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
+        )
         raise UserError(
             f"{path} is neither a JSON array nor JSON lines: it starts with {head[bom : bom + 20]!r}{utf_16}"
         )
@@ -217,7 +239,8 @@ def _lines(data: np.ndarray) -> np.ndarray:
 def _elements(data: np.ndarray) -> tuple[np.ndarray, int, int]:
     """Find the elements of the outermost array, int64 `[n, 3]`.
 
-    Also returns where the array ends, and the comma or bracket before which an element is missing; -1 for none.
+    Also returns where the array ends, and the comma or bracket before which an element is missing;
+    -1 for none.
     """
     spans = np.empty((1024, 3), np.int64)
     count = depth = 0

@@ -1,7 +1,8 @@
 """Sizes of a data set's media, read from their headers: heights and widths, frames and sample rates.
 
-A file's size is cached by its name and stamp (size and time of change, or the server's tag), shared by all data sets of
-a cache folder, and written while headers are read: a killed run resumes where it was.
+A file's size is cached by its name and stamp (size and time of change, or the server's tag), shared
+by all data sets of a cache folder, and written while headers are read: a killed run resumes where
+it was.
 """
 
 from __future__ import annotations
@@ -51,13 +52,15 @@ from mmjax.disk import append_json_lines, atomic_write, read_json_lines, remove_
 from mmjax.errors import BadMedia, UserError
 
 KINDS = ("image", "audio", "video", SOUND)
-# Read (height, width) of an image or (frames, rate) of a clip from its header. I/O errors propagate.
+# Read (height, width) of an image or (frames, rate) of a clip from its header. I/O errors
+# propagate.
 Progress = Callable[[int], None]  # called with the number of records done
 
 _VERSION = "6"
 _ROW = np.dtype([("key", np.uint64), ("stamp", np.uint64), ("size", np.int64, 2)])
 _THREADS = 96  # files requested at a time where storage is slow
-_SLOW = 0.003  # seconds; storage is slow once 4 records in a row take longer than this, nearly all of it waiting,
+# seconds; storage is slow once 4 records in a row take longer than this, nearly all of it waiting,
+_SLOW = 0.003
 _LATENCY_LIMIT = 32  # since each adds 8 to a count that a fast one lowers by 1
 _CHUNK = 2048  # records between two decisions whether to write
 _SECONDS = 5.0  # between two writes: the work that a killed run loses
@@ -68,19 +71,22 @@ _ROWS = 50_000  # new sizes that are written at once whatever the time
 class MediaFacts:
     """Media sizes and text lengths of all records, media in CSR over records. A bad record has no media here.
 
-    For records with 2, 0 and 1 media `start` is 0, 2, 2, 3, and record 2 has the media `start[2]:start[3]`.
+    For records with 2, 0 and 1 media `start` is 0, 2, 2, 3, and record 2 has the media
+    `start[2]:start[3]`.
     """
 
     start: np.ndarray  # int64 [n + 1]: first medium of each record
     kind: np.ndarray  # uint8 [m]: number in KINDS
-    size: np.ndarray  # int64 [m, 2]: (height, width) of an image, (frames, rate) of a clip, a packed `VideoHeader`
+    # int64 [m, 2]: (height, width) of an image, (frames, rate) of a clip, a packed `VideoHeader`
+    size: np.ndarray
     characters: np.ndarray  # int32 [n]: of all text; 0 for a bad record
     bad: np.ndarray  # int64 [b]: records that cannot be used, in order
     reason: np.ndarray  # str [b]
     unread_key: np.ndarray = field(
         default_factory=lambda: np.empty(0, "U1")
     )  # str [k]: keys that nothing reads, sorted
-    unread_count: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # int64 [k]: records that have them
+    # int64 [k]: records that have them
+    unread_count: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.characters)
@@ -102,8 +108,8 @@ class MediaFacts:
         """Select these good records, in this order."""
         count = self.start[records + 1] - self.start[records]
         start = np.concatenate([[0], np.cumsum(count, dtype=np.int64)])
-        # Index ranges side by side: of starts 0 2 2 3, records 2 and 0 have counts 1 2 and new starts 0 1 3, so
-        # arange(3) + repeat([2 - 0, 0 - 1], [1, 2]) = 0 1 2 + 2 -1 -1 = 2 0 1.
+        # Index ranges side by side: of starts 0 2 2 3, records 2 and 0 have counts 1 2 and new
+        # starts 0 1 3, so arange(3) + repeat([2 - 0, 0 - 1], [1, 2]) = 0 1 2 + 2 -1 -1 = 2 0 1.
         media = np.arange(start[-1]) + np.repeat(self.start[records] - start[:-1], count)
         return MediaFacts(
             start=start,
@@ -128,11 +134,16 @@ class MediaFacts:
         if not is_url(folder):
             return cls(**open_arrays(Path(folder), names))
         sums = local_copy(os.path.join(folder, CHECKSUMS), cache / "copies")
-        copies = {name: local_copy(os.path.join(folder, f"{name}.npy"), cache / "copies") for name in names}
+        copies = {
+            name: local_copy(os.path.join(folder, f"{name}.npy"), cache / "copies")
+            for name in names
+        }
         return cls(**open_array_files(copies, sums))
 
 
-def open_facts(conversations: Conversations, cache: Path, limits: MediaLimits = MediaLimits()) -> MediaFacts | None:
+def open_facts(
+    conversations: Conversations, cache: Path, limits: MediaLimits = MediaLimits()
+) -> MediaFacts | None:
     """Open the facts that `read_facts` cached for these records, or that their ArrayRecord folder has; None for none.
 
     Media are not checked for changes since. Records with media beyond the limits are bad.
@@ -153,7 +164,9 @@ def _shipped_facts(records: ArrayRecords, cache: Path) -> MediaFacts | None:
     try:
         facts = MediaFacts.open(folder, cache, shipped=True)
         if len(facts) != len(records):
-            raise Damaged(f"{folder} has facts of {len(facts)} records, and there are {len(records)}")
+            raise Damaged(
+                f"{folder} has facts of {len(facts)} records, and there are {len(records)}"
+            )
         return facts
     except Missing:
         return None
@@ -172,10 +185,13 @@ def read_facts(
 ) -> MediaFacts:
     """Read the facts of all media, headers only of files that are new or changed. Those beyond the limits are bad.
 
-    On fast storage one thread reads thousands of headers per second, and several would contend for Python's lock; once
-    storage is seen to be slow, many files are requested at a time.
+    On fast storage one thread reads thousands of headers per second, and several would contend for
+    Python's lock; once storage is seen to be slow, many files are requested at a time.
     """
-    if isinstance(conversations, ArrayRecords) and (shipped := open_facts(conversations, cache, limits)) is not None:
+    if (
+        isinstance(conversations, ArrayRecords)
+        and (shipped := open_facts(conversations, cache, limits)) is not None
+    ):
         return shipped
     known = KnownFiles(cache / "media")
     records = range(len(conversations))
@@ -213,7 +229,10 @@ def read_facts(
     joined["unread_key"] = np.array(sorted(unread), np.str_)
     joined["unread_count"] = np.array([unread[key] for key in sorted(unread)], np.int64)
     state = np.array(states, np.uint64)
-    save_arrays(_states_folder(conversations, cache, limits), {"state": state, "host": np.array(socket.gethostname())})
+    save_arrays(
+        _states_folder(conversations, cache, limits),
+        {"state": state, "host": np.array(socket.gethostname())},
+    )
     media = np.concatenate([[0], *(np.diff(chunk.start) for chunk in chunks)])
     folder = _folder(conversations, cache, limits)
     MediaFacts(start=np.cumsum(media, dtype=np.int64), **joined).save(folder)
@@ -224,7 +243,9 @@ def _states_folder(conversations: Conversations, cache: Path, limits: MediaLimit
     return cache / _folder(conversations, cache, limits).name.replace("facts", "states")
 
 
-def open_states(conversations: Conversations, cache: Path, limits: MediaLimits) -> np.ndarray | None:
+def open_states(
+    conversations: Conversations, cache: Path, limits: MediaLimits
+) -> np.ndarray | None:
     """Open the states that all media had when `read_facts` read their facts on this host, uint64 `[m]`.
 
     None where there are none, as of records that hold their media.
@@ -232,7 +253,11 @@ def open_states(conversations: Conversations, cache: Path, limits: MediaLimits) 
     if isinstance(conversations, ArrayRecords):
         return None
     arrays = open_arrays_if_sound(_states_folder(conversations, cache, limits), ("state", "host"))
-    return arrays["state"] if arrays is not None and str(arrays["host"]) == socket.gethostname() else None
+    return (
+        arrays["state"]
+        if arrays is not None and str(arrays["host"]) == socket.gethostname()
+        else None
+    )
 
 
 def check_state(stored: FileRef, state: int) -> None:
@@ -251,7 +276,9 @@ def _state(stored: FileRef) -> int:
 
 def _folder(conversations: Conversations, cache: Path, limits: MediaLimits) -> Path:
     roots = getattr(conversations, "roots", ())  # of records that name their media by paths
-    return cache / f"facts-{hash_strings(conversations.fingerprint(), repr(limits), _VERSION, *roots)}"
+    return (
+        cache / f"facts-{hash_strings(conversations.fingerprint(), repr(limits), _VERSION, *roots)}"
+    )
 
 
 def _apply_limits(facts: MediaFacts, limits: MediaLimits) -> MediaFacts:
@@ -261,7 +288,9 @@ def _apply_limits(facts: MediaFacts, limits: MediaLimits) -> MediaFacts:
     reasons: dict[int, str] = {}  # by record
     for number, kind in enumerate(KINDS):
         media = np.flatnonzero(facts.kind == number)
-        beyond = np.logical_or.reduce(list(limit_violations(kind, facts.size[media], limits).values()))
+        beyond = np.logical_or.reduce(
+            list(limit_violations(kind, facts.size[media], limits).values())
+        )
         for medium in media[beyond].tolist():
             try:
                 check_media_size(kind, tuple(facts.size[medium].tolist()), limits)
@@ -277,7 +306,9 @@ def _apply_limits(facts: MediaFacts, limits: MediaLimits) -> MediaFacts:
         start=np.concatenate([[0], np.cumsum(count, dtype=np.int64)]),
         kind=facts.kind[remaining],
         size=facts.size[remaining],
-        characters=np.where(np.isin(np.arange(len(facts)), bad), 0, facts.characters).astype(np.int32),
+        characters=np.where(np.isin(np.arange(len(facts)), bad), 0, facts.characters).astype(
+            np.int32
+        ),
         bad=np.array(sorted(merged), np.int64),
         reason=np.array([merged[k] for k in sorted(merged)], np.str_),
     )
@@ -296,7 +327,11 @@ class _RecordFacts:
 
 
 def _read_record(
-    conversations: Conversations, index: int, probes: Mapping[str, Probe], known: KnownFiles, limits: MediaLimits
+    conversations: Conversations,
+    index: int,
+    probes: Mapping[str, Probe],
+    known: KnownFiles,
+    limits: MediaLimits,
 ) -> _RecordFacts:
     unread: tuple[str, ...] = ()
     try:
@@ -314,7 +349,12 @@ def _read_record(
                 check_media_size(medium.kind, (first, second), limits)
             except BadMedia as error:
                 raise BadSample(f"{stored.name} is a bad {medium.kind} file: {error}") from None
-            sizes.append((stored.frames(first, second) if isinstance(stored, AudioSegment) else first, second))
+            sizes.append(
+                (
+                    stored.frames(first, second) if isinstance(stored, AudioSegment) else first,
+                    second,
+                )
+            )
     except BadSample as error:
         return _RecordFacts(reason=str(error) or "cannot be used", unread=unread)
     parts = (part for message in conversation.messages for part in message.parts)
@@ -327,9 +367,13 @@ def _as_arrays(first: int, records: Sequence[_RecordFacts]) -> MediaFacts:
     """Convert consecutive records, of which `first` is the index of the first, to arrays."""
     bad = [k for k, record in enumerate(records) if record.reason]
     return MediaFacts(
-        start=np.concatenate([[0], np.cumsum([len(record.kinds) for record in records], dtype=np.int64)]),
+        start=np.concatenate(
+            [[0], np.cumsum([len(record.kinds) for record in records], dtype=np.int64)]
+        ),
         kind=np.array([kind for record in records for kind in record.kinds], np.uint8),
-        size=np.array([size for record in records for size in record.sizes], np.int64).reshape(-1, 2),
+        size=np.array([size for record in records for size in record.sizes], np.int64).reshape(
+            -1, 2
+        ),
         characters=np.array([record.characters for record in records], np.int32),
         bad=np.array(bad, np.int64) + first,
         reason=np.array([records[k].reason for k in bad], np.str_),
@@ -341,14 +385,16 @@ class KnownFiles:
 
     Sizes are cached whatever the limits, so that other limits need no header read again.
 
-    Its folder has `all.npy`, `found-*.npy` that runs wrote since these were merged, and `unreadable.jsonl`.
+    Its folder has `all.npy`, `found-*.npy` that runs wrote since these were merged, and
+    `unreadable.jsonl`.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._last_write = time.monotonic()
         self._new: dict[tuple[int, int], tuple[int, int]] = {}
-        # Sizes of the last write, as neighbouring records often share files; older ones are only on disk.
+        # Sizes of the last write, as neighbouring records often share files; older ones are only on
+        # disk.
         self._written: dict[tuple[int, int], tuple[int, int]] = {}
         self._new_bad: list[dict[str, Any]] = []
         folder.mkdir(parents=True, exist_ok=True)
@@ -365,7 +411,8 @@ class KnownFiles:
             raise BadSample(reason)
         if (size := self._new.get((key, stamp)) or self._written.get((key, stamp))) is not None:
             return size
-        # The stamp in a row is sealed with its size: it differs if the file has changed, and if the row is damaged.
+        # The stamp in a row is sealed with its size: it differs if the file has changed, and if the
+        # row is damaged.
         for keys, rows in self._tables:
             row = int(keys.searchsorted(np.uint64(key)))
             if row < len(keys) and keys[row] == key:
@@ -435,7 +482,8 @@ def _rows(path: Path, mode: Literal["r"] | None = None) -> np.ndarray:
 
 
 def _write_rows(path: Path, rows: np.ndarray) -> None:
-    with atomic_write(path) as partial, partial.open("wb") as file:  # given a name, NumPy would append .npy to it
+    # given a name, NumPy would append .npy to it
+    with atomic_write(path) as partial, partial.open("wb") as file:
         np.save(file, rows)
 
 
@@ -455,7 +503,9 @@ def _read_bad(path: Path) -> dict[tuple[int, int], str]:
 
 def _hash(text: str) -> int:
     # 64 bits: a wrong size needs a collision of the name's hash and of the stamp's at once.
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little"
+    )
 
 
 def describe_fault(error: Exception) -> str:
@@ -471,7 +521,8 @@ def _read_header(stored: FileRef, kind: str, probe: Probe) -> tuple[int, int]:
             raise
         except Exception as error:  # decoders raise nearly anything on hostile bytes
             text = describe_fault(error)
-            if isinstance(error, OSError) and error.errno is not None:  # an I/O error; decoders set no errno
+            # an I/O error; decoders set no errno
+            if isinstance(error, OSError) and error.errno is not None:
                 raise Unreadable(f"{stored.name} cannot be read: {text}") from None
             raise BadSample(f"{stored.name} is a bad {kind} file: {text}") from None
     if (first <= 0 and kind != SOUND) or second <= 0:

@@ -74,7 +74,9 @@ def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource
     if paths[0].endswith(".tar"):
         return WebDatasetSource(path)
     if paths[0].endswith((".parquet", *TABLES)):
-        return _columns_source(path, to_parquet(paths[:1], cache)[0], option, folders.get("images", ""))
+        return _columns_source(
+            path, to_parquet(paths[:1], cache)[0], option, folders.get("images", "")
+        )
     records = JsonRecords(paths, cache)
     first: Any = records[0] if len(records) else {}
     kind = next((kind for key, kind in KEYS.items() if key in first), None)
@@ -83,7 +85,11 @@ def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource
             f"{option} {path}: its first record has none of {', '.join(KEYS)}; name what it is in a config's "
             "data.sources and score that"
         )
-    kind_folders = {name: folder for name, folder in folders.items() if folder and name in kind.__dataclass_fields__}
+    kind_folders = {
+        name: folder
+        for name, folder in folders.items()
+        if folder and name in kind.__dataclass_fields__
+    }
     return kind(path, **kind_folders)
 
 
@@ -109,7 +115,8 @@ def _first(known: Sequence[str], names: Sequence[str]) -> str:
     return next((name for name in known if name in names), "")
 
 
-TURNS = {"llava": "conversations", "sharegpt": "conversations", "messages": "messages"}  # where a record has them
+# where a record has them
+TURNS = {"llava": "conversations", "sharegpt": "conversations", "messages": "messages"}
 FOLDERS: Mapping[Medium, str] = {
     "image": "images",
     "audio": "audio",
@@ -135,12 +142,16 @@ def path_of(source: FileSource, split: Split) -> str:
 
 
 def open_conversations(
-    source: FileSource, split: Split, cache: Path, key: str, window_space: float = DataConfig.window_space
+    source: FileSource,
+    split: Split,
+    cache: Path,
+    key: str,
+    window_space: float = DataConfig.window_space,
 ) -> Conversations:
     """Open the records of a source's split. No media is read.
 
-    key: of the source in the config, for messages. window_space: as in `DataConfig`. Raises UserError where files or
-    folders are missing or broken, or hold no records.
+    key: of the source in the config, for messages. window_space: as in `DataConfig`. Raises
+    UserError where files or folders are missing or broken, or hold no records.
     """
     where = f"{key}.{'path' if split == 'train' else split}"
     if not (path := path_of(source, split)):
@@ -148,9 +159,13 @@ def open_conversations(
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"data.cache={cache}: {error.strerror}; name a folder that you may write") from None
+        raise UserError(
+            f"data.cache={cache}: {error.strerror}; name a folder that you may write"
+        ) from None
     spool = Spool(cache / "window", round(window_space * 1e9))
-    opened = _open_conversations(source, cached_path(os.path.expanduser(path)), split, cache, key, spool)
+    opened = _open_conversations(
+        source, cached_path(os.path.expanduser(path)), split, cache, key, spool
+    )
     if not len(opened):
         raise UserError(f"{where}={path}: holds no records")
     return opened
@@ -163,9 +178,15 @@ def _open_conversations(
     if isinstance(source, ArrayRecordSource):
         return ArrayRecords(path, cache)
     if isinstance(source, DatasetInfoSource):
-        info = DatasetInfo.read(source.path, source.entry if split == "train" else path, key, source.outside)
-        folders = dict.fromkeys(FOLDERS, MediaFolder(info.folder, source.outside, cache, f"{key}.outside"))
-        return ChatFiles(info.files, cache, folders, read=info.record, reading=info.reading, samples=info.samples)
+        info = DatasetInfo.read(
+            source.path, source.entry if split == "train" else path, key, source.outside
+        )
+        folders = dict.fromkeys(
+            FOLDERS, MediaFolder(info.folder, source.outside, cache, f"{key}.outside")
+        )
+        return ChatFiles(
+            info.files, cache, folders, read=info.record, reading=info.reading, samples=info.samples
+        )
     if isinstance(source, WebDatasetSource):
         return WebDatasetRecords(path, source, split, cache=cache, where=where, spool=spool)
     if is_dataset(path):
@@ -179,18 +200,34 @@ def _open_conversations(
         if isinstance(source, CsvSource) != paths[0].endswith(TABLES):
             kind = "csv" if paths[0].endswith(TABLES) else "parquet"
             raise UserError(f"{where}={path}: is read by the kind {kind}: {key}={kind}")
-        return ParquetRecords(paths, source, _media_folder(source, "media", path, cache, key), key, spool)
-    folders = {medium: _media_folder(source, name, path, cache, key) for medium, name in FOLDERS.items()}
+        return ParquetRecords(
+            paths, source, _media_folder(source, "media", path, cache, key), key, spool
+        )
+    folders = {
+        medium: _media_folder(source, name, path, cache, key) for medium, name in FOLDERS.items()
+    }
     videos = f" videos={source.videos}" if getattr(source, "videos", "") else ""
     if isinstance(source, ManifestSource):
         return ChatFiles(
-            paths, cache, folders, partial(parse_manifest_line, prompt=source.prompt), f"clips {source.prompt}"
+            paths,
+            cache,
+            folders,
+            partial(parse_manifest_line, prompt=source.prompt),
+            f"clips {source.prompt}",
         )
     if isinstance(source, QuestionsSource):
         keys = {"question": source.question, "answer": source.answer}
-        return ChatFiles(paths, cache, folders, partial(parse_question_record, **keys), f"questions {keys}{videos}")
+        return ChatFiles(
+            paths,
+            cache,
+            folders,
+            partial(parse_question_record, **keys),
+            f"questions {keys}{videos}",
+        )
     if any(isinstance(source, form.source) for form in FORMS.values()):
-        return ChatFiles(paths, cache, folders, partial(parse_answers, kind=source.kind), source.kind + videos)
+        return ChatFiles(
+            paths, cache, folders, partial(parse_answers, kind=source.kind), source.kind + videos
+        )
     turns = TURNS[source.kind]
     return ChatFiles(paths, cache, folders, partial(parse_chat, turns=turns), turns + videos)
 
@@ -200,7 +237,9 @@ def _media_folder(source: Any, name: str, path: str, cache: Path, key: str) -> M
     root = os.path.expanduser(getattr(source, name, ""))
     archive = os.path.isfile(root) and root.endswith((*ARCHIVES, *COMPRESSED))
     if root and not is_url(root) and not os.path.isdir(root) and not archive:
-        raise UserError(f"{key}.{name}={root}: there is no such folder or archive ({', '.join(ARCHIVES)})")
+        raise UserError(
+            f"{key}.{name}={root}: there is no such folder or archive ({', '.join(ARCHIVES)})"
+        )
     return MediaFolder(root or _parent(path), source.outside, cache, f"{key}.outside")
 
 
@@ -218,19 +257,24 @@ REQUIRED = ("__len__", "fingerprint", "facts", "sample", "item")  # of a Source
 def open_sources(config: Config, split: Split, config_folder: Path) -> dict[str, Source]:
     """Open the sources of one split, by name, in the config's order.
 
-    A function source is called with its arguments and the split, and must return a `Source`. Raises UserError where it
-    can't be called so, or returns something else, and where there are no sources. A source of files that has none for
-    the split is left out.
+    A function source is called with its arguments and the split, and must return a `Source`. Raises
+    UserError where it can't be called so, or returns something else, and where there are no
+    sources. A source of files that has none for the split is left out.
     """
     if not config.data.sources:
-        raise UserError("data.sources is empty; name at least one, such as data.sources.digits=embedded")
+        raise UserError(
+            "data.sources is empty; name at least one, such as data.sources.digits=embedded"
+        )
     sources = {
         name: source
         for name, source in config.data.sources.items()
         if not isinstance(source, FileSource) or path_of(source, split)
     }
     chat = _chat(config, sources)
-    return {name: _open(name, source, split, config, config_folder, chat) for name, source in sources.items()}
+    return {
+        name: _open(name, source, split, config, config_folder, chat)
+        for name, source in sources.items()
+    }
 
 
 def look_again(sources: Mapping[str, Source]) -> None:
@@ -243,12 +287,17 @@ def look_again(sources: Mapping[str, Source]) -> None:
 
 def records_of(sources: Mapping[str, Source]) -> dict[str, str]:
     """Hash the records of each source, without what the headers of their media say."""
-    return {n: (s.conversations if isinstance(s, ChatSource) else s).fingerprint() for n, s in sources.items()}
+    return {
+        n: (s.conversations if isinstance(s, ChatSource) else s).fingerprint()
+        for n, s in sources.items()
+    }
 
 
 def contents_of(sources: Mapping[str, Source]) -> dict[str, str]:
     """Hash what the conversations of each source say, whatever their files are called and when they were written."""
-    return {name: source.content() for name, source in sources.items() if isinstance(source, ChatSource)}
+    return {
+        name: source.content() for name, source in sources.items() if isinstance(source, ChatSource)
+    }
 
 
 def check_records(sources: Mapping[str, Source], expected: Mapping[str, str]) -> None:
@@ -272,14 +321,23 @@ def notes_of(sources: Mapping[str, Source]) -> list[str]:
     """Return notes for the user on how conversations become tokens, and on keys of records that nothing reads."""
     chats = {name: source for name, source in sources.items() if isinstance(source, ChatSource)}
     notes = dict.fromkeys(note for source in chats.values() for note in source.chat.notes)
-    return [*notes, *(line for name, source in chats.items() for line in describe_unread(name, source.unread_keys))]
+    return [
+        *notes,
+        *(
+            line
+            for name, source in chats.items()
+            for line in describe_unread(name, source.unread_keys)
+        ),
+    ]
 
 
 def describe_unread(name: str, counts: Mapping[str, int]) -> list[str]:
     """Say which keys of a source's records nothing reads; nothing where there are none."""
     if not counts:
         return []
-    keys = ", ".join(f"`{key}` in {count:,} record{'s' * (count != 1)}" for key, count in counts.items())
+    keys = ", ".join(
+        f"`{key}` in {count:,} record{'s' * (count != 1)}" for key, count in counts.items()
+    )
     return [f"ignored keys of {name}: {keys}"]
 
 
@@ -296,7 +354,9 @@ def _chat(config: Config, sources: Mapping[str, Any]) -> Chat | None:
     return with_loss(chat_for(config.data.chat, config.model), config.loss)
 
 
-def chat_for(form: ChatFormat, model: ModelConfig, load: Callable[[ChatFormat], Chat] = load_chat) -> Chat:
+def chat_for(
+    form: ChatFormat, model: ModelConfig, load: Callable[[ChatFormat], Chat] = load_chat
+) -> Chat:
     """Load the tokenizer and template of this model's conversations. Raises UserError where it has not so many tokens.
 
     load: `load_prompt_chat` where nothing is trained.
@@ -323,20 +383,31 @@ def _open(
     if isinstance(source, FileSource):
         cache = cache_folder(config.data)
         reopen = partial(
-            open_conversations, source, split, cache, f"data.sources.{name}", window_space=config.data.window_space
+            open_conversations,
+            source,
+            split,
+            cache,
+            f"data.sources.{name}",
+            window_space=config.data.window_space,
         )
         functions = resolve_callbacks(config.model, config_folder)
         modules = config.model.item_modules
-        return ChatSource(reopen, chat, modules, cache, functions=functions, limits=config.data.limits)
+        return ChatSource(
+            reopen, chat, modules, cache, functions=functions, limits=config.data.limits
+        )
     make = resolve(source.function, config_folder)
     arguments = {"split": split, **source.arguments}
     try:
         inspect.signature(make).bind(**arguments)
     except TypeError as error:
         names = ", ".join(arguments)
-        raise UserError(f"data.sources.{name}: {source.function} cannot be called with {names}: {error}") from None
+        raise UserError(
+            f"data.sources.{name}: {source.function} cannot be called with {names}: {error}"
+        ) from None
     opened = make(**arguments)
     if missing := [method for method in REQUIRED if not hasattr(opened, method)]:
         returned = type(opened).__name__
-        raise UserError(f"data.sources.{name}: {source.function} returned {returned}, which has no {missing[0]}()")
+        raise UserError(
+            f"data.sources.{name}: {source.function} returned {returned}, which has no {missing[0]}()"
+        )
     return opened

@@ -1,7 +1,7 @@
 """Conversations of Parquet files, read by row groups; media columns are only read when a medium is.
 
-With a `window` rows are read in order, and each row group is fetched and unpacked once for all processes of a host: as
-a copy in a `Spool`, from which rows are read where they lie.
+With a `window` rows are read in order, and each row group is fetched and unpacked once for all
+processes of a host: as a copy in a `Spool`, from which rows are read where they lie.
 """
 
 from __future__ import annotations
@@ -63,22 +63,29 @@ COLUMNS = {  # names that columns usually have, by what they hold
 }
 MAX_UNPACKED = 1 << 27  # bytes of a row group's column that are unpacked together
 MAX_PAGE = 3 << 27  # bytes of a page, which is unpacked as a whole
-MAX_CACHED = 1 << 28  # bytes of unpacked stretches in memory: of a text and a media column, which take turns
-MAX_GROUP_VALUES = 1 << 24  # of a row group's column; as indices and offsets they take 16 bytes each
+# bytes of unpacked stretches in memory: of a text and a media column, which take turns
+MAX_CACHED = 1 << 28
+# of a row group's column; as indices and offsets they take 16 bytes each
+MAX_GROUP_VALUES = 1 << 24
 _BUFFER = 1 << 20  # bytes that are read of a column chunk at a time
 
 
 class ParquetRecords:
     """`StoredConversations` of the rows of several files, one file after the other.
 
-    Reading one medium reads its column of its row group, so small row groups are quick; ArrayRecord is quicker. Raises
-    UserError, naming the config's key, where a file or a column is missing.
+    Reading one medium reads its column of its row group, so small row groups are quick; ArrayRecord
+    is quicker. Raises UserError, naming the config's key, where a file or a column is missing.
 
     unread: columns that seem to hold media, and that the source does not name, by its key for them.
     """
 
     def __init__(
-        self, paths: Sequence[str], source: ParquetSource, folder: MediaFolder, key: str, spool: Spool
+        self,
+        paths: Sequence[str],
+        source: ParquetSource,
+        folder: MediaFolder,
+        key: str,
+        spool: Spool,
     ) -> None:
         """paths: Parquet, or tables in CSV, which are read as Parquet in the folder's cache."""
         self._source = source
@@ -86,17 +93,25 @@ class ParquetRecords:
         self._folder = folder
         self._paths = paths
         cache = _Stretches()
-        self._files = [_File(path, cache, spool if source.window else None) for path in to_parquet(paths, folder.cache)]
+        self._files = [
+            _File(path, cache, spool if source.window else None)
+            for path in to_parquet(paths, folder.cache)
+        ]
         columns = {
-            name: getattr(source, name) for name in ("messages", "question", "answer", "images", "audio", "videos")
+            name: getattr(source, name)
+            for name in ("messages", "question", "answer", "images", "audio", "videos")
         }
         self._answers = FORMS.get(source.answers)
         answers = self._answers.columns if self._answers else ()
         for path, file in zip(paths, self._files, strict=True):
             names = [name for name in file.columns if name != LINE]
-            for name, column in (columns | {f"answers={source.answers}, {name}": name for name in answers}).items():
+            for name, column in (
+                columns | {f"answers={source.answers}, {name}": name for name in answers}
+            ).items():
                 if column and column not in file.columns:
-                    raise UserError(f"{key}.{name}={column}: {path} has none{did_you_mean(column, names)}")
+                    raise UserError(
+                        f"{key}.{name}={column}: {path} has none{did_you_mean(column, names)}"
+                    )
                 if "." in column:  # Parquet's separator between a struct and its field
                     raise UserError(
                         f"{key}.{name}={column}: a name with a point in it cannot be read; rename the column"
@@ -106,28 +121,45 @@ class ParquetRecords:
         texts = tuple(columns[name] for name in ("messages", "question", "answer") if columns[name])
         self._texts = (*texts, *answers, *optional)
         unread = {
-            what: [c for c in COLUMNS[what] if c in self._files[0].columns] for what in ("images", "audio", "videos")
+            what: [c for c in COLUMNS[what] if c in self._files[0].columns]
+            for what in ("images", "audio", "videos")
         }
-        self.unread = {what: candidates[0] for what, candidates in unread.items() if candidates and not columns[what]}
-        media: dict[Medium, str] = {"image": source.images, "audio": source.audio, "video": source.videos}
+        self.unread = {
+            what: candidates[0]
+            for what, candidates in unread.items()
+            if candidates and not columns[what]
+        }
+        media: dict[Medium, str] = {
+            "image": source.images,
+            "audio": source.audio,
+            "video": source.videos,
+        }
         self._media = {medium: column for medium, column in media.items() if column}
-        # Columns that the source does not name: those that may be orders are read with the texts, others are reported.
+        # Columns that the source does not name: those that may be orders are read with the texts,
+        # others are reported.
         read_columns = {*self._texts, *self._media.values(), LINE}
         unnamed_columns = [set(file.columns) - read_columns for file in self._files]
         has_media = bool(self._media)
         self._orders = [
-            (*refused_columns(columns, has_media), *sorted(columns & {"system"})) for columns in unnamed_columns
+            (*refused_columns(columns, has_media), *sorted(columns & {"system"}))
+            for columns in unnamed_columns
         ]
         self._unread = [
             sorted(columns - {*orders} - DESCRIPTIONS["record"])
             for columns, orders in zip(unnamed_columns, self._orders, strict=True)
         ]
         self._file_fields = [
-            tuple(leaf for column in self._media.values() for leaf in file.extra_fields(column)) for file in self._files
+            tuple(leaf for column in self._media.values() for leaf in file.extra_fields(column))
+            for file in self._files
         ]
         self._starts = np.cumsum([0, *(file.starts[-1] for file in self._files)])
         if source.window:
-            spool.check_window(f"{key}.path", source.window, len(self), [s for file in self._files for s in file.sizes])
+            spool.check_window(
+                f"{key}.path",
+                source.window,
+                len(self),
+                [s for file in self._files for s in file.sizes],
+            )
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -135,7 +167,9 @@ class ParquetRecords:
     def fingerprint(self) -> str:
         """Hash the files' names and stamps, and the columns that are read."""
         files = [file.identity for file in self._files]
-        read = repr((self._texts, self._media, *([self._source.prompt] if self._source.prompt else [])))
+        read = repr(
+            (self._texts, self._media, *([self._source.prompt] if self._source.prompt else []))
+        )
         return hash_strings(read, self._folder.outside, *files)
 
     @property
@@ -145,7 +179,10 @@ class ParquetRecords:
         return (root if is_url(root) else os.path.abspath(root),)
 
     def files(self) -> list[tuple[str, int]]:
-        return [(path, int(file.starts[-1])) for path, file in zip(self._paths, self._files, strict=True)]
+        return [
+            (path, int(file.starts[-1]))
+            for path, file in zip(self._paths, self._files, strict=True)
+        ]
 
     def place(self, index: int) -> str:
         number, row = self._row(index)
@@ -170,16 +207,23 @@ class ParquetRecords:
         media = {medium: self._cells(file, row, column) for medium, column in self._media.items()}
         cells_by_key = {KEYS[medium][0]: cells for medium, cells in media.items()}
         if self._source.messages:
-            record = parse_chat(orders | {"messages": texts[self._source.messages]} | cells_by_key, "messages")
+            record = parse_chat(
+                orders | {"messages": texts[self._source.messages]} | cells_by_key, "messages"
+            )
         elif self._answers:
             record = self._answers.parse(orders | texts | cells_by_key)
         else:
-            question = texts[self._source.question] if self._source.question else self._source.prompt
+            question = (
+                texts[self._source.question] if self._source.question else self._source.prompt
+            )
             record = parse_question(question, texts[self._source.answer], media, orders)
-        record = with_unread(record, (*self._unread[number], *self._unread_file_keys(file, row, number)))
+        record = with_unread(
+            record, (*self._unread[number], *self._unread_file_keys(file, row, number))
+        )
         # References inside messages are paths or bytes; those of media columns are cells.
         files = tuple(
-            ref if isinstance(ref, Cell) else resolve_reference(ref, self._folder) for ref in record.references
+            ref if isinstance(ref, Cell) else resolve_reference(ref, self._folder)
+            for ref in record.references
         )
         return Record(record.conversation, files)
 
@@ -238,7 +282,9 @@ class Cell:
         value = self.file.values(self.row, (self.column,))[self.column]
         if isinstance(value, list):
             value = value[self.number]
-        if value is None or (isinstance(value, Mapping) and value.get("bytes") is None and not value.get("path")):
+        if value is None or (
+            isinstance(value, Mapping) and value.get("bytes") is None and not value.get("path")
+        ):
             raise BadSample(f"{self.name} holds neither bytes nor a path")
         return resolve_reference(value, self.folder).read()
 
@@ -291,14 +337,20 @@ class _File:
                 self._repeated = [column.max_repetition_level > 0 for column in columns]
         except (BadSample, OSError, pyarrow.ArrowException) as error:
             raise UserError(f"{path} cannot be read as Parquet: {one_line(error)}") from None
-        groups = [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
+        groups = [
+            self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)
+        ]
         self.starts = np.cumsum([0, *(group.num_rows for group in groups)])
         self.sizes = [group.total_byte_size for group in groups]  # unpacked
         self._rows: dict[tuple[int, str], int] = {}  # of a stretch, by row group and leaf
 
     def shallow(self, column: str) -> str:
         """Return the leaf that is cheapest to read to count a row's media: the paths if there are any, else all."""
-        paths = (leaf for leaf in self._leaves if leaf.startswith(f"{column}.") and leaf.endswith(".path"))
+        paths = (
+            leaf
+            for leaf in self._leaves
+            if leaf.startswith(f"{column}.") and leaf.endswith(".path")
+        )
         return next(paths, column)
 
     def extra_fields(self, column: str) -> list[str]:
@@ -312,7 +364,10 @@ class _File:
         group = int(np.searchsorted(self.starts, row, side="right")) - 1
         row_in_group = row - int(self.starts[group])
         read = self._cached if self._spool is None else self._copied
-        return {leaf.partition(".")[0]: self._value(read(group, leaf, row_in_group), row, leaf) for leaf in leaves}
+        return {
+            leaf.partition(".")[0]: self._value(read(group, leaf, row_in_group), row, leaf)
+            for leaf in leaves
+        }
 
     def _value(self, cell: pyarrow.Array, row: int, leaf: str) -> Any:
         """Convert a cell, an array of one value. Raises BadSample for a text that is longer than any that is read."""
@@ -343,7 +398,8 @@ class _File:
                     reserve(size.size())
 
         with self._spool.open(f"{self.path} {self.stamp} {group} {leaf}", write) as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # stays when the file is closed
+            # stays when the file is closed
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         column = pyarrow.ipc.open_file(pyarrow.py_buffer(mapped)).read_all().column(0)
         return column.slice(row, 1).chunk(0)
 
@@ -360,7 +416,9 @@ class _File:
             with self._open() as file:
                 yield file.iter_batches(rows, row_groups=[group], columns=[leaf], use_threads=False)
         except (OSError, ValueError, StopIteration, pyarrow.ArrowException) as error:
-            raise Unreadable(f"row group {group} of {self.path} cannot be read: {one_line(error)}") from None
+            raise Unreadable(
+                f"row group {group} of {self.path} cannot be read: {one_line(error)}"
+            ) from None
 
     def _rows_of_stretch(self, group: int, leaf: str) -> int:
         """Return how many rows are unpacked together: all of a row group, unless they may take more than MAX_UNPACKED.
@@ -373,39 +431,55 @@ class _File:
 
     def _measure_stretch(self, group: int, leaf: str) -> int:
         metadata = self._metadata.row_group(group)
-        numbers = [k for k, path in enumerate(self._leaves) if path == leaf or path.startswith(f"{leaf}.")]
+        numbers = [
+            k for k, path in enumerate(self._leaves) if path == leaf or path.startswith(f"{leaf}.")
+        ]
         try:
             chunks = [self._unpacked(metadata.column(number)) for number in numbers]
         except (OSError, ValueError, RecursionError) as error:
-            raise BadSample(f"row group {group} of {self.path} cannot be read: {one_line(error)}") from None
+            raise BadSample(
+                f"row group {group} of {self.path} cannot be read: {one_line(error)}"
+            ) from None
         rows = max(1, metadata.num_rows)
         values = sum(chunk.values for chunk in chunks)
         page = max(chunk.page for chunk in chunks)
         size = sum(chunk.size for chunk in chunks)
         if max(rows, values) > MAX_GROUP_VALUES:
-            raise self._too_large(group, f"{max(rows, values):,} values of {leaf}, more than {MAX_GROUP_VALUES:,}")
+            raise self._too_large(
+                group, f"{max(rows, values):,} values of {leaf}, more than {MAX_GROUP_VALUES:,}"
+            )
         if page > MAX_PAGE:
-            raise self._too_large(group, f"a page of {page:,} bytes of {leaf}, more than {MAX_PAGE:,}")
+            raise self._too_large(
+                group, f"a page of {page:,} bytes of {leaf}, more than {MAX_PAGE:,}"
+            )
         if size + sum(chunk.values * chunk.dictionary for chunk in chunks) <= MAX_UNPACKED:
             return rows
         longest = max(chunk.dictionary for chunk in chunks)
         if longest and size <= MAX_UNPACKED:  # most values of a dictionary are much shorter than it
-            total, longest = self._measure_dictionary(group, leaf, [self._leaves[number] for number in numbers])
+            total, longest = self._measure_dictionary(
+                group, leaf, [self._leaves[number] for number in numbers]
+            )
             if size + total <= MAX_UNPACKED:
                 return rows
             if any(self._repeated[number] for number in numbers):
-                raise self._too_large(group, f"{total:,} bytes of {leaf}, more than {MAX_UNPACKED:,}")
+                raise self._too_large(
+                    group, f"{total:,} bytes of {leaf}, more than {MAX_UNPACKED:,}"
+                )
         return max(1, min(rows, MAX_UNPACKED // max(1, longest, size // rows)))
 
     def _too_large(self, group: int, reason: str) -> BadSample:
-        return BadSample(f"row group {group} of {self.path} has {reason}; write it again in smaller row groups")
+        return BadSample(
+            f"row group {group} of {self.path} has {reason}; write it again in smaller row groups"
+        )
 
     def _unpacked(self, chunk: pyarrow.parquet.ColumnChunkMetaData) -> Unpacked:
         """Measure a column chunk: by its pages, or far away, where each costs a request, by what the footer claims."""
         size = chunk.total_uncompressed_size
         text = chunk.physical_type in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
         if is_url(self.path):
-            return Unpacked(size, 0, chunk.num_values, size if text and chunk.has_dictionary_page else 0)
+            return Unpacked(
+                size, 0, chunk.num_values, size if text and chunk.has_dictionary_page else 0
+            )
         # A writer may leave the dictionary's place out of the footer, or write 0.
         start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
         with open(self.path, "rb") as file:
@@ -426,11 +500,13 @@ class _File:
 
     @contextmanager
     def _open(self, **options: Any) -> Iterator[pyarrow.parquet.ParquetFile]:
-        # A local column chunk is read through a buffer. pre_buffer joins the many small reads of a remote row group,
-        # each of which would be a request to the server.
+        # A local column chunk is read through a buffer. pre_buffer joins the many small reads of a
+        # remote row group, each of which would be a request to the server.
         remote = is_url(self.path)
         with ExitStack() as stack:
-            file = stack.enter_context(filesystem(self.path).open(self.path)) if remote else self.path
+            file = (
+                stack.enter_context(filesystem(self.path).open(self.path)) if remote else self.path
+            )
             buffer = 0 if remote else _BUFFER
             options |= {"metadata": self._metadata, "pre_buffer": remote, "buffer_size": buffer}
             yield stack.enter_context(pyarrow.parquet.ParquetFile(file, **options))

@@ -1,6 +1,7 @@
 """Measure what a Parquet column takes when it is unpacked, by the headers of its pages; its footer may claim anything.
 
-A page's header is a Thrift struct in the compact protocol; behind it follow as many bytes as it says.
+A page's header is a Thrift struct in the compact protocol; behind it follow as many bytes as it
+says.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def measure_chunk(file: BinaryIO, start: int, size: int) -> Unpacked:
     data = [page[field] for page in pages for field in (_DATA, _DATA_V2) if field in page]
     return Unpacked(
         size=sum(_count(page, _UNCOMPRESSED) for page in pages),
-        page=max((max(_count(page, _UNCOMPRESSED), _count(page, _COMPRESSED)) for page in pages), default=0),
+        page=max(
+            (max(_count(page, _UNCOMPRESSED), _count(page, _COMPRESSED)) for page in pages),
+            default=0,
+        ),
         values=sum(_count(header, _VALUES) for header in data),
         dictionary=sum(_count(page, _UNCOMPRESSED) for page in pages if _DICTIONARY in page),
     )
@@ -75,7 +79,8 @@ def _struct(content: bytes, offset: int) -> tuple[Struct, int]:
     """Parse a struct, and where it ends. Raises IndexError where it goes on behind the content."""
     fields: Struct = {}
     field = 0
-    while head := content[offset]:  # 4 bits of what is added to the last field's number, and 4 of the type
+    # 4 bits of what is added to the last field's number, and 4 of the type
+    while head := content[offset]:
         offset += 1
         if head >> 4:
             field += head >> 4

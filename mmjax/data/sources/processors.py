@@ -17,7 +17,13 @@ from mmjax.data.media.decode_images import decode_image, read_image_size
 from mmjax.data.media.image_transforms import BeforeEncoder, prepare_image, prepared_sizes
 from mmjax.data.media.patches import ItemModules, item_size, split_clip, token_grid
 from mmjax.data.media.preparations import before_encoder, preparation, sample_video
-from mmjax.data.media.soundtrack import SILENT, decode_clip, decode_sound, read_clip_header, read_sound_header
+from mmjax.data.media.soundtrack import (
+    SILENT,
+    decode_clip,
+    decode_sound,
+    read_clip_header,
+    read_sound_header,
+)
 from mmjax.data.media.token_layout import BeforeLlm
 from mmjax.data.media.video import decode_video
 from mmjax.data.media.video_header import read_video_header
@@ -38,9 +44,11 @@ from mmjax.data.storage.files import FileRef, FrameFiles
 from mmjax.errors import BadMedia, UserError
 
 CACHED_SIZES = 1 << 16  # media whose items' sizes are cached
-CACHED_MEDIA = 4  # decoded media that are cached, so that an image is decoded once for all its tiles
+# decoded media that are cached, so that an image is decoded once for all its tiles
+CACHED_MEDIA = 4
 
-Functions = Mapping[str, Callable[..., Any]]  # encoder callbacks by the names that the config gives them
+# encoder callbacks by the names that the config gives them
+Functions = Mapping[str, Callable[..., Any]]
 PROBES: dict[str, Probe] = {
     "image": read_image_size,
     "audio": read_clip_header,
@@ -51,7 +59,8 @@ PROBES: dict[str, Probe] = {
 
 # Takes the encoder of each part of each medium, and the texts around its parts.
 Tokenize = Callable[[Sequence[Sequence[str]], Sequence[Sequence[str]]], Sample]
-# Kind and header's size of each medium of a sample, where sound is read that of a video's behind the video's.
+# Kind and header's size of each medium of a sample, where sound is read that of a video's behind
+# the video's.
 MediaSizes = Sequence[tuple[str, tuple[int, int]]]
 
 
@@ -60,10 +69,14 @@ class MediaItems(NamedTuple):
 
     encoder: str
     sizes: tuple[tuple[int, ...], ...]  # one per item
-    tokens: TokenLayout | None = None  # of an image whose tokens are arranged; None: its items' tokens in order
-    times: tuple[int, ...] = ()  # rotary positions along t of a video's temporal patches; (): not by position
-    text_after: Literal["space", "time"] = "space"  # of such a video: what text behind it goes on behind
-    # that stand before each part and behind the last; (): none. A part is an item, or an equal share of its tokens
+    # of an image whose tokens are arranged; None: its items' tokens in order
+    tokens: TokenLayout | None = None
+    # rotary positions along t of a video's temporal patches; (): not by position
+    times: tuple[int, ...] = ()
+    # of such a video: what text behind it goes on behind
+    text_after: Literal["space", "time"] = "space"
+    # that stand before each part and behind the last; (): none. A part is an item, or an equal
+    # share of its tokens
     texts: tuple[str, ...] = ()
     sound: Sound | None = None  # of a video, behind its temporal patches
 
@@ -71,7 +84,9 @@ class MediaItems(NamedTuple):
     def items(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """List the encoder and the size of every item."""
         frames = tuple((self.encoder, size) for size in self.sizes)
-        return frames if self.sound is None else (*frames, (self.sound.encoder, (self.sound.samples,)))
+        return (
+            frames if self.sound is None else (*frames, (self.sound.encoder, (self.sound.samples,)))
+        )
 
     @property
     def parts(self) -> list[str]:
@@ -95,14 +110,20 @@ class MediaItems(NamedTuple):
                 Item(self.encoder, first + k, patch=k, time=time, text_after=self.text_after)
                 for k, time in enumerate(self.times)
             ]
-            return frames if self.sound is None else [*frames, Item(self.sound.encoder, first + len(frames))]
+            return (
+                frames
+                if self.sound is None
+                else [*frames, Item(self.sound.encoder, first + len(frames))]
+            )
         shares = len(self.parts) // len(self.sizes)
         if shares == 1:
             return [Item(self.encoder, first + k) for k in range(len(self.sizes))]
         segments = []
         for number, size in enumerate(self.sizes, start=first):
             share = item_size(encoders[self.encoder], size).tokens // shares
-            segments += [Item(self.encoder, number, part=(k * share, (k + 1) * share)) for k in range(shares)]
+            segments += [
+                Item(self.encoder, number, part=(k * share, (k + 1) * share)) for k in range(shares)
+            ]
         return segments
 
 
@@ -110,14 +131,23 @@ class MediaProcessors:
     """Prepare images, clips and videos for a model's encoders and generators, and their tokens for its LLM."""
 
     def __init__(
-        self, encoders: ItemModules, functions: Functions | None = None, limits: MediaLimits = MediaLimits()
+        self,
+        encoders: ItemModules,
+        functions: Functions | None = None,
+        limits: MediaLimits = MediaLimits(),
     ) -> None:
         """limits: those of `data.limits`. Media beyond them are bad, also while they are prepared."""
         self.encoders = dict(encoders)
         self.limits = limits
-        vision = {name: encoder for name, encoder in encoders.items() if isinstance(encoder, VisionConfig)}
-        self._eyes = {name: ImageProcessor.of(name, encoder, functions or {}) for name, encoder in vision.items()}
-        # Many media have one of few sizes, and arranging the tokens of an image takes longer than looking them up.
+        vision = {
+            name: encoder for name, encoder in encoders.items() if isinstance(encoder, VisionConfig)
+        }
+        self._eyes = {
+            name: ImageProcessor.of(name, encoder, functions or {})
+            for name, encoder in vision.items()
+        }
+        # Many media have one of few sizes, and arranging the tokens of an image takes longer than
+        # looking them up.
         self.items = lru_cache(maxsize=CACHED_SIZES)(self._items)
 
     @property
@@ -139,7 +169,9 @@ class MediaProcessors:
         name = next(iter(fits), None)
         if name is None:
             remedy = "set `videos` of one of them" if kind == "video" else "add one"
-            raise UserError(f"the data has media of the kind {kind}, but no model.encoders takes them; {remedy}")
+            raise UserError(
+                f"the data has media of the kind {kind}, but no model.encoders takes them; {remedy}"
+            )
         return name
 
     @property
@@ -149,7 +181,9 @@ class MediaProcessors:
 
     def writes_text(self, kind: Medium) -> bool:
         """Tell whether text may be written around the items of media of a kind."""
-        return kind == "video" or (kind == "image" and any(eyes.writes_texts for eyes in self._eyes.values()))
+        return kind == "video" or (
+            kind == "image" and any(eyes.writes_texts for eyes in self._eyes.values())
+        )
 
     def _items(self, kind: Medium, facts: tuple[int, ...], images: int) -> MediaItems:
         """Compute a medium's items from its header; images: the number of images in its sample. Raises BadMedia.
@@ -161,26 +195,43 @@ class MediaProcessors:
             return self._eyes[name].items(facts, images, self.limits)
         encoder = self.encoders[name]
         if kind == PICTURE:
-            return MediaItems(name, prepared_sizes(before_encoder(encoder.images), facts, 1, self.limits))
+            return MediaItems(
+                name, prepared_sizes(before_encoder(encoder.images), facts, 1, self.limits)
+            )
         if kind == "video":
             video = sample_video(encoder, VideoHeader.unpacked(facts[:2]))
             sizes = ((encoder.frames, *video.size),) * (len(video.indices) // encoder.frames)
             how = encoder.videos
             if how.interpolates:
                 grids = [token_grid(encoder, frame)[1:] for frame in sizes]
-                return MediaItems(name, sizes, preparation(how).layout(how, encoder.connector.newline, grids))
-            frames = MediaItems(name, sizes, times=video.times, text_after=how.text_after, texts=video.texts)
+                return MediaItems(
+                    name, sizes, preparation(how).layout(how, encoder.connector.newline, grids)
+                )
+            frames = MediaItems(
+                name, sizes, times=video.times, text_after=how.text_after, texts=video.texts
+            )
             sound = ClipHeader._make(facts[2:]) if self.sound and facts[2:] else SILENT
-            return frames if sound == SILENT else frames._replace(sound=self._sound(how, sound, video.times))
-        samples = resampled_length(ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate)
-        return MediaItems(name, tuple((stop - start,) for start, stop in split_clip(encoder, samples)))
+            return (
+                frames
+                if sound == SILENT
+                else frames._replace(sound=self._sound(how, sound, video.times))
+            )
+        samples = resampled_length(
+            ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate
+        )
+        return MediaItems(
+            name, tuple((stop - start,) for start, stop in split_clip(encoder, samples))
+        )
 
     def _sound(self, how: Qwen2Video, header: ClipHeader, times: Sequence[int]) -> Sound:
         encoder = self.encoders[how.sound]
         samples = resampled_length(header, encoder.sample_rate)
         tokens = item_size(encoder, (samples,)).tokens
-        if how.turns == "patches":  # chunks of one patch each, and one that nothing cuts where there is one alone
-            return Sound(how.sound, samples, tokens, times[1] if len(times) > 1 else tokens, marks="apart")
+        # chunks of one patch each, and one that nothing cuts where there is one alone
+        if how.turns == "patches":
+            return Sound(
+                how.sound, samples, tokens, times[1] if len(times) > 1 else tokens, marks="apart"
+            )
         return Sound(how.sound, samples, tokens, how.sound_chunk, marks="together")
 
     def decoded(self, kind: Medium, file: FileRef, images: int) -> tuple[np.ndarray, ...]:
@@ -198,14 +249,21 @@ class MediaProcessors:
             return patches if wave is None else (*patches, wave)
         if kind == "image":
             items = prepare_image(
-                self._eyes[name].before_encoder, decode_image(file.read(), self.limits), images, self.limits
+                self._eyes[name].before_encoder,
+                decode_image(file.read(), self.limits),
+                images,
+                self.limits,
             )
             return tuple(map(grey, items)) if encoder.channels == 1 else items
         if kind == PICTURE:
             items = prepare_image(
-                before_encoder(encoder.images), decode_image(file.read(), self.limits), 1, self.limits
+                before_encoder(encoder.images),
+                decode_image(file.read(), self.limits),
+                1,
+                self.limits,
             )
-            pixels = isinstance(encoder.latents, PixelLatents)  # a VAE takes colours, however many channels it makes
+            # a VAE takes colours, however many channels it makes
+            pixels = isinstance(encoder.latents, PixelLatents)
             return tuple(map(grey, items)) if pixels and encoder.latents.channels == 1 else items
         wave = decode_clip(file.read(), encoder.sample_rate, self.limits)
         # Cut after resampling, as `_items` does from the header's length.
@@ -217,17 +275,23 @@ class MediaProcessors:
         """Return the lengths of a sample with these media, and of its branches where they are known."""
         arranged = any(medium.tokens is not None for medium in media)
         tokens = sum(medium.count(self.encoders) for medium in media) if arranged else None
-        return SampleLengths(text_tokens, tuple(item for medium in media for item in medium.items), tokens, branches)
+        return SampleLengths(
+            text_tokens, tuple(item for medium in media for item in medium.items), tokens, branches
+        )
 
 
 class SampleMedia:
     """The images, clips and videos of numbered samples: their items by their headers, and decoded.
 
-    sizes: returns the media of a sample. file: returns the encoded file of medium `number` of a sample.
+    sizes: returns the media of a sample. file: returns the encoded file of medium `number` of a
+    sample.
     """
 
     def __init__(
-        self, processors: MediaProcessors, sizes: Callable[[int], MediaSizes], file: Callable[[int, int], FileRef]
+        self,
+        processors: MediaProcessors,
+        sizes: Callable[[int], MediaSizes],
+        file: Callable[[int, int], FileRef],
     ) -> None:
         self._processors = processors
         self._sizes = sizes
@@ -240,7 +304,9 @@ class SampleMedia:
         images = sum(kind == "image" for kind, _ in sizes)
         return [self._processors.items(kind, size, images) for kind, size in sizes]
 
-    def facts(self, sample: int, text_tokens: int, branches: tuple[int, ...] | None = None) -> SampleLengths:
+    def facts(
+        self, sample: int, text_tokens: int, branches: tuple[int, ...] | None = None
+    ) -> SampleLengths:
         """Return the lengths of a sample with so much text. Raises BadSample where its media cannot be used."""
         try:
             return self._processors.facts(text_tokens, self.items(sample), branches)
@@ -268,7 +334,8 @@ class SampleMedia:
 
     def item(self, sample: int, number: int) -> np.ndarray:
         """Decode one item. Raises IndexError where the sample has no such item, BadMedia where it cannot be decoded."""
-        # Items are numbered through all media: of media with 3 and 2 items, item 4 is item 1 of medium 1.
+        # Items are numbered through all media: of media with 3 and 2 items, item 4 is item 1 of
+        # medium 1.
         first = 0
         for medium, items in enumerate(self.items(sample)):
             if number < first + len(items.items):
@@ -310,11 +377,17 @@ class ImageProcessor:
         """Use the encoder's callbacks where its config names some, else the standard functions."""
         callbacks = encoder.callbacks
         how = encoder.images
-        layout = partial(preparation(how).layout, how, encoder.connector.newline) if how.arranges_tokens else None
+        layout = (
+            partial(preparation(how).layout, how, encoder.connector.newline)
+            if how.arranges_tokens
+            else None
+        )
         return cls(
             name,
             encoder,
-            functions[callbacks.before_encoder] if callbacks.before_encoder else before_encoder(how),
+            functions[callbacks.before_encoder]
+            if callbacks.before_encoder
+            else before_encoder(how),
             functions[callbacks.before_llm] if callbacks.before_llm else layout,
         )
 
@@ -323,14 +396,20 @@ class ImageProcessor:
         """Tell whether text is written between the tokens of an image."""
         return self.encoder.images.writes_texts and not self.encoder.callbacks.before_encoder
 
-    def items(self, size: tuple[int, int], images: int, limits: MediaLimits = MediaLimits()) -> MediaItems:
+    def items(
+        self, size: tuple[int, int], images: int, limits: MediaLimits = MediaLimits()
+    ) -> MediaItems:
         """Compute the items of an image of (height, width), one of `images` of its sample. Raises BadMedia."""
         sizes = prepared_sizes(self.before_encoder, size, images, limits)
         grids = [token_grid(self.encoder, item_size)[1:] for item_size in sizes]
         how = self.encoder.images
         if self.before_llm is not None:
             return MediaItems(self.name, sizes, self.before_llm(size, grids))
-        return MediaItems(self.name, sizes, texts=preparation(how).texts(how, size, grids) if self.writes_texts else ())
+        return MediaItems(
+            self.name,
+            sizes,
+            texts=preparation(how).texts(how, size, grids) if self.writes_texts else (),
+        )
 
 
 def grey(image: np.ndarray) -> np.ndarray:
@@ -351,5 +430,8 @@ def place_media(sample: Sample, media: Sequence[MediaItems], encoders: ItemModul
         segments += medium.segments(encoders, items)
         items += len(medium.items)
     return Sample(
-        tuple(replace(segments[s.number], start=s.start) if isinstance(s, Item) else s for s in sample.segments)
+        tuple(
+            replace(segments[s.number], start=s.start) if isinstance(s, Item) else s
+            for s in sample.segments
+        )
     )

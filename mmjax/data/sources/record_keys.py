@@ -1,7 +1,8 @@
 """Keys of records that other stacks obey, each read or refused by name, and those that only describe a record.
 
-Which keys a format reads stands with its parser (`chat_files.py`), and in `READ` for the documents. What no table here
-has is counted by source and reported, so that nothing that a record asks for is ignored in silence.
+Which keys a format reads stands with its parser (`chat_files.py`), and in `READ` for the documents.
+What no table here has is counted by source and reported, so that nothing that a record asks for is
+ignored in silence.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from typing import Any, Literal
 
 from mmjax.data.sample import BadSample
 
-# Where a key stands: in a record, in a line of a manifest, in one of a record's messages, in a typed part of a
-# message's content, or in an object that names a file.
+# Where a key stands: in a record, in a line of a manifest, in one of a record's messages, in a
+# typed part of a message's content, or in an object that names a file.
 Level = Literal["record", "manifest", "message", "part", "file"]
 
 MEDIA = ("images", "image", "audios", "audio", "videos", "video")
-TRAINED = ("weight", "loss", "train", "training")  # of a message: whether, and how much, it is trained on
-FIELDS = ("reasoning_content", "name", "tool_call_id")  # of a message: texts that go to the chat template
+# of a message: whether, and how much, it is trained on
+TRAINED = ("weight", "loss", "train", "training")
+# of a message: texts that go to the chat template
+FIELDS = ("reasoning_content", "name", "tool_call_id")
 
 
 def _keys(*names: str) -> frozenset[str]:
@@ -47,9 +50,9 @@ READ: Mapping[str, frozenset[str]] = {
 class Refusal:
     """Keys that change what is trained elsewhere, and that are not read here.
 
-    values: types of the values that are an order; other values are a description. neutral: values that ask for what is
-    done anyway. columns: whether a Parquet column of
-    this name is an order too, though no key of the source names it.
+    values: types of the values that are an order; other values are a description. neutral: values
+    that ask for what is done anyway. columns: whether a Parquet column of this name is an order
+    too, though no key of the source names it.
     """
 
     keys: str
@@ -75,7 +78,9 @@ _MEDIA_OPTIONS = Refusal(
 )
 _SKIPPED = Refusal("_skipme", "NeMo", "leave the record out", neutral=(False,), columns=True)
 _IN_MESSAGE = "it belongs to a message of the assistant"
-_TEXT_CALLS = "write calls and their results as text, in messages of the assistant and of the role tool"
+_TEXT_CALLS = (
+    "write calls and their results as text, in messages of the assistant and of the role tool"
+)
 REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
     "record": (
         Refusal(
@@ -100,7 +105,11 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             values=(bool, int, float, str, list, dict),
             columns=True,
         ),
-        Refusal("reasoning_content reasoning thinking", "transformers", f"{_IN_MESSAGE}: reasoning_content"),
+        Refusal(
+            "reasoning_content reasoning thinking",
+            "transformers",
+            f"{_IN_MESSAGE}: reasoning_content",
+        ),
         Refusal(
             "label kto_tag",
             "TRL, ms-swift, LLaMA-Factory (KTO)",
@@ -114,7 +123,9 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             "pairs of answers are read by the kinds preference and dataset_info, with loss=dpo or loss=orpo",
             columns=True,
         ),
-        Refusal("margin", "TRL, ms-swift", "leave the key out: loss=dpo has no margin", columns=True),
+        Refusal(
+            "margin", "TRL, ms-swift", "leave the key out: loss=dpo has no margin", columns=True
+        ),
         Refusal(
             "reference_chosen_logps reference_rejected_logps",
             "TRL",
@@ -133,7 +144,9 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             "name it logprobs, with a list for each answer of a rollouts source",
             columns=True,
         ),
-        Refusal("ref_per_token_logps ref_log_probs", "TRL, verl", "name it ref_logprobs", columns=True),
+        Refusal(
+            "ref_per_token_logps ref_log_probs", "TRL, verl", "name it ref_logprobs", columns=True
+        ),
         Refusal(
             "completion_ids completion_mask logprobs ref_logprobs advantages",
             "TRL",
@@ -160,7 +173,12 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             "one record has one conversation: keep the key that the source's kind reads",
             values=(str, list),
         ),
-        Refusal("objects", "ms-swift", "write boxes into the text, as the model has them", values=(dict,)),
+        Refusal(
+            "objects",
+            "ms-swift",
+            "write boxes into the text, as the model has them",
+            values=(dict,),
+        ),
         _SKIPPED,
         Refusal(
             "image_path image_paths image_file image_files image_url image_urls image_bytes image_base64 img imgs "
@@ -182,8 +200,12 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             "name it videos",
             values=(str, list, dict),
         ),
-        Refusal("media medias files attachments", "other loaders", "name them images, audios or videos"),
-        Refusal("role from content value", "all stacks", "it belongs to a message", values=(list, dict)),
+        Refusal(
+            "media medias files attachments", "other loaders", "name them images, audios or videos"
+        ),
+        Refusal(
+            "role from content value", "all stacks", "it belongs to a message", values=(list, dict)
+        ),
         _MEDIA_OPTIONS,
     ),
     "manifest": (
@@ -195,14 +217,34 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
         Refusal("answer answers", "NeMo (SALM)", "name it text"),
         Refusal("channel_selector", "NeMo", "leave the key out: channels are averaged"),
         Refusal("weight loss loss_weight", "NeMo", "data.sources.NAME.weight weighs a source"),
-        Refusal("messages conversations system", "all stacks", "conversations are read by other kinds of sources"),
-        Refusal("audio audios audio_path wav path video image", "other loaders", "name it audio_filepath"),
-        Refusal("start end start_time end_time begin_time", "Kaldi", "name it offset and duration, in seconds"),
+        Refusal(
+            "messages conversations system",
+            "all stacks",
+            "conversations are read by other kinds of sources",
+        ),
+        Refusal(
+            "audio audios audio_path wav path video image",
+            "other loaders",
+            "name it audio_filepath",
+        ),
+        Refusal(
+            "start end start_time end_time begin_time",
+            "Kaldi",
+            "name it offset and duration, in seconds",
+        ),
         _SKIPPED,
     ),
     "message": (
-        Refusal("tool_calls function_call functions tools documents", "transformers, OpenAI", _TEXT_CALLS),
-        Refusal("reasoning thinking thought thoughts reasoning_details", "vLLM, gpt-oss", "name it reasoning_content"),
+        Refusal(
+            "tool_calls function_call functions tools documents",
+            "transformers, OpenAI",
+            _TEXT_CALLS,
+        ),
+        Refusal(
+            "reasoning thinking thought thoughts reasoning_details",
+            "vLLM, gpt-oss",
+            "name it reasoning_content",
+        ),
         Refusal(
             "mask loss_mask loss_scale loss_weight train_detail training_detail token_weights train_on_turn trainable "
             "weights",
@@ -210,18 +252,30 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             "say weight, or loss or train as true or false, of the whole message",
         ),
         Refusal(
-            "prefix partial prefill", "Mistral, DeepSeek", "write the whole answer as its content", neutral=(False,)
+            "prefix partial prefill",
+            "Mistral, DeepSeek",
+            "write the whole answer as its content",
+            neutral=(False,),
         ),
         Refusal("refusal annotations", "OpenAI", "write what is learned as its content"),
-        Refusal("eot eos", "torchtune", "leave the key out: each answer ends its turn", neutral=(True,)),
         Refusal(
-            " ".join((*MEDIA, "image_path image_url img imgs audio_path audio_url video_path video_url media files")),
+            "eot eos", "torchtune", "leave the key out: each answer ends its turn", neutral=(True,)
+        ),
+        Refusal(
+            " ".join(
+                (
+                    *MEDIA,
+                    "image_path image_url img imgs audio_path audio_url video_path video_url media files",
+                )
+            ),
             "other loaders",
             "name files in a part of the content, or beside the messages",
         ),
         Refusal("system messages conversations", "all stacks", "it belongs to the record"),
         Refusal("text", "other loaders", "name it content", values=(str, list)),
-        Refusal("rejected chosen rejected_response", "ms-swift", "pairs are read by the kind preference"),
+        Refusal(
+            "rejected chosen rejected_response", "ms-swift", "pairs are read by the kind preference"
+        ),
         _MEDIA_OPTIONS,
     ),
     "part": (
@@ -230,18 +284,32 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             "transformers, OpenAI",
             "a part is one text or one medium, which its type names",
         ),
-        Refusal("content value file image_path img audio_path video_path", "other loaders", "name it by type"),
+        Refusal(
+            "content value file image_path img audio_path video_path",
+            "other loaders",
+            "name it by type",
+        ),
         Refusal(
             " ".join((*TRAINED, "masked mask loss_mask loss_scale loss_weight train_detail")),
             "axolotl",
             f"{_IN_MESSAGE} as a whole",
         ),
-        Refusal("detail", "OpenAI", "say sizes for the whole source (model.encoders.NAME.images)", neutral=("auto",)),
+        Refusal(
+            "detail",
+            "OpenAI",
+            "say sizes for the whole source (model.encoders.NAME.images)",
+            neutral=("auto",),
+        ),
         Refusal("reasoning_content tool_calls", "OpenAI", "it belongs to a message"),
         _MEDIA_OPTIONS,
     ),
     "file": (
-        Refusal("detail", "OpenAI", "say sizes for the whole source (model.encoders.NAME.images)", neutral=("auto",)),
+        Refusal(
+            "detail",
+            "OpenAI",
+            "say sizes for the whole source (model.encoders.NAME.images)",
+            neutral=("auto",),
+        ),
         _MEDIA_OPTIONS,
     ),
 }
@@ -271,7 +339,9 @@ def is_absent(value: Any) -> bool:
     return value is None or (isinstance(value, list | tuple | Mapping) and not value)
 
 
-def unread_keys(values: Mapping[str, Any], level: Level, read: Set[str], where: str = "") -> list[str]:
+def unread_keys(
+    values: Mapping[str, Any], level: Level, read: Set[str], where: str = ""
+) -> list[str]:
     """List the keys with a value that nobody obeys, in order. where: a prefix for messages.
 
     Raises BadSample for one that is obeyed elsewhere, or that is nearly one of those that are read.
@@ -287,7 +357,11 @@ def unread_keys(values: Mapping[str, Any], level: Level, read: Set[str], where: 
                 )
         if meant := _meant(name, frozenset(read)):
             numbered = name[-1:].isdigit() and meant in MEDIA
-            remedy = f"list all files under {meant.rstrip('s')}s" if numbered else f"did you mean {meant}?"
+            remedy = (
+                f"list all files under {meant.rstrip('s')}s"
+                if numbered
+                else f"did you mean {meant}?"
+            )
             raise BadSample(f"{where}has {name}, which is not read; {remedy}")
         unread.append(name if level in ("record", "manifest") else f"{level}.{name}")
     return unread
@@ -302,7 +376,10 @@ def refused_columns(columns: Set[str], media: bool) -> list[str]:
     return sorted(
         name
         for name in columns
-        if any(refusal.columns or (media and refusal is _MEDIA_OPTIONS) for refusal in refusals.get(name, ()))
+        if any(
+            refusal.columns or (media and refusal is _MEDIA_OPTIONS)
+            for refusal in refusals.get(name, ())
+        )
     )
 
 
@@ -328,5 +405,6 @@ def _meant(name: str, read: frozenset[str]) -> str:
     name = name.lower().strip()
     if same := [key for key in sorted(read, key=len, reverse=True) if _plain(key) == _plain(name)]:
         return same[0]
-    swapped = [key for key in sorted(read) if sorted(key) == sorted(name)]  # letters, as in "vidoes"
+    # letters, as in "vidoes"
+    swapped = [key for key in sorted(read) if sorted(key) == sorted(name)]
     return next(iter((*swapped, *get_close_matches(name, sorted(read), 1, 0.85))), "")

@@ -72,9 +72,10 @@ class Sound(NamedTuple):
 def interleave_sound(sample: Sample, first: int, times: Sequence[int], sound: Sound) -> Sample:
     """Put the tokens of a video and its sound, whose items follow each other from number `first` on, into turns.
 
-    times: of the temporal patches. With chunks of 50 positions, patches at 0, 25, 50 and 75, and 80 tokens of sound:
-    patches 0 and 1, tokens 0 to 49, patches 2 and 3, tokens 50 to 79. The marks around them, the last token before and
-    the first behind, stand at the positions of the marks outside of those, or at their own, as in transformers.
+    times: of the temporal patches. With chunks of 50 positions, patches at 0, 25, 50 and 75, and 80
+    tokens of sound: patches 0 and 1, tokens 0 to 49, patches 2 and 3, tokens 50 to 79. The marks
+    around them, the last token before and the first behind, stand at the positions of the marks
+    outside of those, or at their own, as in transformers.
     """
     segments = list(sample.segments)
     index = next(k for k, s in enumerate(segments) if isinstance(s, Item) and s.number == first)
@@ -107,4 +108,6 @@ def interleave_sound(sample: Sample, first: int, times: Sequence[int], sound: So
 def _cut(text: Text, index: int) -> tuple[Text, Text]:
     """Cut a text behind its first `at` tokens."""
     head = replace(text, tokens=text.tokens[:index], weights=text.weights[:index])
-    return head, replace(text, tokens=text.tokens[index:], weights=text.weights[index:], start=None, back=0)
+    return head, replace(
+        text, tokens=text.tokens[index:], weights=text.weights[index:], start=None, back=0
+    )

@@ -1,11 +1,12 @@
 """Samples of WebDataset's shards: .tar files in which neighbouring members of one name are a sample; Energon's too.
 
-Each shard is walked once, member by member without reading what they hold, and its index is cached. From then on any
-sample is read where it lies, so that shards are as random to access as any other source.
+Each shard is walked once, member by member without reading what they hold, and its index is cached.
+From then on any sample is read where it lies, so that shards are as random to access as any other
+source.
 
-Shards that can only be read from their beginning on (the output of a command, compressed ones, and with a `window` all
-behind a URL) are read once for their index, which has their texts and what the headers of their media say. Training
-reads them again, in order, as copies in a `Spool`.
+Shards that can only be read from their beginning on (the output of a command, compressed ones, and
+with a `window` all behind a URL) are read once for their index, which has their texts and what the
+headers of their media say. Training reads them again, in order, as copies in a `Spool`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ from mmjax.data.sources.chat_records import (
     value_of_one,
     with_unread,
 )
-from mmjax.data.sources.energon import energon_text, field_of, list_shards, member_json, member_text, read_energon
+from mmjax.data.sources.energon import (
+    energon_text,
+    field_of,
+    list_shards,
+    member_json,
+    member_text,
+    read_energon,
+)
 from mmjax.data.sources.webdataset_index import (
     MEDIA,
     NAMES,
@@ -58,13 +66,20 @@ _WORKERS = 16  # shards that are walked at once: remote ones take their time
 class WebDatasetRecords:
     """`Conversations` of the samples of several shards, one after the other.
 
-    A sample's text is its .json, with messages or conversations, or a question and an answer; or its .txt, the answer
-    to `source.prompt`. Its media are the members with the extensions of images, clips and videos, in their order.
-    Raises UserError where a shard is missing, cut off or no .tar.
+    A sample's text is its .json, with messages or conversations, or a question and an answer; or
+    its .txt, the answer to `source.prompt`. Its media are the members with the extensions of
+    images, clips and videos, in their order. Raises UserError where a shard is missing, cut off or
+    no .tar.
     """
 
     def __init__(
-        self, path: str, source: WebDatasetSource, split: Split, cache: Path, where: str, spool: Spool
+        self,
+        path: str,
+        source: WebDatasetSource,
+        split: Split,
+        cache: Path,
+        where: str,
+        spool: Spool,
     ) -> None:
         """path: shards, by a pattern or a range, or a folder of Energon's. where: the config's key, for messages."""
         self._source = source
@@ -80,10 +95,14 @@ class WebDatasetRecords:
                 f"to be shuffled: {where.rpartition('.')[0]}.window=10000"
             )
         with ThreadPoolExecutor(_WORKERS) as pool:
-            index = partial(index_shard, cache=cache, spool=spool if source.window else None, lock=Lock())
+            index = partial(
+                index_shard, cache=cache, spool=spool if source.window else None, lock=Lock()
+            )
             indexed = list(pool.map(index, self._paths))
         files = [file for file, _ in indexed]
-        arrays = open_arrays(indexed[0][1] if len(files) == 1 else join_shards(indexed, cache), NAMES)
+        arrays = open_arrays(
+            indexed[0][1] if len(files) == 1 else join_shards(indexed, cache), NAMES
+        )
         sizes = [file.size for file in files if isinstance(file, StreamFile)]
         spool.check_window(where, source.window, len(arrays["key"]), sizes)
         self.window = source.window
@@ -101,7 +120,10 @@ class WebDatasetRecords:
 
     def fingerprint(self) -> str:
         """Hash the shards' names and stamps, and what is read of them."""
-        shards = [f"{os.path.basename(path)} {stamp}" for path, stamp in zip(self._paths, self._stamps, strict=True)]
+        shards = [
+            f"{os.path.basename(path)} {stamp}"
+            for path, stamp in zip(self._paths, self._stamps, strict=True)
+        ]
         read = (
             self._source.question,
             self._source.answer,
@@ -127,7 +149,8 @@ class WebDatasetRecords:
         )
 
     def _shard_of(self, index: int) -> int:
-        # side="right": with starts 0, 3, 3, 5, sample 3 is in the third shard, as the second is empty.
+        # side="right": with starts 0, 3, 3, 5, sample 3 is in the third shard, as the second is
+        # empty.
         return int(self._starts.searchsorted(index, side="right")) - 1
 
     def _members(self, index: int) -> dict[str, Member]:
@@ -149,7 +172,9 @@ class WebDatasetRecords:
                 stop=stop,
                 size=stop - start,
                 deflated=0,
-                content=stored_text(file, k - first, stop - start) if isinstance(file, StreamFile) else None,
+                content=stored_text(file, k - first, stop - start)
+                if isinstance(file, StreamFile)
+                else None,
             )
         return members
 
@@ -166,7 +191,9 @@ class WebDatasetRecords:
             record = parse_question(question[0] if question else self._source.prompt, answer, media)
             read = [field_of(members, field)[0] for field in self._fields]
             images = [member for files in media.values() for member in files]
-            return _with_unread_members(record, members, [*read, *(n for n in members if members[n] in images)])
+            return _with_unread_members(
+                record, members, [*read, *(n for n in members if members[n] in images)]
+            )
         if names := [name for name in TEXTS if name in members]:
             if len(names) > 1:
                 raise BadSample(f"has both .{names[0]} and .{names[1]}; keep the one that is meant")
@@ -179,28 +206,46 @@ class WebDatasetRecords:
             return _with_unread_members(record, members, [*names, *_media_names(members)])
         if "json" not in members:
             raise BadSample(f"has neither a .json nor a .txt; its members are {', '.join(members)}")
-        return _with_unread_members(self._json_record(members, media), members, ["json", *_media_names(members)])
+        return _with_unread_members(
+            self._json_record(members, media), members, ["json", *_media_names(members)]
+        )
 
-    def _json_record(self, members: Mapping[str, Member], media: Mapping[Medium, list[Member]]) -> Record:
+    def _json_record(
+        self, members: Mapping[str, Member], media: Mapping[Medium, list[Member]]
+    ) -> Record:
         """Parse a sample's .json. Raises BadSample."""
         record = member_json(members["json"])
         if not isinstance(record, dict):
             raise BadSample(f"has a .json with a {type(record).__name__}, not an object")
-        media = {medium: files for medium in KEYS if (files := _in_order(record, medium, media.get(medium, [])))}
+        media = {
+            medium: files
+            for medium in KEYS
+            if (files := _in_order(record, medium, media.get(medium, [])))
+        }
         names = {name for keys in KEYS.values() for name in keys}
-        if turns := next((name for name in ("messages", "conversations") if record.get(name)), None):
+        if turns := next(
+            (name for name in ("messages", "conversations") if record.get(name)), None
+        ):
             turn_record = {name: value for name, value in record.items() if name not in names}
-            return parse_chat(turn_record | {KEYS[medium][0]: files for medium, files in media.items()}, turns)
+            return parse_chat(
+                turn_record | {KEYS[medium][0]: files for medium, files in media.items()}, turns
+            )
         key = self._source.answer
         if (answer := value_of_one(record, (key, f"{key}s"))) is None:
             keys = ", ".join(map(repr, record)) or "none"
-            raise BadSample(f"has a .json with neither a conversation nor {key!r}; its keys: {keys}")
+            raise BadSample(
+                f"has a .json with neither a conversation nor {key!r}; its keys: {keys}"
+            )
         read = {*names, self._source.question, key, f"{key}s"}
         beside = {name: value for name, value in record.items() if name not in read}
-        return parse_question(record.get(self._source.question, self._source.prompt), answer, media, beside)
+        return parse_question(
+            record.get(self._source.question, self._source.prompt), answer, media, beside
+        )
 
 
-def _with_unread_members(record: Record, members: Mapping[str, Member], read: Sequence[str]) -> Record:
+def _with_unread_members(
+    record: Record, members: Mapping[str, Member], read: Sequence[str]
+) -> Record:
     """Add the members of a sample that are not read."""
     return with_unread(record, [f".{name}" for name in members if name not in read])
 
@@ -210,17 +255,22 @@ def _media_names(members: Mapping[str, Member]) -> list[str]:
     return [name for name in members if name.rpartition(".")[2].lower() in MEDIA]
 
 
-def _in_order(record: Mapping[str, Any], medium: Medium, files: Sequence[Member]) -> Sequence[Member]:
+def _in_order(
+    record: Mapping[str, Any], medium: Medium, files: Sequence[Member]
+) -> Sequence[Member]:
     """Return a sample's members of a medium in the order in which its record names them; in their own where it has
     other names for them.
 
-    Raises BadSample where it names more or fewer than there are, or some by their names and others not.
+    Raises BadSample where it names more or fewer than there are, or some by their names and others
+    not.
     """
     listed = listed_files(record, KEYS[medium])
     if not listed:
         return files
     if len(listed) != len(files):
-        raise BadSample(f"names {len(listed)} {medium} file(s), and has {len(files)} such member(s)")
+        raise BadSample(
+            f"names {len(listed)} {medium} file(s), and has {len(files)} such member(s)"
+        )
     by_name = {os.path.basename(file.member): file for file in files}
     paths = [one.get("path") if isinstance(one, Mapping) else one for one in listed]
     names = [os.path.basename(path) if isinstance(path, str) else "" for path in paths]

@@ -35,17 +35,28 @@ from mmjax.data.storage.files import (
     one_line,
     retry,
 )
-from mmjax.data.storage.spool import PIPE, Forward, Spool, StreamFile, is_stream, locked, open_stream
+from mmjax.data.storage.spool import (
+    PIPE,
+    Forward,
+    Spool,
+    StreamFile,
+    is_stream,
+    locked,
+    open_stream,
+)
 from mmjax.data.storage.tar_headers import tar_members
 from mmjax.errors import BadMedia, UserError
 
-# What is no medium that can be decoded is among them too: a bad sample, and not one without its medium.
+# What is no medium that can be decoded is among them too: a bad sample, and not one without its
+# medium.
 _EXTENSIONS: Mapping[Medium, str] = {
     "image": "jpg jpeg jpe jfif png webp bmp gif tif tiff ppm avif heic heif svg",
     "audio": "wav flac mp3 ogg oga opus m4a aac wma aiff",
     "video": "mp4 m4v webm mkv mov avi mpg mpeg wmv flv 3gp",
 }
-MEDIA: Mapping[str, Medium] = {name: medium for medium, names in _EXTENSIONS.items() for name in names.split()}
+MEDIA: Mapping[str, Medium] = {
+    name: medium for medium, names in _EXTENSIONS.items() for name in names.split()
+}
 TEXTS = ("txt", "text", "caption", "cap")
 VERSION = "1"  # of the index
 NAMES = ("starts", "first", "key", "where", "extension")
@@ -69,10 +80,13 @@ class Member(ArchiveMember):
         return super().read()
 
 
-# -------------------------------------------------------------------------------------------------------------- index
+# --------------------------------------------------------------------------------------------------
+# index
 
 
-def index_shard(path: str, cache: Path, spool: Spool | None, lock: Lock) -> tuple[File | StreamFile, Path]:
+def index_shard(
+    path: str, cache: Path, spool: Spool | None, lock: Lock
+) -> tuple[File | StreamFile, Path]:
     """Index a shard unless that was done; return it, and the folder of its index. Raises UserError.
 
     spool: None where no shard is a stream. lock: held while sizes of media are stored.
@@ -80,7 +94,9 @@ def index_shard(path: str, cache: Path, spool: Spool | None, lock: Lock) -> tupl
     piped = path.startswith(PIPE)
     try:
         place = path if piped or is_url(path) else os.path.abspath(path)
-        folder = cache / f"shard-{hash_strings(place, '' if piped else file_at(path).stamp(), VERSION)}"
+        folder = (
+            cache / f"shard-{hash_strings(place, '' if piped else file_at(path).stamp(), VERSION)}"
+        )
         if spool is not None and (is_url(path) or is_stream(path)):
             return _index_stream(path, folder.with_name(f"{folder.name}-stream"), spool, lock)
         if open_arrays_if_sound(folder, NAMES) is None:
@@ -99,13 +115,16 @@ def _index_stream(path: str, folder: Path, spool: Spool, lock: Lock) -> tuple[St
         if (arrays := open_arrays_if_sound(folder, _STREAM_NAMES)) is None:
             retry(path, lambda: _read_stream(path, folder, spool, lock))
             arrays = open_arrays(folder, _STREAM_NAMES)
-    return StreamFile(path, spool, int(arrays["size"][0]), arrays["digest"][0].decode(), folder), folder
+    return StreamFile(
+        path, spool, int(arrays["size"][0]), arrays["digest"][0].decode(), folder
+    ), folder
 
 
 def _read_stream(path: str, folder: Path, spool: Spool, lock: Lock) -> None:
     """Read a stream to its end, and store its index, with texts and the sizes of its media."""
     text_ends = [0]
-    media: list[tuple[str, int, int, dict[str, Probe]]] = []  # name, start, stop, what its probes say
+    # name, start, stop, what its probes say
+    media: list[tuple[str, int, int, dict[str, Probe]]] = []
 
     def read(name: str, start: int, stop: int) -> None:
         extension = name.rpartition(".")[2].lower()
@@ -175,7 +194,9 @@ def _texts(file: StreamFile) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _index(
-    name: str, opened: BinaryIO | Forward, read: Callable[[str, int, int], None] = lambda name, start, stop: None
+    name: str,
+    opened: BinaryIO | Forward,
+    read: Callable[[str, int, int], None] = lambda name, start, stop: None,
 ) -> dict[str, np.ndarray]:
     """Index a shard. read: is called with name, start and stop of each member, in order."""
     first: list[int] = []
@@ -195,14 +216,18 @@ def _index(
             of_sample = set()
             last_key = key
         if extension in of_sample:
-            raise UserError(f"{name} has {member} twice in one sample; give samples names of their own")
+            raise UserError(
+                f"{name} has {member} twice in one sample; give samples names of their own"
+            )
         of_sample.add(extension)
         read(member, start, stop)
         where.append((start, stop))
         extensions.append(extension.encode())
         longest = max(longest, len(keys[-1]), len(extensions[-1]))
         if len(where) > MAX_MEMBERS or len(where) * longest > MAX_NAMES:
-            raise UserError(f"{name} has more than {len(where):,} members, with names of {longest:,} bytes; split it")
+            raise UserError(
+                f"{name} has more than {len(where):,} members, with names of {longest:,} bytes; split it"
+            )
     return {
         "starts": np.array([0, len(first)]),
         "first": np.array([*first, len(where)]),
@@ -218,7 +243,11 @@ def _members_of(shard: str, opened: BinaryIO | Forward) -> Iterator[tuple[str, i
         name = os.path.normpath(member.name)
         if member.kind == "sparse":
             raise UserError(f"{shard} has {name} with holes (tar --sparse); write it again without")
-        if member.kind == "file" and "." in (base := os.path.basename(name)) and not base.startswith((".", "__")):
+        if (
+            member.kind == "file"
+            and "." in (base := os.path.basename(name))
+            and not base.startswith((".", "__"))
+        ):
             yield name, member.start, member.stop
 
 
@@ -230,9 +259,14 @@ def join_shards(indexed: Sequence[tuple[File | StreamFile, Path]], cache: Path) 
     if open_arrays_if_sound(joined, NAMES) is None:
         indexes = [open_arrays(folder, NAMES) for folder in folders]
         members = np.cumsum([0, *(len(index["where"]) for index in indexes)])
-        arrays = {name: np.concatenate([index[name] for index in indexes]) for name in ("key", "where", "extension")}
+        arrays = {
+            name: np.concatenate([index[name] for index in indexes])
+            for name in ("key", "where", "extension")
+        }
         arrays["starts"] = np.cumsum([0, *(len(index["key"]) for index in indexes)])
-        first = [index["first"][:-1] + begin for index, begin in zip(indexes, members[:-1], strict=True)]
+        first = [
+            index["first"][:-1] + begin for index, begin in zip(indexes, members[:-1], strict=True)
+        ]
         arrays["first"] = np.concatenate([*first, members[-1:]])
         save_arrays(joined, arrays)
     return joined

@@ -41,7 +41,8 @@ from mmjax.hub import repository_of
 
 ARCHIVES = (".zip", ".tar")
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a .zip member: signature, lengths of its name and its extra field
+# of a .zip member: signature, lengths of its name and its extra field
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
 _NAMES = ("name", "where")  # arrays of an archive's index
 # Kinds of members: 0 is stored as it is, 1 is deflated, these cannot be read.
 _LINK = 2
@@ -66,10 +67,11 @@ _WHY = {_LINK: "is a link", _ENCRYPTED: "is encrypted", _METHOD: "is packed by a
 class MediaFolder:
     """Find what a record refers to, in a folder, a URL, or a .zip or .tar.
 
-    root: an archive's members are indexed once, under `cache`. Unless `outside` is "allow", a reference that leaves the
-    root is refused: an absolute path, a URL, `..`, a link that leads out of it and of the Hugging Face cache's folder
-    of the data set that it is in. An absolute path into the root stays in it. outside_key: of `outside` in the config,
-    for messages; empty: there is none.
+    root: an archive's members are indexed once, under `cache`. Unless `outside` is "allow", a
+    reference that leaves the root is refused: an absolute path, a URL, `..`, a link that leads out
+    of it and of the Hugging Face cache's folder of the data set that it is in. An absolute path
+    into the root stays in it. outside_key: of `outside` in the config, for messages; empty: there
+    is none.
     """
 
     root: str
@@ -89,7 +91,8 @@ class MediaFolder:
             if self.outside == "refuse" and not self._holds(reference):
                 raise self._points_outside(reference)
             return file_at(reference)
-        unquoted = unquote(reference) if is_url(self.root) else reference  # a server would decode %2e to a dot
+        # a server would decode %2e to a dot
+        unquoted = unquote(reference) if is_url(self.root) else reference
         inside = posixpath.normpath(unquoted)
         if (inside == ".." or inside.startswith(("../", "/"))) and self.outside == "refuse":
             raise self._points_outside(reference)
@@ -100,8 +103,12 @@ class MediaFolder:
         # normpath has removed `..`, but a link inside the folder may still lead out of it.
         path = os.path.join(self._real_root, inside)
         target = os.path.realpath(path)
-        if self.outside == "refuse" and not any(os.path.commonpath([inner, target]) == inner for inner in self._within):
-            raise BadSample(f"{reference!r} is a link that leads outside of {self.root}{self._remedy}")
+        if self.outside == "refuse" and not any(
+            os.path.commonpath([inner, target]) == inner for inner in self._within
+        ):
+            raise BadSample(
+                f"{reference!r} is a link that leads outside of {self.root}{self._remedy}"
+            )
         return LocalFile(path)
 
     def _holds(self, reference: str) -> bool:
@@ -131,7 +138,9 @@ class MediaFolder:
     @cached_property
     def _archive(self) -> Archive | None:
         if self.root.endswith(COMPRESSED):
-            raise UserError(f"{self.root} is compressed as a whole, so nothing in it can be found alone; unpack it")
+            raise UserError(
+                f"{self.root} is compressed as a whole, so nothing in it can be found alone; unpack it"
+            )
         return Archive.open(self.root, self.cache) if self.root.endswith(ARCHIVES) else None
 
 
@@ -142,7 +151,8 @@ class Archive:
     file: File
     stamp: str
     name: np.ndarray  # "S32" [n], sorted
-    where: np.ndarray  # int64 [n, 5]: start and stop in the archive, size when inflated, kind, CRC-32 or -1
+    # int64 [n, 5]: start and stop in the archive, size when inflated, kind, CRC-32 or -1
+    where: np.ndarray
 
     @classmethod
     def open(cls, path: str, cache: Path) -> Archive:
@@ -150,7 +160,10 @@ class Archive:
         file = file_at(path)
         try:
             stamp = file.stamp()
-            folder = cache / f"members2-{hash_strings(os.path.abspath(path) if not is_url(path) else path, stamp)}"
+            folder = (
+                cache
+                / f"members2-{hash_strings(os.path.abspath(path) if not is_url(path) else path, stamp)}"
+            )
             if (members := open_arrays_if_sound(folder, _NAMES)) is None:
                 _write_index(folder, file)
                 members = open_arrays(folder, _NAMES)
@@ -161,17 +174,21 @@ class Archive:
     def find(self, member: str) -> ArchiveMember:
         """Find a member. Raises BadSample where it is missing, a link or can't be unpacked."""
         key = hash_strings(member).encode()
-        row = int(np.searchsorted(self.name, key, side="right")) - 1  # of equal names the last counts, as in unpacking
+        # of equal names the last counts, as in unpacking
+        row = int(np.searchsorted(self.name, key, side="right")) - 1
         if row < 0 or self.name[row] != key:
             raise BadSample(f"{self.file.name}::{member} is missing")
         start, stop, size, kind, crc = map(int, self.where[row])
         if kind in _WHY:
             raise BadSample(f"{self.file.name}::{member} {_WHY[kind]}")
         if self.file.name.endswith(".zip"):
-            # The directory has the position of the member's own header, which alone has that header's length.
+            # The directory has the position of the member's own header, which alone has that
+            # header's length.
             header = self.file.range(start, start + _LOCAL_HEADER.size)
             if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
-                raise BadSample(f"{self.file.name}::{member} is corrupt: it does not start where the directory says")
+                raise BadSample(
+                    f"{self.file.name}::{member} is corrupt: it does not start where the directory says"
+                )
             skipped = _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header)[1:])
             start += skipped
             stop += skipped
@@ -191,7 +208,9 @@ def _write_index(folder: Path, file: File) -> None:
     with file.open() as opened:
         rows = _zip_members(opened) if file.name.endswith(".zip") else _tar_members(opened)
         # Hashes have one length, so that names can be searched in a memory-mapped array.
-        inside = ((hash_strings(name), where) for name, where in rows if not name.startswith(("/", "../")))
+        inside = (
+            (hash_strings(name), where) for name, where in rows if not name.startswith(("/", "../"))
+        )
         members = np.fromiter(inside, [("name", "S32"), ("where", np.int64, 5)])
     members = members[np.argsort(members["name"], kind="stable")]
     save_arrays(folder, {name: np.ascontiguousarray(members[name]) for name in _NAMES})
@@ -202,8 +221,11 @@ def _zip_members(opened: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
         for member in archive.infolist():
             if member.is_dir():
                 continue
-            # Encrypted and linked members are indexed too, so that a record that names one is told why.
-            kind = {zipfile.ZIP_STORED: 0, zipfile.ZIP_DEFLATED: 1}.get(member.compress_type, _METHOD)
+            # Encrypted and linked members are indexed too, so that a record that names one is told
+            # why.
+            kind = {zipfile.ZIP_STORED: 0, zipfile.ZIP_DEFLATED: 1}.get(
+                member.compress_type, _METHOD
+            )
             if member.flag_bits & 1:
                 kind = _ENCRYPTED
             if stat.S_ISLNK(member.external_attr >> 16):
@@ -217,7 +239,10 @@ def _tar_members(opened: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     for member in tar_members(opened):
         if member.kind != "directory":
             kind = {"file": 0, "link": _LINK}.get(member.kind, _METHOD)
-            yield posixpath.normpath(member.name), (member.start, member.stop, member.size, kind, -1)
+            yield (
+                posixpath.normpath(member.name),
+                (member.start, member.stop, member.size, kind, -1),
+            )
 
 
 def data_url(url: str) -> bytes:

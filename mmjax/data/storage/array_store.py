@@ -1,8 +1,8 @@
 """Save arrays in a folder atomically, and verify their checksums when opening them.
 
-Storage may silently lose or change bytes, and a wrong length would be trained on. So a folder has a hash of every file,
-verified once in each process that a person or a launcher has started, at more than a gigabyte a second; worker
-processes do not verify again.
+Storage may silently lose or change bytes, and a wrong length would be trained on. So a folder has a
+hash of every file, verified once in each process that a person or a launcher has started, at more
+than a gigabyte a second; worker processes do not verify again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from mmjax.errors import UserError
 
 CHECKSUMS = "sums.json"  # {name of an array: SHA-256 of its file}
 
-_verified: set[tuple[tuple[str, int, int, int], ...]] = set()  # path, inode, size and mtime_ns of each file of a folder
+# path, inode, size and mtime_ns of each file of a folder
+_verified: set[tuple[tuple[str, int, int, int], ...]] = set()
 
 
 class Damaged(UserError):
@@ -83,8 +84,13 @@ def _verify(paths: Mapping[str, Path], checksums: Path) -> None:
     """Raise Damaged where a file does not have its hash. Files that did not change since are not read again."""
     files = (*paths.values(), checksums)
     try:
-        # Inode, size and time change whenever a file is replaced or written, so a process verifies each state once.
-        state = tuple((str(path), s.st_ino, s.st_size, s.st_mtime_ns) for path in files for s in [_status(path)])
+        # Inode, size and time change whenever a file is replaced or written, so a process verifies
+        # each state once.
+        state = tuple(
+            (str(path), s.st_ino, s.st_size, s.st_mtime_ns)
+            for path in files
+            for s in [_status(path)]
+        )
         if state in _verified:
             return
         expected = json.loads(checksums.read_text())

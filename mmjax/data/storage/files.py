@@ -31,7 +31,8 @@ MAX_BYTES = 1 << 29  # of one encoded file, also unpacked: a larger one is no im
 MAX_TEXT = 1 << 26  # bytes of one record, or of a member with text
 _PIECE = 1 << 22  # bytes that are read at a time of what may be longer than it says
 _ATTEMPTS = 4
-# What file systems call their tag or time of change: HTTP and S3, GCS, Azure, SFTP, the Hugging Face Hub, ...
+# What file systems call their tag or time of change: HTTP and S3, GCS, Azure, SFTP, the Hugging
+# Face Hub, ...
 _STAMPS = (
     "ETag",
     "etag",
@@ -77,8 +78,8 @@ class FileRef(Protocol):
 def state_of(stored: FileRef) -> str:
     """Return the stamp of a file, of one of this machine with the time at which the system has last changed it.
 
-    No program can set that time back. But it changes with a file's name and permissions too, and differs between
-    copies, so that it serves for one start on one host.
+    No program can set that time back. But it changes with a file's name and permissions too, and
+    differs between copies, so that it serves for one start on one host.
     """
     if isinstance(stored, FrameFiles):
         return hash_strings(*map(state_of, stored.files))
@@ -213,12 +214,15 @@ class RemoteFile:
 
     def range(self, start: int, stop: int) -> bytes:
         """Read bytes `start` to `stop` - 1, also from a server that only serves whole files."""
-        data: bytes = retry(self.name, lambda: filesystem(self.name).cat_file(self.name, start=start, end=stop))
+        data: bytes = retry(
+            self.name, lambda: filesystem(self.name).cat_file(self.name, start=start, end=stop)
+        )
         return data if len(data) <= stop - start else data[start:stop]
 
     @property
     def _info(self) -> dict[str, Any]:
-        # Requested once; not a cached_property, which before Python 3.12 makes all threads wait for each other.
+        # Requested once; not a cached_property, which before Python 3.12 makes all threads wait for
+        # each other.
         if "info" not in self.__dict__:
             self.__dict__["info"] = retry(self.name, lambda: _info(self.name))
         return self.__dict__["info"]
@@ -260,9 +264,13 @@ class ArchiveMember:
         except zlib.error as error:
             raise BadSample(f"{self.name} is corrupt: {error}") from None
         if len(data) != self.size:
-            raise BadSample(f"{self.name} is truncated or corrupt: {len(data)} bytes, not {self.size}")
+            raise BadSample(
+                f"{self.name} is truncated or corrupt: {len(data)} bytes, not {self.size}"
+            )
         if self.crc >= 0 and zlib.crc32(data) != self.crc:
-            raise BadSample(f"{self.name} is corrupt: its bytes do not go with the archive's CRC-32")
+            raise BadSample(
+                f"{self.name} is corrupt: its bytes do not go with the archive's CRC-32"
+            )
         return data
 
     def _inflated(self) -> bytes:
@@ -289,7 +297,8 @@ def read_bounded(file: Any, name: str, limit: int = MAX_BYTES) -> bytes:
 class _RangeReader(io.RawIOBase):
     """Read a file by ranges, each at least twice as long as the one before: a long header takes few requests.
 
-    The caches of fsspec read blocks of one size: many requests for a long header, or many bytes for a short one.
+    The caches of fsspec read blocks of one size: many requests for a long header, or many bytes for
+    a short one.
     """
 
     def __init__(self, file: File, size: int, offset: int = 0) -> None:
@@ -308,7 +317,10 @@ class _RangeReader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence])
+        self._position = max(
+            0,
+            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence],
+        )
         return self._position
 
     def tell(self) -> int:
@@ -317,8 +329,14 @@ class _RangeReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         start = self._position
         count = min(len(buffer), max(0, self._size - start))
-        # Read ahead: most headers are in the first 4 KB, and a long one takes log2 of its size in requests.
-        if not self._window_start <= start <= start + count <= self._window_start + len(self._window):
+        # Read ahead: most headers are in the first 4 KB, and a long one takes log2 of its size in
+        # requests.
+        if (
+            not self._window_start
+            <= start
+            <= start + count
+            <= self._window_start + len(self._window)
+        ):
             stop = min(self._size, start + max(count, self._next_size))
             self._window = self._file.range(self._offset + start, self._offset + stop)
             self._window_start = start
@@ -329,7 +347,8 @@ class _RangeReader(io.RawIOBase):
         return len(data)
 
 
-# -------------------------------------------------------------------------------------------------- paths and URLs
+# --------------------------------------------------------------------------------------------------
+# paths and URLs
 
 
 def is_url(path: str) -> bool:
@@ -344,7 +363,8 @@ def file_at(path: str) -> File:
 
 @cache
 def _filesystem(process: int, url_start: str) -> Any:
-    # `process` is part of the cache's key alone: a forked worker must not share its parent's connections.
+    # `process` is part of the cache's key alone: a forked worker must not share its parent's
+    # connections.
     try:
         return fsspec.core.url_to_fs(url_start)[0]
     except (ImportError, ValueError) as error:
@@ -364,28 +384,38 @@ def list_files(path: str, key: str) -> list[str]:
             file_at(path).stamp()
             files = [path]
         elif is_url(path):
-            files = [filesystem(path).unstrip_protocol(name) for name in filesystem(path).glob(path)]
+            files = [
+                filesystem(path).unstrip_protocol(name) for name in filesystem(path).glob(path)
+            ]
         else:
             files = local_glob.glob(path, recursive=True)
     except BadSample as error:
-        raise UserError(f"{key}: {error}; give a path, a pattern with * or a URL that fsspec opens") from None
+        raise UserError(
+            f"{key}: {error}; give a path, a pattern with * or a URL that fsspec opens"
+        ) from None
     except Exception as error:  # each client library behind fsspec has its own
         raise UserError(f"{key}={path}: {one_line(error)}") from None
     if not files:
-        raise UserError(f"{key}={path}: no such file; give a path, a pattern with * or a URL that fsspec opens")
+        raise UserError(
+            f"{key}={path}: no such file; give a path, a pattern with * or a URL that fsspec opens"
+        )
     return sorted(files)
 
 
 def file_inside(folder: str, name: Any, what: str) -> str:
     """Join a folder and the name that one of its files gives another one; it may have `*` and ranges.
 
-    what: the file, for messages. Raises UserError for anything else: what stands in data fetches nothing, executes
-    nothing and reads nothing elsewhere.
+    what: the file, for messages. Raises UserError for anything else: what stands in data fetches
+    nothing, executes nothing and reads nothing elsewhere.
     """
     if not isinstance(name, str) or not name or "\0" in name:
-        raise UserError(f"{what} names a file by {str(name)[:80]!r}; expected a path inside {folder}")
+        raise UserError(
+            f"{what} names a file by {str(name)[:80]!r}; expected a path inside {folder}"
+        )
     if is_url(name) or os.path.isabs(name) or ".." in Path(name).parts:
-        raise UserError(f"{what} names {name[:200]!r}, which is outside of {folder}; name that yourself in the config")
+        raise UserError(
+            f"{what} names {name[:200]!r}, which is outside of {folder}; name that yourself in the config"
+        )
     return os.path.join(folder, name)
 
 
@@ -397,17 +427,22 @@ def local_copy(path: str, folder: Path) -> Path:
     copy = folder / f"{hash_strings(path, file.stamp())}{Path(path).suffix}"
     if not copy.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        # Several processes may copy at once: each writes a file of its own, and the renames replace each other.
+        # Several processes may copy at once: each writes a file of its own, and the renames replace
+        # each other.
         with atomic_write(copy) as partial:
             retry(path, lambda: filesystem(path).get_file(path, str(partial)))
             if partial.stat().st_size != file.size():
-                raise UserError(f"{path}: only {partial.stat().st_size} of {file.size()} bytes came; run again")
+                raise UserError(
+                    f"{path}: only {partial.stat().st_size} of {file.size()} bytes came; run again"
+                )
     return copy
 
 
 def hash_strings(*parts: str) -> str:
     """Hash these strings together to 32 hexadecimal digits."""
-    return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        "\0".join(parts).encode("utf-8", "surrogatepass"), digest_size=16
+    ).hexdigest()
 
 
 def _info(url: str) -> dict[str, Any]:
@@ -466,7 +501,8 @@ _TOLERANCE = 0.02  # seconds; durations in manifests are rounded
 class AudioSegment:
     """The `duration` seconds (None: to the end) of an encoded clip from `offset` on.
 
-    Name, stamp and header are the whole file's, so that the header is read once for all cuts of a file.
+    Name, stamp and header are the whole file's, so that the header is read once for all cuts of a
+    file.
     """
 
     file: FileRef
@@ -510,11 +546,15 @@ class AudioSegment:
             total, rate = read_mp3_header(io.BytesIO(encoded))
             if (frames := self.frames(total, rate)) == total:
                 return encoded
-            return self._wav(decode_mp3(encoded, round(self.offset * rate), frames), frames, rate, 1, "FLOAT")
+            return self._wav(
+                decode_mp3(encoded, round(self.offset * rate), frames), frames, rate, 1, "FLOAT"
+            )
         except BadMedia as error:
             raise BadSample(f"{self.name} is a bad audio file: {error}") from None
 
-    def _wav(self, blocks: Iterable[np.ndarray], frames: int, rate: int, channels: int, subtype: str) -> bytes:
+    def _wav(
+        self, blocks: Iterable[np.ndarray], frames: int, rate: int, channels: int, subtype: str
+    ) -> bytes:
         file = io.BytesIO()
         with soundfile.SoundFile(file, "w", rate, channels, subtype, format="WAV") as cut:
             for block in blocks:
@@ -522,14 +562,18 @@ class AudioSegment:
                 check_bytes(f"{self.name} from {self.offset} s", file.tell())
             count = cut.frames
         if count != frames:
-            raise BadSample(f"{self.name} is truncated: {count} of {frames} frames from {self.offset} s")
+            raise BadSample(
+                f"{self.name} is truncated: {count} of {frames} frames from {self.offset} s"
+            )
         return file.getvalue()
 
     def frames(self, total: int, rate: int) -> int:
         """Count the frames of this cut of a clip that has `total`. Raises BadSample where it reaches beyond the end."""
         start = round(self.offset * rate)
         if start >= total:
-            raise BadSample(f"{self.name} has {total / rate:.2f} s; the clip is to start at {self.offset} s")
+            raise BadSample(
+                f"{self.name} has {total / rate:.2f} s; the clip is to start at {self.offset} s"
+            )
         count = total - start if self.duration is None else round(self.duration * rate)
         if count > total - start + _TOLERANCE * rate:
             raise BadSample(

@@ -1,8 +1,9 @@
 """Latents of images that a frozen VAE made once, by source: memory-mapped by data workers.
 
-Of every latent the mean and the log variance are stored, before they are scaled, so that training draws other latents
-of an image in every epoch, as the field does. Shards have consecutive samples and are written whole or not at all, so
-that a killed command goes on where it was. Every image has a checksum of its own, which is verified whenever it is
+Of every latent the mean and the log variance are stored, before they are scaled, so that training
+draws other latents of an image in every epoch, as the field does. Shards have consecutive samples
+and are written whole or not at all, so that a killed command goes on where it was. Every image has
+a checksum of its own, which is verified whenever it is
 read: stores are too large to be hashed at every start.
 """
 
@@ -30,10 +31,17 @@ from mmjax.startup import activity
 DESCRIPTION = "made_of.json"
 NAMES = ("items", "bad", "reasons", "values")  # arrays of a shard
 VALUES = np.dtype(np.float16)  # more exact than bfloat16, and means are within 100
-# Where the mean of an image begins in the shard's values, behind which its log variance lies; and their checksum.
-# Images are numbered among those of their sample that the generator makes, whatever other modules see of it.
+# Where the mean of an image begins in the shard's values, behind which its log variance lies; and
+# their checksum. Images are numbered among those of their sample that the generator makes, whatever
+# other modules see of it.
 ITEM = np.dtype(
-    [("sample", np.int64), ("image", np.int64), ("start", np.int64), ("shape", np.int64, 3), ("checksum", np.int64)]
+    [
+        ("sample", np.int64),
+        ("image", np.int64),
+        ("start", np.int64),
+        ("shape", np.int64, 3),
+        ("checksum", np.int64),
+    ]
 )
 BAD = np.dtype([("sample", np.int64), ("retry", np.bool_)])
 
@@ -85,7 +93,9 @@ class MadeOf:
         for path in sorted((cache / "latents").glob(f"*/{DESCRIPTION}")):
             record = read_sealed(path) or {}
             if (record.get("source"), record.get("generator")) == (self.source, self.generator):
-                changes = [what for key, what in subjects.items() if record.get(key) != getattr(self, key)]
+                changes = [
+                    what for key, what in subjects.items() if record.get(key) != getattr(self, key)
+                ]
                 stores += [(" and ".join(changes), path.parent)] if changes else []
         return stores
 
@@ -121,7 +131,9 @@ class LatentStore:
                 # Released when the file is closed, also by the end of the process.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise UserError(f"{self.folder}: another process makes these latents; wait for it, or end it") from None
+                raise UserError(
+                    f"{self.folder}: another process makes these latents; wait for it, or end it"
+                ) from None
             yield
 
     def remaining(self) -> list[range]:
@@ -129,7 +141,8 @@ class LatentStore:
 
         All shards are read and verified.
         """
-        for path in [*self.folder.glob("*.partial"), *self.folder.glob("*.old")]:  # of a process that was killed
+        # of a process that was killed
+        for path in [*self.folder.glob("*.partial"), *self.folder.glob("*.old")]:
             remove_path(path)
         listed = shards(self.folder)
         sound = []
@@ -143,7 +156,9 @@ class LatentStore:
                     sound.append(samples)
         return gaps(sound, self.samples)
 
-    def write(self, samples: range, images: Mapping[tuple[int, int], Moments], bad: Sequence[BadImages]) -> None:
+    def write(
+        self, samples: range, images: Mapping[tuple[int, int], Moments], bad: Sequence[BadImages]
+    ) -> None:
         """Write the shard of these samples. Raises UserError where it can't be written.
 
         images: latents by sample and image.
@@ -173,7 +188,8 @@ class LatentStore:
         bad = []
         for samples in shards(self.folder):
             path = shard_folder(self.folder, samples)
-            arrays = open_arrays(path, ("items", "bad", "reasons"))  # values may be hundreds of gigabytes
+            # values may be hundreds of gigabytes
+            arrays = open_arrays(path, ("items", "bad", "reasons"))
             images += len(arrays["items"])
             size += sum(file.stat().st_size for file in path.iterdir())
             reasons = zip(arrays["bad"].tolist(), arrays["reasons"].tolist(), strict=True)
@@ -208,7 +224,9 @@ class StoredLatents:
         item = next((item for item in items[first:last] if item["image"] == image), None)
         if item is None:
             reasons = arrays["reasons"][arrays["bad"]["sample"] == sample]
-            raise BadMedia(str(reasons[0]) if len(reasons) else f"there are no latents of its image {image}")
+            raise BadMedia(
+                str(reasons[0]) if len(reasons) else f"there are no latents of its image {image}"
+            )
         try:
             size = math.prod(item["shape"].tolist())
             values = np.asarray(arrays["values"][item["start"] : item["start"] + 2 * size])
@@ -227,10 +245,14 @@ class StoredLatents:
             try:
                 arrays = {name: np.load(path / f"{name}.npy", mmap_mode="r") for name in NAMES}
                 # Copied out: searching a field of the items would copy the whole field each time.
-                self._opened[shard] = arrays | {"samples": np.ascontiguousarray(arrays["items"]["sample"])}
+                self._opened[shard] = arrays | {
+                    "samples": np.ascontiguousarray(arrays["items"]["sample"])
+                }
             # NumPy's parser raises nearly anything on a damaged file.
             except Exception as error:
-                raise BadMedia(f"its latents in {path} cannot be read: {type(error).__name__}") from None
+                raise BadMedia(
+                    f"its latents in {path} cannot be read: {type(error).__name__}"
+                ) from None
         return self._opened[shard]
 
 

@@ -1,7 +1,7 @@
 """Read files without random access: they are copied, as many at once as fit a folder of bounded size.
 
-The folder is a window over what sources read in order. Processes that share it copy each file once, and what was used
-longest ago makes room. What a killed process was copying is copied again.
+The folder is a window over what sources read in order. Processes that share it copy each file once,
+and what was used longest ago makes room. What a killed process was copying is copied again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from mmjax.errors import UserError
 
 PIPE = "pipe:"  # before a command whose output is the file
 _STEP = 1 << 20  # bytes that are copied at a time
-_KEPT = 1 << 16  # bytes that a `Forward` can seek back; readers of .tar step back by a header at most
+# bytes that a `Forward` can seek back; readers of .tar step back by a header at most
+_KEPT = 1 << 16
 _XZ_MEMORY = 1 << 28  # bytes; presets need 65 MiB at most, and a header may ask for 4 GiB
 _POLL_SECONDS = 0.05
-_STOPPED = -signal.SIGPIPE, 128 + signal.SIGPIPE  # exit codes of a command whose output nobody reads to the end
+# exit codes of a command whose output nobody reads to the end
+_STOPPED = -signal.SIGPIPE, 128 + signal.SIGPIPE
 
 Write = Callable[[BinaryIO, Callable[[int], None]], None]  # to a file, after reserving the bytes
 
@@ -97,7 +99,9 @@ class Spool:
         while True:
             with locked(self.folder / "lock"):
                 if self._used() + size > self.space:
-                    for _, old in sorted((status.st_mtime_ns, path) for path, status in self._entries()):
+                    for _, old in sorted(
+                        (status.st_mtime_ns, path) for path, status in self._entries()
+                    ):
                         _remove_unused(old)
                         if self._used() + size <= self.space:
                             break
@@ -136,7 +140,8 @@ def _remove_unused(path: Path) -> None:
             path.unlink()
 
 
-# ------------------------------------------------------------------------------------------------------------ streams
+# --------------------------------------------------------------------------------------------------
+# streams
 
 
 def is_stream(path: str) -> bool:
@@ -279,12 +284,20 @@ def open_stream(name: str, space: int) -> Iterator[Forward]:
     Raises Unreadable, OSError, and UserError where it has more than `space` bytes, unpacked.
     """
     kind = fsspec.utils.infer_compression(name)
-    opened = _command(name) if name.startswith(PIPE) else _url(name) if is_url(name) else file_at(name).open()
+    opened = (
+        _command(name)
+        if name.startswith(PIPE)
+        else _url(name)
+        if is_url(name)
+        else file_at(name).open()
+    )
     with opened as stream:
         if kind in ("xz", "lzma"):
             yield Forward(_Xz(stream), name, space)
         else:
-            yield Forward(fsspec.compression.compr[kind](stream, mode="rb") if kind else stream, name, space)
+            yield Forward(
+                fsspec.compression.compr[kind](stream, mode="rb") if kind else stream, name, space
+            )
 
 
 def _url(url: str) -> Any:
@@ -298,7 +311,9 @@ def _command(name: str) -> Iterator[BinaryIO]:
     command = name.removeprefix(PIPE)
     with tempfile.TemporaryFile() as errors:
         try:
-            with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, stderr=errors) as process:
+            with subprocess.Popen(
+                command, shell=True, stdout=subprocess.PIPE, stderr=errors
+            ) as process:
                 yield process.stdout
         finally:  # also where its output is nonsense since it failed
             if (code := process.returncode) not in (0, *_STOPPED):

@@ -1,7 +1,8 @@
 """Read the headers of a .tar, as strictly as GNU tar reads them: what it refuses would be another member elsewhere.
 
-A .tar is blocks of 512 bytes: a header for each member, then what it holds; blocks of zeros are its end. Longer names
-and sizes are in members of their own, in front of the one that they describe: in records of POSIX ("pax"), or GNU's.
+A .tar is blocks of 512 bytes: a header for each member, then what it holds; blocks of zeros are its
+end. Longer names and sizes are in members of their own, in front of the one that they describe: in
+records of POSIX ("pax"), or GNU's.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class TarMember:
 def tar_members(opened: Any) -> Iterator[TarMember]:
     """Yield the members of a .tar, which is read from its beginning on; nothing is collected.
 
-    Raises ValueError for what GNU tar refuses, for headers of more than `MAX_TAR_HEADER` bytes, where there is no end,
-    without which a whole .tar and one cut between members look the same, and where more follows behind it.
+    Raises ValueError for what GNU tar refuses, for headers of more than `MAX_TAR_HEADER` bytes,
+    where there is no end, without which a whole .tar and one cut between members look the same, and
+    where more follows behind it.
     """
     position = 0
     shared: dict[str, str] = {}  # records for all members from here on
@@ -133,7 +135,9 @@ def _numbers(header: bytes, position: int) -> dict[str, int]:
     numbers = {field: _number(header[place]) for field, place in _NUMBERS.items()}
     for field, number in numbers.items():
         if number is None:
-            raise ValueError(f"its header at byte {position:,} has a {field} of {header[_NUMBERS[field]]!r}")
+            raise ValueError(
+                f"its header at byte {position:,} has a {field} of {header[_NUMBERS[field]]!r}"
+            )
         if number < 0 and field != "mtime":
             raise ValueError(f"its header at byte {position:,} has a negative {field}")
     summed = header[: _CHECKSUM.start] + b" " * 8 + header[_CHECKSUM.stop :]
@@ -147,7 +151,9 @@ def _numbers(header: bytes, position: int) -> dict[str, int]:
 def _number(field: bytes) -> int | None:
     """Parse octal digits, or a binary number after a bit that says so; None for anything else."""
     if field[0] in (0x80, 0xFF):
-        number = int.from_bytes(field, signed=True) if field[0] == 0xFF else int.from_bytes(field[1:])
+        number = (
+            int.from_bytes(field, signed=True) if field[0] == 0xFF else int.from_bytes(field[1:])
+        )
         return number if abs(number) < 1 << 63 else None
     digits = field.removeprefix(b"\0").partition(b"\0")[0]
     words = digits.split()
@@ -173,9 +179,17 @@ def _pax_records(content: bytes) -> dict[str, str]:
     while content[start:].strip(b"\0"):
         length = _LENGTH.match(content, start)
         stop = start + int(length[1]) if length else 0
-        if not length or not length.end() < stop <= len(content) or content[stop - 1 : stop] != b"\n":
-            raise ValueError(f"an extended header of it is malformed: {content[start : start + 40]!r}")
-        key, equals, value = content[length.end() : stop - 1].decode(errors="surrogateescape").partition("=")
+        if (
+            not length
+            or not length.end() < stop <= len(content)
+            or content[stop - 1 : stop] != b"\n"
+        ):
+            raise ValueError(
+                f"an extended header of it is malformed: {content[start : start + 40]!r}"
+            )
+        key, equals, value = (
+            content[length.end() : stop - 1].decode(errors="surrogateescape").partition("=")
+        )
         if not equals or (key in _RECORDS and not _RECORDS[key].fullmatch(value)):
             raise ValueError(f"an extended header of it has {key[:40]}={value[:40]!r}")
         records[key] = value

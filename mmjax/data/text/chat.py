@@ -1,8 +1,8 @@
 """Convert conversations to token sequences with a checkpoint's own tokenizer and chat template.
 
-A conversation's text is tokenized as a whole, so that ids are those that the checkpoint was trained with; the answers'
-tokens are then found by their characters. A medium is one token of the text, in whose place its items go: they take as
-many positions as their encoder makes tokens of them.
+A conversation's text is tokenized as a whole, so that ids are those that the checkpoint was trained
+with; the answers' tokens are then found by their characters. A medium is one token of the text, in
+whose place its items go: they take as many positions as their encoder makes tokens of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ BRANCH = -2  # the next text is a branch of its own
 MEDIUM = -3  # a medium of the first kind of `_MEDIA`, and so on
 _MEDIA: tuple[Medium, ...] = ("image", "audio", "video")
 BATCH = 1024  # conversations that are tokenized at once
-BATCH_CHARACTERS = 1 << 18  # of their texts, unless one alone is longer; each takes up to 1.5 KB meanwhile
+# of their texts, unless one alone is longer; each takes up to 1.5 KB meanwhile
+BATCH_CHARACTERS = 1 << 18
 PROMPT_END = 32  # tokens at the end of a prompt that are compared first
 PROMPT_ENDS = 1024  # cached tokenizations of such ends
 # Not allowed in a text: halves of UTF-16 surrogate pairs, and the marks around generated text.
@@ -60,7 +61,8 @@ class Tokens:
     weights: np.ndarray  # float32 [n]: above 0 where a token is trained on
     media: np.ndarray  # int64 [m]: indices of the tokens that stand for media
     kinds: tuple[str, ...]  # of these media
-    around: tuple[tuple[int, ...], tuple[int, ...]]  # not in `ids`: tokens that the tokenizer adds before and after
+    # not in `ids`: tokens that the tokenizer adds before and after
+    around: tuple[tuple[int, ...], tuple[int, ...]]
 
     def outline(self) -> list[int]:
         """List the tokens between media, as `Chat.outlines` does."""
@@ -108,12 +110,16 @@ class Branching(ABC):
 
     @abstractmethod
     def texts(
-        self, conversation: Conversation, answers: Sequence[tuple[np.ndarray, np.ndarray]], vocab: int
+        self,
+        conversation: Conversation,
+        answers: Sequence[tuple[np.ndarray, np.ndarray]],
+        vocab: int,
     ) -> Sequence[Text]:
         """Build the text of each branch, which begins with the prompt's last token, as it predicts the first of each.
 
-        answers: tokens and weights of each of those `answered`, from the prompt's last token on; of the prompt alone
-        where these are none. vocab: tokens of the tokenizer. Raises BadSample where what the loss reads is missing.
+        answers: tokens and weights of each of those `answered`, from the prompt's last token on; of
+        the prompt alone where these are none. vocab: tokens of the tokenizer. Raises BadSample
+        where what the loss reads is missing.
         """
 
 
@@ -128,10 +134,13 @@ class Chat:
     token: dict[str, int]  # token that stands for a medium, by medium
     written: re.Pattern[str]  # finds what the template writes for any medium
     control: re.Pattern[str]  # finds tokens that only the template may write
-    processor: bool  # whether the folder has a media processor, which keeps the tokens that the tokenizer adds
+    # whether the folder has a media processor, which keeps the tokens that the tokenizer adds
+    processor: bool
     notes: tuple[str, ...] = ()  # for the user
-    branching: Branching | None = None  # of several answers to one prompt; None: a conversation's own are trained on
-    _prompt_ends: dict[str, list[int]] = field(default_factory=dict, repr=False, compare=False)  # text -> ids
+    # of several answers to one prompt; None: a conversation's own are trained on
+    branching: Branching | None = None
+    # text -> ids
+    _prompt_ends: dict[str, list[int]] = field(default_factory=dict, repr=False, compare=False)
 
     def sample(
         self,
@@ -143,17 +152,20 @@ class Chat:
 
         Of several answers to one prompt each is a branch that begins with the prompt's last token.
 
-        `encoders` names, for each medium in order, the encoder of each of its parts; `texts` has what is written before
-        each part and behind the last, where its medium has such text (the times of a video's frames). Raises BadSample
-        where the conversation can't be trained on.
+        `encoders` names, for each medium in order, the encoder of each of its parts; `texts` has
+        what is written before each part and behind the last, where its medium has such text (the
+        times of a video's frames). Raises BadSample where the conversation can't be trained on.
         """
         lines = self._lines(conversation, texts, encoders)
-        tokens, answers = self._branches(conversation, lines, [self.tokenizer.encode(line.text) for line in lines])
+        tokens, answers = self._branches(
+            conversation, lines, [self.tokenizer.encode(line.text) for line in lines]
+        )
         items = _numbered(_kinds(conversation), encoders, texts)
         if answers:
             return Sample((*_sample(tokens, tokens.weights, items).segments, *answers))
         count = np.count_nonzero(tokens.weights)
-        # With "sample" every sample counts alike, whatever its length; "square" lies between, as in InternVL.
+        # With "sample" every sample counts alike, whatever its length; "square" lies between, as in
+        # InternVL.
         share = {"token": 1.0, "sample": 1 / count, "square": count**-0.5}[self.form.loss_reduction]
         return _sample(tokens, tokens.weights * np.float32(share), items)
 
@@ -169,7 +181,11 @@ class Chat:
         """
         line = self._prompt_line(conversation, texts, encoders)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
-        return _sample(tokens, np.zeros(len(tokens.ids), np.float32), _numbered(_kinds(conversation), encoders, texts))
+        return _sample(
+            tokens,
+            np.zeros(len(tokens.ids), np.float32),
+            _numbered(_kinds(conversation), encoders, texts),
+        )
 
     def read(self, records: Records, index: int) -> Conversation:
         """Read a conversation, with what its sample needs of other records. Raises BadSample."""
@@ -183,7 +199,9 @@ class Chat:
 
     def decode_answer(self, tokens: Sequence[int]) -> str:
         """Decode generated tokens up to the end of the answer."""
-        stop = next((k for k, token in enumerate(tokens) if token in self.tokenizer.ends), len(tokens))
+        stop = next(
+            (k for k, token in enumerate(tokens) if token in self.tokenizer.ends), len(tokens)
+        )
         return self.tokenizer.decode(tokens[:stop], skip_special=True).strip()
 
     def text_tokens(self, conversations: Iterable[Conversation]) -> list[int | BadSample]:
@@ -194,8 +212,8 @@ class Chat:
     def outlines(self, conversations: Iterable[Conversation]) -> list[list[int] | BadSample]:
         """List the text tokens between the media of each conversation, or return why `sample` refuses it.
 
-        Between these numbers stand codes: 5, TRAINED, 2, BRANCH, 7. No more conversations are held than are tokenized
-        at once.
+        Between these numbers stand codes: 5, TRAINED, 2, BRANCH, 7. No more conversations are held
+        than are tokenized at once.
         """
         counts: list[list[int] | BadSample] = []
         batch: list[tuple[Conversation, list[TokenizerInput] | BadSample]] = []
@@ -203,7 +221,9 @@ class Chat:
         for conversation in conversations:
             lines = _or_bad(self._lines, conversation)
             batch.append((conversation, lines))
-            characters += 0 if isinstance(lines, BadSample) else sum(len(line.text) for line in lines)
+            characters += (
+                0 if isinstance(lines, BadSample) else sum(len(line.text) for line in lines)
+            )
             if len(batch) >= BATCH or characters >= BATCH_CHARACTERS:
                 counts += self._counts(batch)
                 batch, characters = [], 0
@@ -212,7 +232,9 @@ class Chat:
     def _counts(
         self, batch: Sequence[tuple[Conversation, list[TokenizerInput] | BadSample]]
     ) -> list[list[int] | BadSample]:
-        texts = [line.text for _, lines in batch if not isinstance(lines, BadSample) for line in lines]
+        texts = [
+            line.text for _, lines in batch if not isinstance(lines, BadSample) for line in lines
+        ]
         encoded = iter(self.tokenizer.encode_all(texts))
         return [
             lines
@@ -222,13 +244,18 @@ class Chat:
         ]
 
     def _count(
-        self, conversation: Conversation, lines: Sequence[TokenizerInput], encoded: Sequence[Encoded | BadSample]
+        self,
+        conversation: Conversation,
+        lines: Sequence[TokenizerInput],
+        encoded: Sequence[Encoded | BadSample],
     ) -> list[int]:
         for text in encoded:
             if isinstance(text, BadSample):
                 raise text
         tokens, answers = self._branches(conversation, lines, encoded)
-        return tokens.outline() + [code for answer in answers for code in (BRANCH, len(answer.tokens))]
+        return tokens.outline() + [
+            code for answer in answers for code in (BRANCH, len(answer.tokens))
+        ]
 
     def fingerprint(self) -> str:
         """Hash everything that a conversation's tokens and weights depend on."""
@@ -241,7 +268,8 @@ class Chat:
             parts.append(repr((loss.kind, getattr(loss, "loss_type", ""), loss.inputs)))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
-    # ----------------------------------------------------------------------------------------------------- text
+    # ----------------------------------------------------------------------------------------------
+    # text
 
     def _lines(
         self,
@@ -261,7 +289,10 @@ class Chat:
         return [self._line(conversation, texts, encoders, self.form.train_on == "last_assistant")]
 
     def _prompt_line(
-        self, conversation: Conversation, texts: Sequence[Sequence[str]], encoders: Sequence[Sequence[str]]
+        self,
+        conversation: Conversation,
+        texts: Sequence[Sequence[str]],
+        encoders: Sequence[Sequence[str]],
     ) -> TokenizerInput:
         """Render a conversation that ends with a question, up to where the answer begins."""
         if not conversation.messages or conversation.messages[-1].role == ASSISTANT:
@@ -277,12 +308,16 @@ class Chat:
         last_only: bool = False,
     ) -> TokenizerInput:
         """Render the text to tokenize, with the characters of the answers that are trained on."""
-        answer_weights = [message.weight for message in conversation.messages if message.role == ASSISTANT]
+        answer_weights = [
+            message.weight for message in conversation.messages if message.role == ASSISTANT
+        ]
         if not answer_weights:
             raise BadSample("the assistant says nothing in it")
         weights = [message.weight for message in conversation.messages]
         if not any(answer_weights[-1:] if last_only else answer_weights):
-            raise BadSample(f"its {'last ' if last_only else ''}answer has weight=0: there is nothing to learn")
+            raise BadSample(
+                f"its {'last ' if last_only else ''}answer has weight=0: there is nothing to learn"
+            )
         rendered = self.template.rendered(self._messages(conversation), last_only, weights)
         if not rendered.answers:
             raise BadSample("the chat template writes nothing that the assistant says")
@@ -315,7 +350,9 @@ class Chat:
                     f"the data has media of the kind {medium.kind}, but it is not known how {self.form.folder} writes "
                     f"them (known: {', '.join(self.placeholders) or 'none'}); say it: chat.placeholders.{medium.kind}"
                 )
-        return self.template.messages(conversation, {kind: p.written for kind, p in self.placeholders.items()})
+        return self.template.messages(
+            conversation, {kind: p.written for kind, p in self.placeholders.items()}
+        )
 
     def _with_media(
         self,
@@ -324,13 +361,22 @@ class Chat:
         texts: Sequence[Sequence[str]],
         encoders: Sequence[Sequence[str]],
     ) -> TokenizerInput:
-        # The template's placeholders become tokens, and must be as many as the conversation's media.
+        # The template's placeholders become tokens, and must be as many as the conversation's
+        # media.
         kinds = [medium.kind for medium in conversation.media()]
         kind_of = {p.written: kind for kind, p in self.placeholders.items()}
         check_places([kind_of[match[0]] for match in self.written.finditer(rendered.text)], kinds)
-        by_kind = {kind: [t for k, t in zip(kinds, texts, strict=True) if k == kind] for kind in kinds if texts}
+        by_kind = {
+            kind: [t for k, t in zip(kinds, texts, strict=True) if k == kind]
+            for kind in kinds
+            if texts
+        }
         # A video with items of two encoders has its sound among them.
-        videos = [len(set(names)) > 1 for kind, names in zip(kinds, encoders, strict=False) if kind == "video"]
+        videos = [
+            len(set(names)) > 1
+            for kind, names in zip(kinds, encoders, strict=False)
+            if kind == "video"
+        ]
         if any(videos) and not self.placeholders["video"].sound_before:
             raise UserError(
                 f"it is not known how {self.form.folder} marks videos with their sound; say it: "
@@ -338,10 +384,14 @@ class Chat:
             )
         return write_media(rendered, self.placeholders, self.written, by_kind, videos)
 
-    # --------------------------------------------------------------------------------------------------- tokens
+    # ----------------------------------------------------------------------------------------------
+    # tokens
 
     def _branches(
-        self, conversation: Conversation, lines: Sequence[TokenizerInput], encoded: Sequence[Encoded]
+        self,
+        conversation: Conversation,
+        lines: Sequence[TokenizerInput],
+        encoded: Sequence[Encoded],
     ) -> tuple[Tokens, tuple[Text, ...]]:
         """Tokenize what `_lines` rendered; where a loss compares answers, their shared prompt and each as a branch.
 
@@ -351,35 +401,49 @@ class Chat:
         tokens = lines_tokens[0]
         if self.branching is None:
             return tokens, ()
-        begins = [next(iter(np.flatnonzero(one.weights).tolist()), len(one.ids)) for one in lines_tokens]
+        begins = [
+            next(iter(np.flatnonzero(one.weights).tolist()), len(one.ids)) for one in lines_tokens
+        ]
         begin = begins[0]
         prompts = [one.ids[:begin] for one in lines_tokens]
-        if {*begins} != {begin} or any(not np.array_equal(prompt, prompts[0]) for prompt in prompts):
-            raise BadSample("its prompt has other tokens before one of its answers than before the other")
+        if {*begins} != {begin} or any(
+            not np.array_equal(prompt, prompts[0]) for prompt in prompts
+        ):
+            raise BadSample(
+                "its prompt has other tokens before one of its answers than before the other"
+            )
         starts = [(one.ids[begin - 1 :], one.weights[begin - 1 :]) for one in lines_tokens]
         answers = self.branching.texts(conversation, starts, len(self.tokenizer))
         if any((one.media >= begin - 1).any() for one in lines_tokens):
             kind = self.branching.loss.kind
-            raise BadSample(f"has a medium right before its answers; loss={kind} needs text between them")
+            raise BadSample(
+                f"has a medium right before its answers; loss={kind} needs text between them"
+            )
         prompt = replace(
             tokens,
             ids=tokens.ids[: begin - 1],
             weights=np.zeros(begin - 1, np.float32),
             around=(tokens.around[0], ()),
         )
-        return prompt, tuple(replace(answer, branch=number) for number, answer in enumerate(answers, start=1))
+        return prompt, tuple(
+            replace(answer, branch=number) for number, answer in enumerate(answers, start=1)
+        )
 
     def _tokens(self, line: TokenizerInput, encoded: Encoded) -> Tokens:
         """Set loss weights on the tokens of answers, except media and the text around them.
 
-        A token that straddles the boundary of an answer is trained on if any of its characters inside the answer is not
-        white space.
+        A token that straddles the boundary of an answer is trained on if any of its characters
+        inside the answer is not white space.
         """
-        media = np.flatnonzero(np.isin(encoded.ids, list(self.token.values()))) if self.token else np.empty(0, np.int64)
+        media = (
+            np.flatnonzero(np.isin(encoded.ids, list(self.token.values())))
+            if self.token
+            else np.empty(0, np.int64)
+        )
         if len(media) != len(line.media):
             raise BadSample(f"its tokens have {len(media)} places for {len(line.media)} media")
-        # Multimodal processors tokenize with special tokens, except where the template has written <s> already; what
-        # users say has none.
+        # Multimodal processors tokenize with special tokens, except where the template has written
+        # <s> already; what users say has none.
         has_bos = (self.tokenizer.named.get("bos_token") or "\0") in line.text
         around = self.tokenizer.around if self.processor and not has_bos else ((), ())
         for prompt_end in line.prompts:
@@ -388,7 +452,8 @@ class Chat:
         for (begin, end), weight in zip(line.answers, line.weights, strict=True):
             tokens = encoded.touching(begin, end)
             weights[tokens] = weight
-            # Only the first and the last token can straddle: " cat" where the answer is "cat", or "cat\n".
+            # Only the first and the last token can straddle: " cat" where the answer is "cat", or
+            # "cat\n".
             for edge in (tokens.start, tokens.stop - 1) if tokens.start < tokens.stop else ():
                 token_begin = int(encoded.begin[edge])
                 token_end = int(encoded.end[edge])
@@ -400,16 +465,21 @@ class Chat:
         if not around[0]:
             weights[:1] = 0  # no token before it predicts it
         if line.answers and not weights.any():
-            raise BadSample("no token of what the assistant says can be predicted from one before it")
+            raise BadSample(
+                "no token of what the assistant says can be predicted from one before it"
+            )
         return Tokens(encoded.ids, weights, media, line.kinds, around)
 
     def _check_prompt(self, text: str, encoded: Encoded, end: int) -> None:
         """Raise BadSample where a prompt, `text[:end]`, has other tokens than at inference, without the answer."""
         count = int(np.searchsorted(encoded.end, end, side="right"))
         if count < len(encoded.ids) and encoded.begin[count] < end:
-            raise BadSample(f"an answer's first characters and its prompt's last are one token; {_remedy(text, end)}")
-        # Tokenizing all of every prompt would double the work. No tokenizer looks far ahead, and none beyond a special
-        # token, so tokenize the prompt's end and compare its second half, which no longer depends on where it was cut.
+            raise BadSample(
+                f"an answer's first characters and its prompt's last are one token; {_remedy(text, end)}"
+            )
+        # Tokenizing all of every prompt would double the work. No tokenizer looks far ahead, and
+        # none beyond a special token, so tokenize the prompt's end and compare its second half,
+        # which no longer depends on where it was cut.
         tail = encoded.ids[max(0, count - PROMPT_END) : count]
         special = np.flatnonzero(np.isin(tail, self._special))
         tail = tail[special[-1] + 1 :] if len(special) else tail
@@ -426,7 +496,9 @@ class Chat:
         if tail_alone[-compared:] != tail[-compared:].tolist():
             prompt_alone = self.tokenizer.encode(text[:end]).ids
             if not np.array_equal(prompt_alone, encoded.ids[:count]):
-                raise BadSample(f"its prompt has other tokens with the answer behind it; {_remedy(text, end)}")
+                raise BadSample(
+                    f"its prompt has other tokens with the answer behind it; {_remedy(text, end)}"
+                )
 
     @cached_property
     def _special(self) -> np.ndarray:
@@ -462,7 +534,9 @@ def _sample(tokens: Tokens, weights: np.ndarray, items: dict[str, Iterator[list[
     weights = np.pad(weights, (len(prefix), len(suffix)))
     segments: list[Text | Item] = []
     begin = 0
-    for end, kind in zip([*(tokens.media + len(prefix)), len(ids)], [*tokens.kinds, None], strict=True):
+    for end, kind in zip(
+        [*(tokens.media + len(prefix)), len(ids)], [*tokens.kinds, None], strict=True
+    ):
         if begin < end:
             segments.append(Text(ids[begin:end], weights[begin:end]))
         if kind is not None:
@@ -486,11 +560,13 @@ def outlined_branches(codes: Sequence[int]) -> tuple[int, ...]:
     return tuple(code for code in codes[begin:] if code > 0)
 
 
-def outlined_sample(codes: Sequence[int], kinds: Sequence[str], encoders: Sequence[Sequence[str]]) -> Sample:
+def outlined_sample(
+    codes: Sequence[int], kinds: Sequence[str], encoders: Sequence[Sequence[str]]
+) -> Sample:
     """Make a sample of a conversation's outline: as many tokens, all of them 0, as `Chat.sample` has.
 
-    kinds: of the conversation's media in order. encoders: as in `Chat.sample`. Weights tell the first token that is
-    trained on.
+    kinds: of the conversation's media in order. encoders: as in `Chat.sample`. Weights tell the
+    first token that is trained on.
     """
     items = _numbered(kinds, encoders)
     segments: list[Text | Item] = []

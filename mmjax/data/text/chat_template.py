@@ -1,7 +1,8 @@
 """Render conversations with a checkpoint's chat template, and locate the answers in the text.
 
-Templates are foreign code: they run in Jinja's sandbox, see nothing but strings, lists and dictionaries, and change
-nothing. They get the functions and variables that `transformers` gives them.
+Templates are foreign code: they run in Jinja's sandbox, see nothing but strings, lists and
+dictionaries, and change nothing. They get the functions and variables that `transformers` gives
+them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from mmjax.errors import UserError
 
 def compile_any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Compile a pattern that finds any of these texts, longer ones first."""
-    return re.compile("|".join(map(re.escape, sorted({t for t in texts if t}, key=len, reverse=True))) or "(?!)")
+    return re.compile(
+        "|".join(map(re.escape, sorted({t for t in texts if t}, key=len, reverse=True))) or "(?!)"
+    )
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,9 @@ def write_media(
 ) -> TokenizerInput:
     """Replace what the template wrote for each medium, found by `written`, with its token and the text around it.
 
-    texts: by kind, what stands before each part of each medium of the kind, and behind its last part; such a medium has
-    a token for each part. sounded: of each video, whether its sound is among its items; empty: of none.
+    texts: by kind, what stands before each part of each medium of the kind, and behind its last
+    part; such a medium has a token for each part. sounded: of each video, whether its sound is
+    among its items; empty: of none.
     """
     kind_of = {p.written: kind for kind, p in places.items()}
     pieces = []
@@ -70,15 +74,18 @@ def write_media(
     remaining = {kind: iter(of_kind) for kind, of_kind in texts.items()}
     with_sound = iter(sounded)
     length = last = 0  # of the new text, and in the rendered one
-    # From position `starts[k]` of the rendered text on, positions move by `shifts[k]`: where "<image>" becomes "<img>"
-    # in "a<image>b", b moves from 8 to 6, so the second entries are 8 and -2.
+    # From position `starts[k]` of the rendered text on, positions move by `shifts[k]`: where
+    # "<image>" becomes "<img>" in "a<image>b", b moves from 8 to 6, so the second entries are 8 and
+    # -2.
     starts = [0]
     shifts = [0]
     for match in written.finditer(rendered.text):
         kind = kind_of[match[0]]
         place = places[kind]
         sound = kind == "video" and next(with_sound, False)
-        prefix, suffix = (place.sound_before, place.sound_after) if sound else (place.before, place.after)
+        prefix, suffix = (
+            (place.sound_before, place.sound_after) if sound else (place.before, place.after)
+        )
         item = prefix + (place.token or place.written) + suffix
         pieces.append(rendered.text[last : match.start()])
         length += match.start() - last
@@ -148,7 +155,9 @@ class Template:
     special: tuple[str, ...]  # tokens, one of which may end a turn
     line_breaks: bool = False  # whether line breaks beside markers are text, and none is added
 
-    def messages(self, conversation: Conversation, written: Mapping[str, str]) -> list[dict[str, Any]]:
+    def messages(
+        self, conversation: Conversation, written: Mapping[str, str]
+    ) -> list[dict[str, Any]]:
         """Convert a conversation to the template's messages; where one must be a string, media are as `written`."""
         return [self._message(message, written) for message in conversation.messages]
 
@@ -163,14 +172,18 @@ class Template:
             return {**beside, "content": content}
         # Templates test a medium's type or whether its key exists; none reads the value.
         parts = [
-            {"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind, p.kind: p.kind} for p in own_parts
+            {"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind, p.kind: p.kind}
+            for p in own_parts
         ]
         return {**beside, "content": parts}
 
-    def render(self, messages: Sequence[dict[str, Any]], prompt: bool) -> tuple[str, tuple[Span, ...]]:
+    def render(
+        self, messages: Sequence[dict[str, Any]], prompt: bool
+    ) -> tuple[str, tuple[Span, ...]]:
         """Render the text, with a generation prompt at its end if `prompt`, and return it with the marked spans.
 
-        Raises BadSample where the template refuses the messages, fails on them or exceeds the limits.
+        Raises BadSample where the template refuses the messages, fails on them or exceeds the
+        limits.
         """
         try:
             text = render_source(
@@ -184,17 +197,23 @@ class Template:
         except TemplateRefusal as error:
             raise BadSample(f"the chat template refuses it: {error}") from None
         except Exception as error:  # a template runs code of its own, which may raise anything
-            raise BadSample(f"the chat template {self.where} fails: {describe_error(error)}") from None
+            raise BadSample(
+                f"the chat template {self.where} fails: {describe_error(error)}"
+            ) from None
         return _without_marks(text) if self.marked else (text, ())
 
     def rendered(
-        self, messages: Sequence[dict[str, Any]], last_only: bool = False, weights: Sequence[float] | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        last_only: bool = False,
+        weights: Sequence[float] | None = None,
     ) -> RenderedChat:
         """Render a whole conversation and locate its answers, or only the last of them.
 
-        Answers are what the template marks; without marks, what their message adds to the prompt before it, up to the
-        token that ends the turn. weights: of the messages, default 1; answers of weight 0 are left out. Raises
-        UserError where a prompt is no prefix of the text, BadSample where a mark belongs to no message.
+        Answers are what the template marks; without marks, what their message adds to the prompt
+        before it, up to the token that ends the turn. weights: of the messages, default 1; answers
+        of weight 0 are left out. Raises UserError where a prompt is no prefix of the text,
+        BadSample where a mark belongs to no message.
         """
         weights = [1.0] * len(messages) if weights is None else weights
         text, marks = self.render(messages, False)
@@ -209,19 +228,29 @@ class Template:
         trained = [k for k in answered if weights[k]]
         if not self.marked:
             answers = tuple(self._added(messages, k, text) for k in trained)
-            return RenderedChat(text, answers, tuple(weights[k] for k in trained), tuple(begin for begin, _ in answers))
+            return RenderedChat(
+                text,
+                answers,
+                tuple(weights[k] for k in trained),
+                tuple(begin for begin, _ in answers),
+            )
         if not trained:
             return RenderedChat(text, ())
         prompts = tuple(self._prompts(messages, trained, text))
         if len({weights[k] for k in answered}) > 1:
             spans = [(k, mark) for k in trained for mark in self._marks_of(messages, k, marks)]
-            return RenderedChat(text, tuple(mark for _, mark in spans), tuple(weights[k] for k, _ in spans), prompts)
-        # All answers have one weight, so that it does not matter which mark belongs to which message.
+            return RenderedChat(
+                text, tuple(mark for _, mark in spans), tuple(weights[k] for k, _ in spans), prompts
+            )
+        # All answers have one weight, so that it does not matter which mark belongs to which
+        # message.
         if last_only and answered[0]:
             marks = marks[len(self.render(messages[: answered[0]], False)[1]) :]
         return RenderedChat(text, marks, (weights[answered[0]],) * len(marks), prompts)
 
-    def _prompts(self, messages: Sequence[dict[str, Any]], trained: Sequence[int], text: str) -> Iterator[int]:
+    def _prompts(
+        self, messages: Sequence[dict[str, Any]], trained: Sequence[int], text: str
+    ) -> Iterator[int]:
         """Yield the ends of the answers' prompts in the text; a template may rewrite earlier answers once more follows.
 
         Raises BadSample where the text of the last answer does not begin with its prompt.
@@ -229,14 +258,17 @@ class Template:
         for k in trained:
             if not k:
                 continue
-            # The prompt as generation renders it: the messages before the answer, then the template's opening of one.
+            # The prompt as generation renders it: the messages before the answer, then the
+            # template's opening of one.
             prompt, _ = self.render(messages[:k], True)
             if text.startswith(prompt):
                 yield len(prompt)
             elif k == trained[-1] == len(messages) - 1:
                 raise _other_prompt(prompt)
 
-    def _variables_that_keep(self, messages: Sequence[dict[str, Any]], k: int) -> Iterator[tuple[str, str]]:
+    def _variables_that_keep(
+        self, messages: Sequence[dict[str, Any]], k: int
+    ) -> Iterator[tuple[str, str]]:
         """Find the template's variables by which message `k` stays as it was when more follows it."""
         for name in sorted(meta.find_undeclared_variables(_environment().parse(self.source))):
             for value in (True, False) if _ABOUT_THINKING.search(name) else ():
@@ -250,7 +282,9 @@ class Template:
                 if text.startswith(until) and until.startswith(prompt):
                     yield name, str(value).lower()
 
-    def _marks_of(self, messages: Sequence[dict[str, Any]], k: int, marks: tuple[Span, ...]) -> tuple[Span, ...]:
+    def _marks_of(
+        self, messages: Sequence[dict[str, Any]], k: int, marks: tuple[Span, ...]
+    ) -> tuple[Span, ...]:
         """Return the marks of message `k`: those that the text with it has and the text before it has not."""
         first = len(self.render(messages[:k], False)[1]) if k else 0
         stop = len(self.render(messages[: k + 1], False)[1])
@@ -263,14 +297,21 @@ class Template:
     def _added(self, messages: Sequence[dict[str, Any]], k: int, text: str) -> Span:
         """Return the span that message `k` adds to its prompt, without white space behind its end-of-turn token."""
         if not k:
-            raise BadSample("it begins with the assistant, and the chat template marks no answers; begin with the user")
+            raise BadSample(
+                "it begins with the assistant, and the chat template marks no answers; begin with the user"
+            )
         prompt, _ = self.render(messages[:k], True)
         until = self.render(messages[: k + 1], False)[0] if k + 1 < len(messages) else text
         if not (text.startswith(prompt) and text.startswith(until) and len(prompt) <= len(until)):
             if k + 1 == len(messages):
                 raise _other_prompt(prompt)
-            remedies = [f"data.chat.variables.{name}={value}" for name, value in self._variables_that_keep(messages, k)]
-            remedies.append("data.chat.train_on=last_assistant, which trains on each conversation's last answer alone")
+            remedies = [
+                f"data.chat.variables.{name}={value}"
+                for name, value in self._variables_that_keep(messages, k)
+            ]
+            remedies.append(
+                "data.chat.train_on=last_assistant, which trains on each conversation's last answer alone"
+            )
             raise UserError(
                 f"the chat template {self.where} writes an answer otherwise once more follows it than as its prompt "
                 "begins or ends it, so what the assistant says can't be told apart; put {% generation %} and "
@@ -279,7 +320,8 @@ class Template:
             )
         begin = len(prompt)
         end = len(until)
-        # Templates often write a line break behind the end-of-turn token, which a model need not generate.
+        # Templates often write a line break behind the end-of-turn token, which a model need not
+        # generate.
         answer = text[begin:end].rstrip()
         return begin, begin + len(answer) if answer.endswith(self.special) else end
 
@@ -292,7 +334,8 @@ def _other_prompt(prompt: str) -> BadSample:
     )
 
 
-# PaliGemma's folders have none: its processor writes images, <bos>, the prompt and a line break, then the suffix.
+# PaliGemma's folders have none: its processor writes images, <bos>, the prompt and a line break,
+# then the suffix.
 PALIGEMMA = """
 {%- if messages | length > 2 or messages[0]['role'] != 'user' -%}
     {{ raise_exception('PaliGemma answers one question, and takes nothing else: one of the user, then an answer') }}
@@ -322,9 +365,15 @@ def load_template(form: ChatFormat, tokenizer: Tokenizer) -> Template:
     try:
         compile_source(source)
     except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"the chat template {where}, line {error.lineno}: {error.message}; mend it") from error
-    except Exception as error:  # Python's own compiler refuses what is nested too deeply, and other things
-        raise UserError(f"the chat template {where} cannot be compiled: {describe_error(error)}; mend it") from error
+        raise UserError(
+            f"the chat template {where}, line {error.lineno}: {error.message}; mend it"
+        ) from error
+    except (
+        Exception
+    ) as error:  # Python's own compiler refuses what is nested too deeply, and other things
+        raise UserError(
+            f"the chat template {where} cannot be compiled: {describe_error(error)}; mend it"
+        ) from error
     try:
         today = datetime.fromisoformat(form.date)
     except ValueError as error:
@@ -400,15 +449,22 @@ def _as_string(parts: Sequence[str | MediaPlace], written: Mapping[str, str]) ->
 def _with_lists(template: Template) -> Template:
     """Find the roles whose messages the template accepts as lists of parts, by rendering one for each."""
     lists: set[str] = set()
-    # Users come first, since the probes of the other roles need a user's message before or after them.
+    # Users come first, since the probes of the other roles need a user's message before or after
+    # them.
     for role in ("user", ASSISTANT, "system"):
         probe = {"role": role, "content": [{"type": "text", "text": _PROBE}]}
-        user = {"role": "user", "content": [{"type": "text", "text": "a"}] if "user" in lists else "a"}
+        user = {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}] if "user" in lists else "a",
+        }
         try:
-            text, _ = template.render({"user": [probe], ASSISTANT: [user, probe], "system": [probe, user]}[role], False)
+            text, _ = template.render(
+                {"user": [probe], ASSISTANT: [user, probe], "system": [probe, user]}[role], False
+            )
         except (BadSample, UserError):
             continue
-        # A template that expects a string prints the list as Python or JSON: {'type': 'text', 'text': '7f3a'}.
+        # A template that expects a string prints the list as Python or JSON: {'type': 'text',
+        # 'text': '7f3a'}.
         if _PROBE in text and not re.search(rf"""['"]text['"]: ?['"]{_PROBE}""", text):
             lists.add(role)
     return replace(template, lists=frozenset(lists))

@@ -48,7 +48,8 @@ def load_prompt_chat(form: ChatFormat) -> Chat:
     folder_defaults = {
         kind: p
         for kind, p in folder_placeholders(folder, tokenizer.named).items()
-        if kind != "video" or tokenizer.id(p.token or p.written) is not None  # checkpoints that were made without
+        # checkpoints that were made without
+        if kind != "video" or tokenizer.id(p.token or p.written) is not None
     }
     placeholders = {**folder_defaults, **form.placeholders}
     for kind in placeholders:
@@ -85,20 +86,29 @@ def _token_of(tokenizer: Tokenizer, kind: str, place: Placeholder) -> int:
     return token_id
 
 
-def _control_tokens(tokenizer: Tokenizer, template: Template, placeholders: dict[str, Placeholder]) -> set[str]:
+def _control_tokens(
+    tokenizer: Tokenizer, template: Template, placeholders: dict[str, Placeholder]
+) -> set[str]:
     """List the tokens that delimit turns and texts or stand for media; others, such as boxes, may occur in a text."""
-    # Templates may compose tokens from parts, such as "<|" + role + "|>", which only their output shows.
-    example = "".join(_example(template, roles) for roles in (("system", "user", ASSISTANT), ("user", ASSISTANT)))
+    # Templates may compose tokens from parts, such as "<|" + role + "|>", which only their output
+    # shows.
+    example = "".join(
+        _example(template, roles) for roles in (("system", "user", ASSISTANT), ("user", ASSISTANT))
+    )
     named = {tokenizer.named.get(f"{name}_token", "") for name in ("bos", "eos", "pad")}
     written = {t for t in tokenizer.special if t.strip() and (t in template.source or t in example)}
-    media = {text for p in placeholders.values() for text in (p.written, p.token, p.before, p.after)}
+    media = {
+        text for p in placeholders.values() for text in (p.written, p.token, p.before, p.after)
+    }
     return named | written | media
 
 
 def _example(template: Template, roles: Sequence[str]) -> str:
     """Render a dummy conversation and its prompt; empty where the template refuses it."""
     try:
-        messages = template.messages(Conversation(tuple(Message(role, ("a",)) for role in roles)), {})
+        messages = template.messages(
+            Conversation(tuple(Message(role, ("a",)) for role in roles)), {}
+        )
         return template.render(messages, False)[0] + template.render(messages[:-1], True)[0]
     except BadSample:
         return ""
@@ -108,7 +118,8 @@ def _try_out(chat: Chat) -> tuple[str, ...]:
     """Try the template on one question and answer. Raises UserError where their loss mask cannot be determined."""
     where = chat.template.where
     answers = [Message(ASSISTANT, ("This.",))]
-    if REASONING in chat.template.source:  # whose prompts may begin what is thought, so that no answer is without
+    # whose prompts may begin what is thought, so that no answer is without
+    if REASONING in chat.template.source:
         answers.append(replace(answers[0], fields=((REASONING, "Because."),)))
     for answer in answers:
         try:

@@ -19,8 +19,11 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
     path = Path(folder)
     processor = read_json(path / "processor_config.json", {})
     # The tokenizer's names override the processor's.
-    named = {k: v for k, v in processor.items() if k.endswith("_token") and isinstance(v, str)} | dict(named)
-    # The texts are those that the families' processors in transformers write, unless the folder names others.
+    named = {
+        k: v for k, v in processor.items() if k.endswith("_token") and isinstance(v, str)
+    } | dict(named)
+    # The texts are those that the families' processors in transformers write, unless the folder
+    # names others.
     for family in folder_families(path, processor):
         match family:
             case "pixtral" | "mistral3":
@@ -35,20 +38,30 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 # Each temporal patch is written as an image is.
                 begin, end = "<|begin_of_image|>", "<|end_of_image|>"
                 written = named.get("video_token", "<|video|>")
-                return {"image": image, "video": Placeholder(written, image.written, before=begin, after=end)}
+                return {
+                    "image": image,
+                    "video": Placeholder(written, image.written, before=begin, after=end),
+                }
             case "glm46v":
                 return {"image": Placeholder(named.get("image_token", "<|image|>"))}
             case "qwen2vl" | "qwen25vl":
                 video = Placeholder(named.get("video_token", "<|video_pad|>"))
-                return {"image": Placeholder(named.get("image_token", "<|image_pad|>")), "video": video}
+                return {
+                    "image": Placeholder(named.get("image_token", "<|image_pad|>")),
+                    "video": video,
+                }
             case "qwen3vl":
-                # Every temporal patch has a vision span of its own, inside the video's, which the template writes.
+                # Every temporal patch has a vision span of its own, inside the video's, which the
+                # template writes.
                 video = Placeholder(
                     named.get("video_token", "<|video_pad|>"),
                     before=named.get("vision_start_token", "<|vision_start|>"),
                     after=named.get("vision_end_token", "<|vision_end|>"),
                 )
-                return {"image": Placeholder(named.get("image_token", "<|image_pad|>")), "video": video}
+                return {
+                    "image": Placeholder(named.get("image_token", "<|image_pad|>")),
+                    "video": video,
+                }
             case "qwen25omni" | "qwen25omnithinker":
                 names = {kind: f"<|{kind.upper()}|>" for kind in ("image", "audio", "video")}
                 return _with_sound(named, names, "<|audio_bos|>", "<|audio_eos|>")
@@ -64,19 +77,25 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                     after=named.get("end_image_token", "</img>"),
                 )
                 # Each frame is written as an image is.
-                video = replace(image, written=named.get("video_token", "<video>"), token=image.written)
+                video = replace(
+                    image, written=named.get("video_token", "<video>"), token=image.written
+                )
                 return {"image": image, "video": video}
             case "gemma3":
                 begin = named.get("boi_token", "<start_of_image>")
                 end = named.get("eoi_token", "<end_of_image>")
                 token = named.get("image_token", "<image_soft_token>")
-                return {"image": Placeholder(begin, token, before=f"\n\n{begin}", after=f"{end}\n\n")}
+                return {
+                    "image": Placeholder(begin, token, before=f"\n\n{begin}", after=f"{end}\n\n")
+                }
             case "internvlchat":
                 return {"image": Placeholder("<image>", "<IMG_CONTEXT>", "<img>", "</img>")}
     return {}
 
 
-def _with_sound(named: Mapping[str, str], tokens: Mapping[str, str], begin: str, end: str) -> dict[str, Placeholder]:
+def _with_sound(
+    named: Mapping[str, str], tokens: Mapping[str, str], begin: str, end: str
+) -> dict[str, Placeholder]:
     """Return the placeholders of a Qwen-Omni, by these names unless the folder has others."""
     kinds = {kind: Placeholder(named.get(f"{kind}_token", token)) for kind, token in tokens.items()}
     begin = named.get("audio_bos_token", begin)
@@ -91,6 +110,10 @@ def folder_families(path: Path, processor: Mapping[str, object]) -> list[str]:
     # Pixtral-12B is a LLaVA but for its tower.
     is_pixtral = isinstance(tower, dict) and tower.get("model_type") == "pixtral"
     names = ["pixtral" if is_pixtral else config.get("model_type")]
-    for config in (processor, read_json(path / "preprocessor_config.json", {}), tokenizer_config(str(path))):
+    for config in (
+        processor,
+        read_json(path / "preprocessor_config.json", {}),
+        tokenizer_config(str(path)),
+    ):
         names.append(config.get("processor_class"))
     return [str(name).replace("_", "").lower().removesuffix("processor") for name in names if name]

@@ -17,16 +17,19 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Marks around what a template declares as generated. Unicode reserves these two for internal use: no text has them.
+# Marks around what a template declares as generated. Unicode reserves these two for internal use:
+# no text has them.
 BEGIN = "\ufdd0"
 END = "\ufdd1"
 MAX_WORK = 2_000_000  # loop iterations in one rendering: some seconds
 CALL_WORK = 10  # loop iterations that take as long as a call
 MAX_CHARACTERS = 64_000_000  # of one text
 MAX_WRITTEN = 256_000_000  # characters of all texts that are made in one rendering
-MAX_WIDTH = 100_000  # a number that a function or filter is given: columns, times, elements; as Jinja's own of range()
+# a number that a function or filter is given: columns, times, elements; as Jinja's own of range()
+MAX_WIDTH = 100_000
 MAX_BITS = 10_000  # of a whole number
-COPIED = 16  # elements of a list, or characters of a text, whose copying takes as long as a loop iteration
+# elements of a list, or characters of a text, whose copying takes as long as a loop iteration
+COPIED = 16
 # Functions and filters that copy a text; others may take it character by character.
 TEXT_FUNCTIONS = {
     "capitalize", "count", "d", "default", "e", "encode", "endswith", "escape", "find", "format", "indent", "join",
@@ -65,7 +68,8 @@ def _raise_exception(message: str) -> None:
 class _CountedCode(CodeGenerator):
     """Compile loops and joined strings to calls of the environment, which counts them.
 
-    Jinja's sandbox limits what a template may touch, not how long it runs; this goes when it has such a limit.
+    Jinja's sandbox limits what a template may touch, not how long it runs; this goes when it has
+    such a limit.
     """
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
@@ -161,7 +165,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def as_lists(self, args: Sequence[Any]) -> list[Any]:
         """Return arguments with lists in place of iterators, such as what the filter `map` makes."""
-        return [list(self.count_loop(value)) if isinstance(value, Iterator) else value for value in args]
+        return [
+            list(self.count_loop(value)) if isinstance(value, Iterator) else value for value in args
+        ]
 
     def check_arguments(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise _TooMuch where a function or filter of this name would make something huge of its arguments."""
@@ -181,11 +187,16 @@ class _Environment(ImmutableSandboxedEnvironment):
             length = self._formatted_length(texts[0], arguments) if texts else 0
         elif name == "translate":
             tables = [value for value in arguments if isinstance(value, dict)]
-            length *= max((len(v) for table in tables for v in table.values() if isinstance(v, str)), default=1)
+            length *= max(
+                (len(v) for table in tables for v in table.values() if isinstance(v, str)),
+                default=1,
+            )
         elif name == "expandtabs":
             length += sum(text.count("\t") for text in texts) * max(widths, default=8)
         elif name == "indent":
-            length += sum(text.count("\n") + 1 for text in texts) * max([4, *widths, *map(len, texts[1:])])
+            length += sum(text.count("\n") + 1 for text in texts) * max(
+                [4, *widths, *map(len, texts[1:])]
+            )
         elif name == "wordwrap":
             length *= 1 + max(map(len, texts[1:]), default=1)
         self._count_characters(length)
@@ -198,10 +209,22 @@ class _Environment(ImmutableSandboxedEnvironment):
         while waiting:
             value = waiting.pop()
             self.count()
-            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            inner = (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list | tuple)
+                else ()
+            )
             waiting.extend(inner)
             # A width may be a value itself, as in "%*d".
-            width = len(value) if isinstance(value, str) else abs(value) if isinstance(value, int) else 0
+            width = (
+                len(value)
+                if isinstance(value, str)
+                else abs(value)
+                if isinstance(value, int)
+                else 0
+            )
             longest = max(longest, width)
         fields = form.count("%") + form.count("{")
         return len(form) + sum(map(int, re.findall(r"\d{1,18}", form))) + fields * longest
@@ -225,7 +248,9 @@ class _Environment(ImmutableSandboxedEnvironment):
             raise _TooMuch(f"it makes something longer than {MAX_CHARACTERS:,} characters")
 
     def _check_bits(self, operator: str, x: int, y: int) -> None:
-        bits = {"*": x.bit_length() + y.bit_length(), "**": x.bit_length() * abs(y)}.get(operator, 0)
+        bits = {"*": x.bit_length() + y.bit_length(), "**": x.bit_length() * abs(y)}.get(
+            operator, 0
+        )
         if bits > MAX_BITS:
             raise _TooMuch(f"it makes something longer than a number of {MAX_BITS:,} bits")
 
@@ -269,7 +294,11 @@ def render_source(source: str, **variables: Any) -> str:
 def describe_error(error: Exception) -> str:
     """Describe an error in one line."""
     text = " ".join(str(error).split())[:200]
-    return text if isinstance(error, jinja2.TemplateError | _TooMuch) and text else f"{type(error).__name__}: {text}"
+    return (
+        text
+        if isinstance(error, jinja2.TemplateError | _TooMuch) and text
+        else f"{type(error).__name__}: {text}"
+    )
 
 
 @functools.cache
@@ -279,8 +308,12 @@ def _environment() -> _Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     # Jinja's own filter escapes for HTML.
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
-    environment.filters |= {name: _bounded(name, apply) for name, apply in environment.filters.items()}
+    environment.filters["tojson"] = lambda value, **options: json.dumps(
+        value, **{"ensure_ascii": False, **options}
+    )
+    environment.filters |= {
+        name: _bounded(name, apply) for name, apply in environment.filters.items()
+    }
     environment.globals["raise_exception"] = _raise_exception
     return environment
 

@@ -1,9 +1,9 @@
 """Bound how much longer a tokenizer.json may make a text, before anything is tokenized.
 
-Twenty replacements of `a` by `aa` make a megabyte of one letter, and forty of them never end. The steps of a
-normalizer, and those of a decoder, are followed with upper bounds: of how many characters a text of one character has
-after each step, and of how many of these a later step replaces. Bounds add up, so that what holds for every single
-character holds for all texts.
+Twenty replacements of `a` by `aa` make a megabyte of one letter, and forty of them never end. The
+steps of a normalizer, and those of a decoder, are followed with upper bounds: of how many
+characters a text of one character has after each step, and of how many of these a later step
+replaces. Bounds add up, so that what holds for every single character holds for all texts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-MAX_GROWTH = 256  # characters for one; Unicode's own forms of one have up to 18, which is not counted here
+# characters for one; Unicode's own forms of one have up to 18, which is not counted here
+MAX_GROWTH = 256
 MAX_ADDED = 4096  # characters to a text of any length
 MAX_STEPS = 256
-MAX_WORD = 1000  # characters of a word that WordPiece splits, whose time grows with their square; it has 100
+# characters of a word that WordPiece splits, whose time grows with their square; it has 100
+MAX_WORD = 1000
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
-FACTORS = {"BertNormalizer": 3, "ByteLevel": 4, "ByteFallback": 1}  # steps that make other characters of one
+# steps that make other characters of one
+FACTORS = {"BertNormalizer": 3, "ByteLevel": 4, "ByteFallback": 1}
 # Python's parser knows the shortest match of most patterns, but no properties of characters.
 PROPERTY = re.compile(r"\\[pP]\{[^{}]*\}|\[:\^?\w+:\]")
 _REPEATS = (re._constants.MAX_REPEAT, re._constants.MIN_REPEAT)
@@ -56,7 +59,9 @@ def check_growth(content: Json) -> None:
         replaced = {_literal(step)[:1] for _, step in steps} - {""}
         _follow(steps, 0, dict.fromkeys(replaced, 0.0))
         for character in sorted({"", *replaced}):  # "": any other one
-            _follow(steps, 1, dict.fromkeys(replaced, 0.0) | ({character: 1.0} if character else {}))
+            _follow(
+                steps, 1, dict.fromkeys(replaced, 0.0) | ({character: 1.0} if character else {})
+            )
     for part in PARTS:
         for inner in _parts(content.get(part)):
             if inner.get("type") == "Replace" and inner.get("pattern") == {"String": ""}:
@@ -87,8 +92,15 @@ def _follow(steps: list[tuple[str, Json]], start: int, counts: dict[str, float])
         if kind == "Replace":
             added, literal = _canonical(step.get("content")), _literal(step)
             shorter = len(literal) or _shortest_match(step)
-            # A pattern that matches nothing does so between all characters, and once in a text without any.
-            times = counts[literal[0]] if literal else length / shorter if shorter else length + (not start)
+            # A pattern that matches nothing does so between all characters, and once in a text
+            # without any.
+            times = (
+                counts[literal[0]]
+                if literal
+                else length / shorter
+                if shorter
+                else length + (not start)
+            )
         elif kind == "Prepend" and not start:
             added, times = _canonical(step.get("prepend")), 1.0
         elif kind in FACTORS or kind == "Precompiled":
@@ -128,7 +140,9 @@ def _parts(part: Any) -> Iterator[Json]:
     """Yield all objects in a part of the file, itself first."""
     if isinstance(part, Mapping):
         yield part
-    for inner in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
+    for inner in (
+        part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
+    ):
         yield from _parts(inner)
 
 
@@ -175,7 +189,8 @@ def _repeats(taken: Any) -> bool:
     return any(
         len(inner) > 0
         and all(
-            _is_endless(operation, taken) or (operation in _GROUPS and _repeats(taken)) for operation, taken in inner
+            _is_endless(operation, taken) or (operation in _GROUPS and _repeats(taken))
+            for operation, taken in inner
         )
         for inner in _inside(taken)
     )

@@ -1,7 +1,8 @@
 """Load the tokenizer of a Hugging Face folder, or the toy alphabet.
 
-Ids and texts equal those of transformers' `AutoTokenizer`, which uses the folder's `tokenizer.json` as it is, but for
-Llama's tokenizers (Llama 2, Vicuna), of which it takes vocabulary and merges alone (`_as_llama`).
+Ids and texts equal those of transformers' `AutoTokenizer`, which uses the folder's `tokenizer.json`
+as it is, but for Llama's tokenizers (Llama 2, Vicuna), of which it takes vocabulary and merges
+alone (`_as_llama`).
 """
 
 from __future__ import annotations
@@ -50,13 +51,16 @@ class AlphabetFormat:
     ) -> Sample:
         """Encode one question up to where its answer begins. Raises BadSample for what the alphabet lacks."""
         if len(conversation.messages) != 1:
-            raise BadSample("a run without a chat format knows no system messages; leave out --system")
+            raise BadSample(
+                "a run without a chat format knows no system messages; leave out --system"
+            )
         (message,) = conversation.messages
         if not isinstance(message.parts[-1], str):
             raise BadSample("it ends with an image or a clip; put the question behind it")
         *context, question = message.parts
         segments = list[Text | Item]()
-        # Without media, lines before the question are a passage, as in the embedded data set's text samples.
+        # Without media, lines before the question are a passage, as in the embedded data set's text
+        # samples.
         if not context and "\n" in question:
             *words, passage, question = question.split("\n")
             if any(words):
@@ -71,23 +75,31 @@ class AlphabetFormat:
             for encoder in next(encoders_of_media):
                 position = number * STRIDE + BEFORE_ITEM
                 if self.embedded and position > QUESTION:
-                    raise BadSample(f"samples of this run have at most {QUESTION // STRIDE} images and clips")
+                    raise BadSample(
+                        f"samples of this run have at most {QUESTION // STRIDE} images and clips"
+                    )
                 segments.append(Item(encoder, number, position if self.embedded else None))
                 number += 1
         # Samples of the embedded data set have their questions in branches 1, 2, ...
-        segments.append(self._text(question.strip(), QUESTION if self.embedded else None, int(self.embedded)))
+        segments.append(
+            self._text(question.strip(), QUESTION if self.embedded else None, int(self.embedded))
+        )
         return Sample(tuple(segments))
 
     def decode_answer(self, tokens: Sequence[int]) -> str:
         """Decode generated tokens up to the end of the answer, skipping tokens that are no character."""
         stop = next((k for k, token in enumerate(tokens) if token == END), len(tokens))
         # 0 is padding and 1 the end; characters follow from 2.
-        return "".join(self.alphabet[t - 2] for t in tokens[:stop] if 2 <= t < 2 + len(self.alphabet))
+        return "".join(
+            self.alphabet[t - 2] for t in tokens[:stop] if 2 <= t < 2 + len(self.alphabet)
+        )
 
     def _text(self, text: str, start: int | None, branch: int = 0) -> Text:
         if unknown := sorted(set(text) - set(self.alphabet)):
             shown = ", ".join(map(repr, unknown[:5]))
-            raise BadSample(f"{shown} cannot be said in this run's alphabet, {self.alphabet!r} (data.alphabet)")
+            raise BadSample(
+                f"{shown} cannot be said in this run's alphabet, {self.alphabet!r} (data.alphabet)"
+            )
         tokens = np.array([2 + self.alphabet.index(character) for character in text], np.int32)
         return Text(tokens, np.zeros(len(tokens), np.float32), branch, start)
 
@@ -105,12 +117,24 @@ Json = dict[str, Any]
 SPACE = "\u2581"  # what SentencePiece writes for one
 # Families of which transformers uses the file even where a folder says LlamaTokenizer.
 FROM_FILE = (
-    *("mistral", "mixtral", "mistral3", "pixtral", "llava", "llava_next", "smolvlm", "glm4", "glm4v", "internlm2"),
+    *(
+        "mistral",
+        "mixtral",
+        "mistral3",
+        "pixtral",
+        "llava",
+        "llava_next",
+        "smolvlm",
+        "glm4",
+        "glm4v",
+        "internlm2",
+    ),
     *("phi3", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
 )
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
-# Decoded WordPiece and Unigram text may have these instead of their stripped form (clean_up_tokenization_spaces).
+# Decoded WordPiece and Unigram text may have these instead of their stripped form
+# (clean_up_tokenization_spaces).
 SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
@@ -124,7 +148,8 @@ class Encoded:
 
     def touching(self, begin: int, end: int) -> slice:
         """Return the tokens that cover any of the text's characters `begin` to `end` - 1."""
-        # Tokens "a", " b" and "c" end at 1, 3 and 4 and begin at 0, 1 and 3: characters 2 to 3 touch tokens 1 to 2.
+        # Tokens "a", " b" and "c" end at 1, 3 and 4 and begin at 0, 1 and 3: characters 2 to 3
+        # touch tokens 1 to 2.
         first = int(np.searchsorted(self.end, begin, side="right"))
         return slice(first, max(first, int(np.searchsorted(self.begin, end, side="left"))))
 
@@ -135,9 +160,11 @@ class Tokenizer:
 
     folder: str
     backend: tokenizers.Tokenizer
-    named: dict[str, str]  # special tokens by name, as templates use them: bos_token, eos_token, image_token, ...
+    # special tokens by name, as templates use them: bos_token, eos_token, image_token, ...
+    named: dict[str, str]
     special: frozenset[str]  # tokens that are matched as a whole and are not text
-    around: tuple[tuple[int, ...], tuple[int, ...]]  # ids that it adds before and after a text, such as <s>
+    # ids that it adds before and after a text, such as <s>
+    around: tuple[tuple[int, ...], tuple[int, ...]]
     ends: tuple[int, ...]  # any of these ends an answer
     cleans: bool  # whether decoding removes spaces before punctuation
 
@@ -151,12 +178,15 @@ class Tokenizer:
     def encode(self, text: str, around: bool = False) -> Encoded:
         """Tokenize a text, parsing special tokens in it; around: add the tokens before and after it.
 
-        Raises BadSample for one of more than `MAX_TOKENS`, about, of which no more are ever in memory.
+        Raises BadSample for one of more than `MAX_TOKENS`, about, of which no more are ever in
+        memory.
         """
         with _faults_as_bad(self.folder):
             if len(text) > LONG:
                 pieces = (text[k : k + LONG] for k in range(0, len(text), LONG))
-                for tokens in accumulate(len(self.backend.encode(piece, add_special_tokens=False)) for piece in pieces):
+                for tokens in accumulate(
+                    len(self.backend.encode(piece, add_special_tokens=False)) for piece in pieces
+                ):
                     if tokens > MAX_TOKENS:
                         raise BadSample(f"has a text of more than {MAX_TOKENS:,} tokens")
             return _encoded(self.backend.encode(text, add_special_tokens=around))
@@ -203,7 +233,8 @@ def _encoded(encoding: tokenizers.Encoding) -> Encoded:
 def _faults_as_bad(folder: str) -> Iterator[None]:
     """Turn what the library raises into BadSample: a plain Exception, or a panic, which is none.
 
-    Such as of a pattern that would search for ages, and of a text that has a token which the model lacks.
+    Such as of a pattern that would search for ages, and of a text that has a token which the model
+    lacks.
     """
     try:
         yield
@@ -228,11 +259,15 @@ def load_tokenizer(folder: str) -> Tokenizer:
     try:
         named, extra = _special_tokens(config)
         if "added_tokens_decoder" not in config:
-            config["added_tokens_decoder"] = _older_added_tokens(folder, backend, [*named.values(), *extra])
+            config["added_tokens_decoder"] = _older_added_tokens(
+                folder, backend, [*named.values(), *extra]
+            )
         _add_tokens(backend, config, [*named.values(), *extra])
         around = _around(folder, backend)
     except _NoToken as error:
-        raise UserError(f"{path.with_name('tokenizer_config.json')}: {error}; get the file again") from None
+        raise UserError(
+            f"{path.with_name('tokenizer_config.json')}: {error}; get the file again"
+        ) from None
     except BadSample as error:
         raise UserError(f"{error}; use the model's own tokenizer.json") from None
     backend.no_padding()
@@ -280,7 +315,9 @@ def _backend(path: Path, config: Json) -> tokenizers.Tokenizer:
     except GrowingText as error:
         raise UserError(f"{path}: {error}; use the model's own tokenizer.json") from None
     except Exception as error:  # the library raises plain Exception
-        raise UserError(f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} reads: {error}") from error
+        raise UserError(
+            f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} reads: {error}"
+        ) from error
 
 
 def _is_llama(folder: Path, config: Json, content: Json) -> bool:
@@ -291,7 +328,9 @@ def _is_llama(folder: Path, config: Json, content: Json) -> bool:
     by_bytes = '"ByteLevel"' in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
     pieces = content.get("model")
     is_llama = (
-        name.removesuffix("Fast") == "LlamaTokenizer" and isinstance(pieces, dict) and pieces.get("type") == "BPE"
+        name.removesuffix("Fast") == "LlamaTokenizer"
+        and isinstance(pieces, dict)
+        and pieces.get("type") == "BPE"
     )
     return is_llama and not by_bytes and model.get("model_type") not in FROM_FILE
 
@@ -299,8 +338,8 @@ def _is_llama(folder: Path, config: Json, content: Json) -> bool:
 def _as_llama(content: Json, config: Json) -> Json:
     """Return a `tokenizer.json` as `LlamaTokenizer` makes it anew.
 
-    Older files put a space before every piece of text between special tokens (a normalizer, `Prepend`). The class does
-    so only before a text's first piece, unless `legacy` is true.
+    Older files put a space before every piece of text between special tokens (a normalizer,
+    `Prepend`). The class does so only before a text's first piece, unless `legacy` is true.
     """
     spaced = config.get("add_prefix_space")
     spaced = True if spaced is None else spaced
@@ -313,13 +352,20 @@ def _as_llama(content: Json, config: Json) -> Json:
     ]
     return content | {
         "normalizer": None,
-        "pre_tokenizer": {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": False},
+        "pre_tokenizer": {
+            "type": "Metaspace",
+            "replacement": SPACE,
+            "prepend_scheme": scheme,
+            "split": False,
+        },
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": content["model"] | {"fuse_unk": True, "byte_fallback": True, "dropout": None},
     }
 
 
-def _older_added_tokens(folder: str, backend: tokenizers.Tokenizer, named: Sequence[str | Json]) -> Json:
+def _older_added_tokens(
+    folder: str, backend: tokenizers.Tokenizer, named: Sequence[str | Json]
+) -> Json:
     """Read `added_tokens.json`, which older versions of transformers write: tokens beyond the vocabulary, by id."""
     special = set(map(_content, named))
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -328,7 +374,11 @@ def _older_added_tokens(folder: str, backend: tokenizers.Tokenizer, named: Seque
     if wrong := [token for token, number in older.items() if type(number) is not int or number < 0]:
         raise UserError(f"{file}: {wrong[0][:80]!r} has no number of a token; get the file again")
     return {
-        str(number): {"content": token, "normalized": token not in special, "special": token in special}
+        str(number): {
+            "content": token,
+            "normalized": token not in special,
+            "special": token in special,
+        }
         for token, number in older.items()
         if token not in known
     }
@@ -338,7 +388,11 @@ def _largest_id(content: Json) -> int:
     model, added = content.get("model"), content.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids = list(vocab.values()) if isinstance(vocab, dict) else []
-    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    ids += (
+        [token.get("id") for token in added if isinstance(token, dict)]
+        if isinstance(added, list)
+        else []
+    )
     return max((i for i in ids if isinstance(i, int)), default=0)
 
 
@@ -349,7 +403,9 @@ def _special_tokens(config: Json) -> tuple[dict[str, str | Json], list[str | Jso
     """
     extra: list[str | Json] = []
     named = {k: v for k, v in config.items() if k in NAMED and v is not None}
-    named |= {k: v for k, v in config.items() if k.endswith("_token") and isinstance(v, (str, dict))}
+    named |= {
+        k: v for k, v in config.items() if k.endswith("_token") and isinstance(v, (str, dict))
+    }
     for key in EXTRA:
         value = config.get(key)
         if isinstance(value, dict):
@@ -369,7 +425,9 @@ class _NoToken(ValueError):
     """A value where a special token belongs, by its key."""
 
     def __init__(self, key: str, value: Any) -> None:
-        super().__init__(f"{key}={str(value)[:80]!r} is no special token: its text, or an object with its content")
+        super().__init__(
+            f"{key}={str(value)[:80]!r} is no special token: its text, or an object with its content"
+        )
 
 
 def _check_token(key: str, token: Any) -> None:
@@ -426,7 +484,9 @@ def _around(folder: str, backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...]
     # "a" may be several tokens itself; what lies outside the ones that are not special was added.
     inner = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
     if not inner:
-        raise BadSample(f"{folder}/tokenizer.json has a post_processor that leaves no text between what it adds")
+        raise BadSample(
+            f"{folder}/tokenizer.json has a post_processor that leaves no text between what it adds"
+        )
     return tuple(encoding.ids[: inner[0]]), tuple(encoding.ids[inner[-1] + 1 :])
 
 
@@ -438,5 +498,7 @@ def _ends(folder: str, backend: tokenizers.Tokenizer, eos: str | Json | None) ->
         value = backend.token_to_id(_content(eos))
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
-        raise UserError(f"{path}: eos_token_id={str(value)[:80]} is neither a token's number nor a list of such")
+        raise UserError(
+            f"{path}: eos_token_id={str(value)[:80]} is neither a token's number nor a list of such"
+        )
     return tuple(ids)

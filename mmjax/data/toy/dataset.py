@@ -1,7 +1,7 @@
 """The embedded dataset: handwritten digits and keypad tones with questions about them, generated from a seed.
 
-Small enough to learn in minutes on two cores, and as uneven as real corpora: text alone, one image, several, clips and
-images in any order with words between, lengths with a long tail.
+Small enough to learn in minutes on two cores, and as uneven as real corpora: text alone, one image,
+several, clips and images in any order with words between, lengths with a long tail.
 """
 
 from __future__ import annotations
@@ -35,27 +35,44 @@ class GeneratedQuestion(NamedTuple):
     needs: tuple[str, ...]  # encoders of the items that the answer depends on
 
 
-def possible_questions(family: Family, media: Sequence[Strip | Clip], passage: str) -> list[list[GeneratedQuestion]]:
+def possible_questions(
+    family: Family, media: Sequence[Strip | Clip], passage: str
+) -> list[list[GeneratedQuestion]]:
     """List every question about a sample, one list per task; `passage` is the text of a text-only sample."""
     if family == "text":
         return _of_passage(passage)
-    reads = [GeneratedQuestion(f"{family}.read", f"read {o}?", m.text, ("vision",)) for o, m in _numbered(media, Strip)]
-    writes = [
-        GeneratedQuestion(f"{family}.write", f"write {o}?", m.text, ("audio",)) for o, m in _numbered(media, Clip)
+    reads = [
+        GeneratedQuestion(f"{family}.read", f"read {o}?", m.text, ("vision",))
+        for o, m in _numbered(media, Strip)
     ]
-    # A task's questions count as one in the draw, so a sample with many items does not ask to read all the time.
+    writes = [
+        GeneratedQuestion(f"{family}.write", f"write {o}?", m.text, ("audio",))
+        for o, m in _numbered(media, Clip)
+    ]
+    # A task's questions count as one in the draw, so a sample with many items does not ask to read
+    # all the time.
     tasks = [reads, writes]
     if family == "image" and len(media) == 1:
         by_letter = zip(ORDINALS, media[0].text, strict=False)
         tasks.append(
-            [GeneratedQuestion("image.at", f"at {letter}?", digit, ("vision",)) for letter, digit in by_letter]
+            [
+                GeneratedQuestion("image.at", f"at {letter}?", digit, ("vision",))
+                for letter, digit in by_letter
+            ]
         )
     if family == "audio" and len(media) == 1:
         tasks.append([GeneratedQuestion("audio.first", "first?", media[0].text[0], ("audio",))])
         tasks.append([GeneratedQuestion("audio.last", "last?", media[0].text[-1], ("audio",))])
     if family == "mixed" and len(media) == 2:
         tasks.append(
-            [GeneratedQuestion("mixed.both", "both?", f"{writes[0].answer} {reads[0].answer}", ("vision", "audio"))]
+            [
+                GeneratedQuestion(
+                    "mixed.both",
+                    "both?",
+                    f"{writes[0].answer} {reads[0].answer}",
+                    ("vision", "audio"),
+                )
+            ]
         )
     digits = "".join([m.text for m in media])
     # The largest of many digits is nearly always 9, which would be a good guess.
@@ -67,7 +84,9 @@ def possible_questions(family: Family, media: Sequence[Strip | Clip], passage: s
 
 def _numbered(media: Sequence[Strip | Clip], kind: type) -> Iterator[tuple[str, Strip | Clip]]:
     """Iterate over the items of one kind, each with its letter among all items of the sample."""
-    return ((letter, item) for letter, item in zip(ORDINALS, media, strict=False) if type(item) is kind)
+    return (
+        (letter, item) for letter, item in zip(ORDINALS, media, strict=False) if type(item) is kind
+    )
 
 
 def _of_passage(passage: str) -> list[list[GeneratedQuestion]]:
@@ -86,7 +105,8 @@ def draw_questions(
     u: Iterator[float], tasks: list[list[GeneratedQuestion]], count: int
 ) -> tuple[GeneratedQuestion, ...]:
     """Draw up to `count` questions without replacement: tasks are equally likely, then questions of a task."""
-    # An exponential race: the first to arrive is drawn with probability proportional to its rate, 1 / len(asks).
+    # An exponential race: the first to arrive is drawn with probability proportional to its rate, 1
+    # / len(asks).
     arrivals = [(-log(1 - next(u)) * len(asks), ask) for asks in tasks for ask in asks]
     return tuple([ask for _, ask in sorted(arrivals)[:count]])
 
@@ -97,21 +117,37 @@ END = 1  # the token that ends an answer; 0 is padding, characters follow from 2
 FAMILIES: dict[Family, float] = {"image": 0.34, "audio": 0.34, "mixed": 0.22, "text": 0.10}
 HELD_OUT_SAMPLES = {"validation": 1000, "test": 2000}
 
-# RoPE positions. The question always starts at the same position, and items stand at fixed strides before it, so that
-# "the second image" and "left" are the same distance in every sample.
+# RoPE positions. The question always starts at the same position, and items stand at fixed strides
+# before it, so that "the second image" and "left" are the same distance in every sample.
 QUESTION = 256
 STRIDE = 64
-BEFORE_ITEM = 16  # positions of a stride for the words before the item; the longest clip takes the other 48
+# positions of a stride for the words before the item; the longest clip takes the other 48
+BEFORE_ITEM = 16
 PASSAGE = 128
 
 _SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-# Cumulative probabilities: of 1, 2, 3 images in an image sample, else 4; of 1, 2 clips in an audio sample, else 3; of
-# the kinds of items in a mixed sample.
+# Cumulative probabilities: of 1, 2, 3 images in an image sample, else 4; of 1, 2 clips in an audio
+# sample, else 3; of the kinds of items in a mixed sample.
 _IMAGES = (0.70, 0.87, 0.96)
 _CLIPS = (0.86, 0.97)
 # i: an image, a: a clip; they are shuffled.
 _MIXES = ((0.66, "ia"), (0.79, "iia"), (0.92, "iaa"), (0.97, "iiia"), (1.0, "iiaa"))
-_WORDS = ("here", "now", "then", "look", "note", "see", "this", "page", "call", "line", "from", "next", "one", "memo")
+_WORDS = (
+    "here",
+    "now",
+    "then",
+    "look",
+    "note",
+    "see",
+    "this",
+    "page",
+    "call",
+    "line",
+    "from",
+    "next",
+    "one",
+    "memo",
+)
 _TOKEN = np.zeros(128, np.int32)
 _TOKEN[np.frombuffer(ALPHABET.encode(), np.uint8)] = np.arange(2, 2 + len(ALPHABET))
 
@@ -129,8 +165,9 @@ class Recipe(NamedTuple):
 class EmbeddedDataset:
     """A `Source` of the embedded samples of one split; a sample depends on seed, split and its index alone.
 
-    Splits share no digit image, whatever the seed. Training samples carry up to `source.questions` questions as
-    parallel branches; validation and test samples exactly one. Indices beyond the end of a split also give samples.
+    Splits share no digit image, whatever the seed. Training samples carry up to `source.questions`
+    questions as parallel branches; validation and test samples exactly one. Indices beyond the end
+    of a split also give samples.
     """
 
     def __init__(self, source: EmbeddedSource, split: Split, seed: int) -> None:
@@ -139,7 +176,9 @@ class EmbeddedDataset:
         self.source = source
         self.split = split
         self.seed = seed
-        self._families = _cumulative({family: FAMILIES[family] for family in FAMILIES if family in source.modalities})
+        self._families = _cumulative(
+            {family: FAMILIES[family] for family in FAMILIES if family in source.modalities}
+        )
 
     def __len__(self) -> int:
         return HELD_OUT_SAMPLES.get(self.split, self.source.samples)
@@ -147,7 +186,9 @@ class EmbeddedDataset:
     def fingerprint(self) -> str:
         source = (self.source.modalities, self.source.samples, self.source.questions)
         made_by = ("embedded-2", source, self.split, self.seed, ALPHABET)
-        return hashlib.sha256(repr(made_by).encode() + digits.digit_table()[0].tobytes()).hexdigest()[:16]
+        return hashlib.sha256(
+            repr(made_by).encode() + digits.digit_table()[0].tobytes()
+        ).hexdigest()[:16]
 
     def facts(self, index: int) -> SampleLengths:
         recipe = self.recipe(index)
@@ -163,7 +204,9 @@ class EmbeddedDataset:
     def sample(self, index: int) -> Sample:
         """Return a sample with its questions and answers."""
         recipe = self.recipe(index)
-        branches = (_branch(number, ask, answered=True) for number, ask in enumerate(recipe.asks, start=1))
+        branches = (
+            _branch(number, ask, answered=True) for number, ask in enumerate(recipe.asks, start=1)
+        )
         return Sample((*_context(recipe), *branches))
 
     def question(self, index: int) -> Question:
@@ -188,16 +231,26 @@ class EmbeddedDataset:
         family = next(name for bound, name in self._families if draw < bound)
         media = _draw_media(u, family, digits.digits_by_label(self.split), self.split == "train")
         passage = _draw_passage(u) if family == "text" else ""
-        words = (_draw_words(u, 0.75, 78),) if passage else tuple([_draw_words(u, 0.3, BEFORE_ITEM) for _ in media])
-        # Media are encoded once for all their questions, so more cost little: 1..n, with more the more probable.
+        words = (
+            (_draw_words(u, 0.75, 78),)
+            if passage
+            else tuple([_draw_words(u, 0.3, BEFORE_ITEM) for _ in media])
+        )
+        # Media are encoded once for all their questions, so more cost little: 1..n, with more the
+        # more probable.
         count = max(1, ceil(self.source.questions * next(u) ** 0.5)) if self.split == "train" else 1
         return Recipe(
-            family, words, media, passage, draw_questions(u, possible_questions(family, media, passage), count)
+            family,
+            words,
+            media,
+            passage,
+            draw_questions(u, possible_questions(family, media, passage), count),
         )
 
     def _rng(self, index: int, stream: int) -> np.random.Generator:
         """Return the generator of a sample's recipe (stream 0) or n-th item (stream n), by Philox's counter."""
-        # Philox is counter-based: every (stream, index) is 2^64 draws away from the next, without jumping there.
+        # Philox is counter-based: every (stream, index) is 2^64 draws away from the next, without
+        # jumping there.
         key = np.array([self.seed % 2**64, _SPLITS.index(self.split)], np.uint64)
         return np.random.Generator(np.random.Philox(key=key, counter=[0, stream, index, 0]))
 
@@ -205,8 +258,9 @@ class EmbeddedDataset:
 class SwappedItems:
     """Replace the images or clips of an embedded dataset by those of another sample: a control for evaluation.
 
-    Text, questions and answers stay; the items of `encoders` come from the next sample of the same family with as many.
-    A model that really uses them falls to chance on every question that needs them.
+    Text, questions and answers stay; the items of `encoders` come from the next sample of the same
+    family with as many. A model that really uses them falls to chance on every question that needs
+    them.
     """
 
     def __init__(self, dataset: EmbeddedDataset, encoders: tuple[str, ...]) -> None:
@@ -224,7 +278,9 @@ class SwappedItems:
         """Return the sample's own text tokens, and the sizes of the items that it gets."""
         facts = self.dataset.facts(index)
         origins = (self._origin(index, number) for number in range(len(facts.items)))
-        return SampleLengths(facts.text_tokens, tuple(self.dataset.facts(i).items[number] for i, number in origins))
+        return SampleLengths(
+            facts.text_tokens, tuple(self.dataset.facts(i).items[number] for i, number in origins)
+        )
 
     def sample(self, index: int) -> Sample:
         return self.dataset.sample(index)
@@ -242,15 +298,20 @@ class SwappedItems:
         if encoders[number] not in self.encoders:
             return index, number
         partner = self.partner(index)
-        rank = encoders[:number].count(encoders[number])  # the n-th image is replaced by the partner's n-th image
-        candidates = [k for k, name in enumerate(self._encoders(partner)) if name == encoders[number]]
+        # the n-th image is replaced by the partner's n-th image
+        rank = encoders[:number].count(encoders[number])
+        candidates = [
+            k for k, name in enumerate(self._encoders(partner)) if name == encoders[number]
+        ]
         return partner, candidates[rank]
 
     def partner(self, index: int) -> int:
         """Find the sample whose items `index` gets; it may lie beyond the end of the split."""
         if index not in self._partners:
             kind = self._kind(index)
-            self._partners[index] = next(k for k in itertools.count(index + 1) if self._kind(k) == kind)
+            self._partners[index] = next(
+                k for k in itertools.count(index + 1) if self._kind(k) == kind
+            )
         return self._partners[index]
 
     def _kind(self, index: int) -> tuple[Family, list[int]]:
@@ -270,7 +331,11 @@ def encode_characters(text: str) -> np.ndarray:
 
 def decode_characters(tokens: Iterable[int]) -> str:
     """Decode tokens up to the end token, skipping padding."""
-    return "".join(ALPHABET[token - 2] for token in itertools.takewhile(lambda t: t != END, tokens) if token > END)
+    return "".join(
+        ALPHABET[token - 2]
+        for token in itertools.takewhile(lambda t: t != END, tokens)
+        if token > END
+    )
 
 
 def _context(recipe: Recipe) -> Iterator[Text | Item]:
@@ -292,7 +357,8 @@ def _branch(number: int, ask: GeneratedQuestion, answered: bool) -> Text:
     """Encode a question and, if `answered`, its answer and the end token, which alone have a loss."""
     if not answered:
         return _untrained(ask.text, QUESTION, number)
-    # The weight of a token is that of predicting it, so the first one trained is the answer's first.
+    # The weight of a token is that of predicting it, so the first one trained is the answer's
+    # first.
     tokens = np.append(encode_characters(ask.text + ask.answer), np.int32(END))
     weights = np.zeros(len(tokens), np.float32)
     weights[len(ask.text) :] = 1
@@ -309,7 +375,12 @@ def _draw_media(
     draw = next(u)
     if family == "image":
         count = 1 + sum(draw >= bound for bound in _IMAGES)
-        return tuple([digits.draw_strip(u, digits.FEW if count > 1 else digits.COUNT_CDF, pool) for _ in range(count)])
+        return tuple(
+            [
+                digits.draw_strip(u, digits.FEW if count > 1 else digits.COUNT_CDF, pool)
+                for _ in range(count)
+            ]
+        )
     if family == "audio":
         count = 1 + sum(draw >= bound for bound in _CLIPS)
         counts = few if count > 1 else tones.PRACTICE if practice else tones.COUNTS
@@ -318,7 +389,9 @@ def _draw_media(
     # Sorting by uniform draws is a random order.
     order = [kind for _, kind in sorted([(next(u), kind) for kind in kinds])]
     return tuple(
-        digits.draw_strip(u, digits.FEW, pool) if kind == "i" else tones.draw_clip(u, few, tones.DIGITS)
+        digits.draw_strip(u, digits.FEW, pool)
+        if kind == "i"
+        else tones.draw_clip(u, few, tones.DIGITS)
         for kind in order
     )
 
@@ -350,7 +423,9 @@ def _uniforms(rng: np.random.Generator) -> Iterator[float]:
 
 def _cumulative(weights: dict[Family, float]) -> list[tuple[float, Family]]:
     if not weights:
-        raise ValueError("an embedded source needs at least one modality: image, audio, mixed or text")
+        raise ValueError(
+            "an embedded source needs at least one modality: image, audio, mixed or text"
+        )
     bounds = np.cumsum(list(weights.values())) / sum(weights.values())
     bounds[-1] = 1  # against rounding: every draw is below the last bound
     return list(zip(bounds.tolist(), weights, strict=True))

@@ -13,8 +13,10 @@ import numpy as np
 from mmjax.data.sample import Split
 
 SIDE = 8  # pixels of a digit
-COUNT_CDF = tuple(accumulate((0.32, 0.25, 0.17, 0.10, 0.06, 0.045, 0.03, 0.025)))  # of 1..8 digits on an image
-FEW = tuple(accumulate((0.48, 0.28, 0.15, 0.09)))  # of 1..4 digits, where a sample has more items than one
+# of 1..8 digits on an image
+COUNT_CDF = tuple(accumulate((0.32, 0.25, 0.17, 0.10, 0.06, 0.045, 0.03, 0.025)))
+# of 1..4 digits, where a sample has more items than one
+FEW = tuple(accumulate((0.48, 0.28, 0.15, 0.09)))
 AFFINES = 512
 
 
@@ -24,7 +26,9 @@ class Strip(NamedTuple):
     digits: tuple[int, ...]  # indices into the digit table
     text: str  # their labels
     columns: int  # digits in the first row
-    left: int  # margins in pixels; multiples of a digit, so that each digit is one merged token of the tiny encoder
+    # margins in pixels; multiples of a digit, so that each digit is one merged token of the tiny
+    # encoder
+    left: int
     top: int
     height: int
     width: int
@@ -46,13 +50,22 @@ def digits_by_label(split: Split) -> tuple[tuple[int, ...], ...]:
     # Of every 20 digits of a label, in the table's order, these go to validation and test.
     slots = {"validation": (5,), "test": (2, 9, 15)}
     held_out = {slot for split_slots in slots.values() for slot in split_slots}
-    chosen = slots[split] if split in slots else tuple(slot for slot in range(20) if slot not in held_out)
+    chosen = (
+        slots[split]
+        if split in slots
+        else tuple(slot for slot in range(20) if slot not in held_out)
+    )
     labels = digit_table()[1]
     by_label = (np.flatnonzero(labels == label) for label in range(10))
-    return tuple(tuple(indices[np.isin(np.arange(len(indices)) % 20, chosen)].tolist()) for indices in by_label)
+    return tuple(
+        tuple(indices[np.isin(np.arange(len(indices)) % 20, chosen)].tolist())
+        for indices in by_label
+    )
 
 
-def draw_strip(u: Iterator[float], counts: Sequence[float], digits: tuple[tuple[int, ...], ...]) -> Strip:
+def draw_strip(
+    u: Iterator[float], counts: Sequence[float], digits: tuple[tuple[int, ...], ...]
+) -> Strip:
     """Draw an image's digits and layout; `u` yields uniform draws, `counts` is the CDF of 1, 2, ... digits."""
     draw = next(u)
     count = 1 + sum(draw >= bound for bound in counts[:-1])
@@ -88,7 +101,9 @@ def render_strip(strip: Strip, augment: np.random.Generator | None) -> np.ndarra
     if augment is not None:
         flat = digits.reshape(-1, SIDE * SIDE, 1).astype(np.float32)
         flat *= augment.uniform(0.6, 1, (len(flat), 1, 1)).astype(np.float32)
-        digits = (affine_bank()[augment.integers(AFFINES, size=len(flat))] @ flat).reshape(-1, SIDE, SIDE)
+        digits = (affine_bank()[augment.integers(AFFINES, size=len(flat))] @ flat).reshape(
+            -1, SIDE, SIDE
+        )
     canvas = np.zeros((strip.height, strip.width, 1), np.uint8)
     for number, digit in enumerate(digits):
         line, column = divmod(number, strip.columns)
@@ -109,7 +124,9 @@ def affine_bank() -> np.ndarray:
     shear = rng.uniform(-0.25, 0.25, AFFINES)
     scale = np.exp(rng.uniform(-0.16, 0.16, (AFFINES, 2, 1)))
     shift = rng.uniform(-0.7, 0.7, (AFFINES, 1, 2))
-    rotation = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]).transpose(2, 0, 1)
+    rotation = np.array(
+        [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    ).transpose(2, 0, 1)
     rotation[:, :, 1] += shear[:, None] * rotation[:, :, 0]
     # A quarter stay sharp: held-out digits are not resampled, and resampling blurs.
     sharp = AFFINES // 4
@@ -117,8 +134,16 @@ def affine_bank() -> np.ndarray:
     scale[:sharp] = 1
     shift[:sharp] = 0
     centre = (SIDE - 1) / 2
-    pixel = np.stack(np.meshgrid(np.arange(SIDE), np.arange(SIDE), indexing="ij"), -1).reshape(-1, 2) - centre
+    pixel = (
+        np.stack(np.meshgrid(np.arange(SIDE), np.arange(SIDE), indexing="ij"), -1).reshape(-1, 2)
+        - centre
+    )
     source = pixel @ (rotation * scale).transpose(0, 2, 1) + shift + centre
-    # The bilinear hat, [512, 64, 2, 8]: weight of each source row and of each source column for each pixel.
+    # The bilinear hat, [512, 64, 2, 8]: weight of each source row and of each source column for
+    # each pixel.
     near = np.maximum(0, 1 - np.abs(source[..., None] - np.arange(SIDE)))
-    return (near[:, :, 0, :, None] * near[:, :, 1, None, :]).reshape(AFFINES, SIDE**2, SIDE**2).astype(np.float32)
+    return (
+        (near[:, :, 0, :, None] * near[:, :, 1, None, :])
+        .reshape(AFFINES, SIDE**2, SIDE**2)
+        .astype(np.float32)
+    )

@@ -25,7 +25,13 @@ class DrawnDigits:
     """
 
     def __init__(
-        self, split: Split, samples: int, max_digits: int, generator: str, seed: int, held_out: int = HELD_OUT
+        self,
+        split: Split,
+        samples: int,
+        max_digits: int,
+        generator: str,
+        seed: int,
+        held_out: int = HELD_OUT,
     ) -> None:
         self.split = split
         self.samples = samples
@@ -38,12 +44,23 @@ class DrawnDigits:
         return self.samples if self.split == "train" else self.held_out
 
     def fingerprint(self) -> str:
-        made_by = ("drawing-1", self.split, self.samples, self.max_digits, self.generator, self.seed)
-        return hashlib.sha256(repr(made_by).encode() + digits.digit_table()[0].tobytes()).hexdigest()[:16]
+        made_by = (
+            "drawing-1",
+            self.split,
+            self.samples,
+            self.max_digits,
+            self.generator,
+            self.seed,
+        )
+        return hashlib.sha256(
+            repr(made_by).encode() + digits.digit_table()[0].tobytes()
+        ).hexdigest()[:16]
 
     def facts(self, index: int) -> SampleLengths:
         strip = self.strip(index)
-        return SampleLengths(len(self.prompt(index)), ((self.generator, (strip.height, strip.width)),))
+        return SampleLengths(
+            len(self.prompt(index)), ((self.generator, (strip.height, strip.width)),)
+        )
 
     def prompt(self, index: int) -> str:
         """Return the text of a sample."""
@@ -55,11 +72,17 @@ class DrawnDigits:
 
     def item(self, index: int, number: int) -> np.ndarray:
         """Render the picture, uint8 `[8, 8 * digits, 1]`."""
-        return digits.render_strip(self.strip(index), self._rng(index, 1) if self.split == "train" else None)
+        return digits.render_strip(
+            self.strip(index), self._rng(index, 1) if self.split == "train" else None
+        )
 
     def judge(self, index: int, picture: np.ndarray) -> float:
         """Return the share of a sample's digits that a picture shows in their places."""
-        return float(np.mean([a == b for a, b in zip(name_digits(picture), self.strip(index).text, strict=True)]))
+        return float(
+            np.mean(
+                [a == b for a, b in zip(name_digits(picture), self.strip(index).text, strict=True)]
+            )
+        )
 
     def partner(self, index: int) -> int:
         """Find another sample with as many digits; it may lie beyond the end of the split."""
@@ -73,7 +96,9 @@ class DrawnDigits:
         pool = digits.digits_by_label(self.split)
         chosen = tuple(pool[label][rng.integers(len(pool[label]))] for label in labels)
         text = "".join(map(str, labels))
-        return Strip(chosen, text, len(labels), left=0, top=0, height=SIDE, width=SIDE * len(labels))
+        return Strip(
+            chosen, text, len(labels), left=0, top=0, height=SIDE, width=SIDE * len(labels)
+        )
 
     def _rng(self, index: int, stream: int) -> np.random.Generator:
         key = np.array([self.seed, _SPLITS.index(self.split)], np.uint64)
@@ -102,7 +127,13 @@ def drawings(
 def name_digits(picture: np.ndarray) -> str:
     """Name the digits of a picture, uint8 `[8, 8 * digits, 1]`, by the real ones that are nearest to each."""
     images, labels = _references()
-    cells = picture[..., 0].reshape(SIDE, -1, SIDE).swapaxes(0, 1).reshape(-1, SIDE * SIDE).astype(np.float32)
+    cells = (
+        picture[..., 0]
+        .reshape(SIDE, -1, SIDE)
+        .swapaxes(0, 1)
+        .reshape(-1, SIDE * SIDE)
+        .astype(np.float32)
+    )
     distances = np.square(cells[:, None] - images[None]).sum(-1)
     nearest = labels[np.argsort(distances, axis=1)[:, :NEIGHBOURS]]
     return "".join(str(np.bincount(row, minlength=10).argmax()) for row in nearest)

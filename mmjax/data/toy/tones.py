@@ -13,11 +13,21 @@ SAMPLE_RATE = 4000  # Hz; the highest tone is 1477 Hz
 DIGITS = "0123456789"
 KEYS = DIGITS + "*#"
 # Hz: keys in one row of the keypad share the low tone, those in one column the high one.
-LOW = {key: low for low, row in zip((697, 770, 852, 941), ("123", "456", "789", "*0#"), strict=True) for key in row}
-HIGH = {key: high for high, row in zip((1209, 1336, 1477), ("147*", "2580", "369#"), strict=True) for key in row}
-# Long clips are more frequent in training, since keeping count needs practice. Held-out clips keep their long tail.
-PRACTICE = tuple(accumulate((0.33, 0.19, 0.12, 0.09, 0.08, 0.07, 0.06, 0.06)))  # of 1..8 keys in a clip
-PRACTICE_FEW = tuple(accumulate((0.40, 0.26, 0.18, 0.16)))  # of 1..4 keys, where a sample has more items than one
+LOW = {
+    key: low
+    for low, row in zip((697, 770, 852, 941), ("123", "456", "789", "*0#"), strict=True)
+    for key in row
+}
+HIGH = {
+    key: high
+    for high, row in zip((1209, 1336, 1477), ("147*", "2580", "369#"), strict=True)
+    for key in row
+}
+# Long clips are more frequent in training, since keeping count needs practice. Held-out clips keep
+# their long tail. of 1..8 keys in a clip
+PRACTICE = tuple(accumulate((0.33, 0.19, 0.12, 0.09, 0.08, 0.07, 0.06, 0.06)))
+# of 1..4 keys, where a sample has more items than one
+PRACTICE_FEW = tuple(accumulate((0.40, 0.26, 0.18, 0.16)))
 COUNTS = tuple(accumulate((0.37, 0.25, 0.14, 0.08, 0.06, 0.04, 0.035, 0.025)))  # the same, held out
 FEW = tuple(accumulate((0.45, 0.27, 0.16, 0.12)))
 
@@ -40,11 +50,13 @@ def draw_clip(u: Iterator[float], counts: Sequence[float], keys: str) -> Clip:
     draw = next(u)
     count = 1 + sum(draw >= bound for bound in counts[:-1])
     text = "".join([keys[int(next(u) * len(keys))] for _ in range(count)])
-    unit = SAMPLE_RATE / 1000 / (0.8 + 0.45 * next(u))  # samples per millisecond at this clip's speed
+    # samples per millisecond at this clip's speed
+    unit = SAMPLE_RATE / 1000 / (0.8 + 0.45 * next(u))
     lead = int(60 * next(u) * unit)
     tones = tuple([int((80 + 60 * next(u)) * unit) for _ in range(count)])
     gaps = tuple([int((60 + 45 * next(u)) * unit) for _ in range(count)])
-    trail = int(max(0.0, next(u) - 0.75) * 2000 * SAMPLE_RATE / 1000)  # up to half a second in a quarter of the clips
+    # up to half a second in a quarter of the clips
+    trail = int(max(0.0, next(u) - 0.75) * 2000 * SAMPLE_RATE / 1000)
     return Clip(text, lead, tones, gaps, lead + sum(tones) + sum(gaps) + trail)
 
 
@@ -57,8 +69,12 @@ def render_clip(clip: Clip, rng: np.random.Generator) -> np.ndarray:
     phases = rng.integers(_PHASES, size=len(clip.text)).tolist()
     gains = rng.uniform(0.25, 0.45, (len(clip.text), 2, 1)).astype(np.float32)
     start = clip.lead
-    for key, length, gap, phase, gain in zip(clip.text, clip.tones, clip.gaps, phases, gains, strict=True):
-        wave[start : start + length] += (table[KEYS.index(key), :, phase : phase + length] * gain).sum(0)
+    for key, length, gap, phase, gain in zip(
+        clip.text, clip.tones, clip.gaps, phases, gains, strict=True
+    ):
+        wave[start : start + length] += (
+            table[KEYS.index(key), :, phase : phase + length] * gain
+        ).sum(0)
         start += length + gap
     return np.clip(wave, -1, 1)
 
@@ -67,4 +83,6 @@ def render_clip(clip: Clip, rng: np.random.Generator) -> np.ndarray:
 def _tones() -> np.ndarray:
     """Compute the low and the high sine of each key, float32 `[12, 2, samples]`."""
     hertz = np.array([(LOW[key], HIGH[key]) for key in KEYS])
-    return np.sin(2 * np.pi / SAMPLE_RATE * hertz[..., None] * np.arange(_LONGEST + _PHASES)).astype(np.float32)
+    return np.sin(
+        2 * np.pi / SAMPLE_RATE * hertz[..., None] * np.arange(_LONGEST + _PHASES)
+    ).astype(np.float32)

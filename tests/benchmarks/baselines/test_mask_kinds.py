@@ -28,11 +28,15 @@ def test_items_see_their_own_span_and_text_all_of_its_sample_before_it(kind, tok
 
 @settings(max_examples=100)
 @any_row
-def test_spans_are_contiguous_and_a_quarter_of_every_sample_but_where_lengths_are_mixed(kind, tokens, seed):
+def test_spans_are_contiguous_and_a_quarter_of_every_sample_but_where_lengths_are_mixed(
+    kind, tokens, seed
+):
     mask = made(kind, tokens, seed)
     assert set(np.diff(mask.sample)) <= {0, 1}
     assert mask.sample[0] == 0
-    assert np.array_equal(np.bincount(mask.sample, mask.span > 0), np.bincount(mask.sample) // 4 * (kind != "mixed"))
+    assert np.array_equal(
+        np.bincount(mask.sample, mask.span > 0), np.bincount(mask.sample) // 4 * (kind != "mixed")
+    )
     starts = np.flatnonzero(np.diff(mask.span, prepend=0) * (mask.span > 0))
     assert mask.span[starts].tolist() == list(range(1, mask.span.max() + 1))
     sizes = np.bincount(mask.span)[1:]

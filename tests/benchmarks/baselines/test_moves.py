@@ -7,16 +7,26 @@ from hypothesis import strategies as st
 from mmjax.balance.lpt import longest_first
 from mmjax.benchmarks.baselines.moves import ENDLESS, by_key, even, fill, shed
 
-lengths = st.lists(st.integers(1, 30), min_size=1, max_size=12).map(lambda found: np.array(found, np.int64))
+lengths = st.lists(st.integers(1, 30), min_size=1, max_size=12).map(
+    lambda found: np.array(found, np.int64)
+)
 
 
 @settings(max_examples=200)
-@given(lengths, st.integers(1, 3), st.integers(1, 200), st.sampled_from([1, 10, ENDLESS]), st.integers(0, 99))
+@given(
+    lengths,
+    st.integers(1, 3),
+    st.integers(1, 200),
+    st.sampled_from([1, 10, ENDLESS]),
+    st.integers(0, 99),
+)
 def test_a_bin_sheds_what_it_has_too_much_of_and_no_item_more(length, units, quota, limit, seed):
     unit = np.random.default_rng(seed).integers(0, units, len(length))
     quota = min(quota, int(length.sum()))
     away, over = np.zeros(len(length), np.bool_), np.array([quota])
-    shed(*by_key(longest_first(length), unit, units), np.array([0, units]), length, over, limit, away)
+    shed(
+        *by_key(longest_first(length), unit, units), np.array([0, units]), length, over, limit, away
+    )
     assert over[0] == quota - length[away].sum()
     assert over[0] <= 0
     assert -over[0] < length[away].min()
@@ -31,7 +41,13 @@ def test_one_unit_sheds_near_the_least_that_will_do():
         away, over = np.zeros(10, np.bool_), np.array([quota])
         items, start = by_key(longest_first(length), np.zeros(10, np.int64), 1)
         shed(items, start, np.array([0, 1]), length, over, ENDLESS, away)
-        sums = np.array([length[list(some)].sum() for k in range(11) for some in itertools.combinations(range(10), k)])
+        sums = np.array(
+            [
+                length[list(some)].sum()
+                for k in range(11)
+                for some in itertools.combinations(range(10), k)
+            ]
+        )
         excess.append(-over[0] - (sums[sums >= quota].min() - quota))
     assert np.mean(excess) < 15  # of items of 105 on average
 
@@ -67,4 +83,6 @@ def test_bins_are_filled_where_there_is_most_room(length, bins):
     items, start = longest_first(length), np.array([0, len(length)])
     fill(items, start, length, over, np.array([0, bins]), bin_of)
     assert np.array_equal(np.sort(over), np.sort(expected))
-    assert np.array_equal(over, -10 * np.arange(bins) + np.bincount(bin_of, length, bins).astype(np.int64))
+    assert np.array_equal(
+        over, -10 * np.arange(bins) + np.bincount(bin_of, length, bins).astype(np.int64)
+    )

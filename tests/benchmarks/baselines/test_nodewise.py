@@ -29,7 +29,11 @@ def drawn(ranks: int, per_rank: int, seed: int) -> tuple[np.ndarray, np.ndarray]
 
 @st.composite
 def problems(draw):
-    ranks, ranks_per_node, n = draw(st.integers(1, 12)), draw(st.integers(1, 5)), draw(st.integers(0, 60))
+    ranks, ranks_per_node, n = (
+        draw(st.integers(1, 12)),
+        draw(st.integers(1, 5)),
+        draw(st.integers(0, 60)),
+    )
     length = draw(st.lists(st.integers(0, 50), min_size=n, max_size=n))
     source = draw(st.lists(st.integers(0, ranks - 1), min_size=n, max_size=n))
     tolerance = draw(st.sampled_from([0.0, 0.002, 0.1]))
@@ -108,7 +112,9 @@ def test_no_assignment_sends_less_than_the_bounds(seed):
 
 def sent(volume: np.ndarray, batch_rank: np.ndarray, ranks_per_node: int) -> int:
     node = np.arange(len(volume)) // ranks_per_node
-    return np.where(node[:, None] != np.asarray(batch_rank) // ranks_per_node, volume, 0).sum(1).max()
+    return (
+        np.where(node[:, None] != np.asarray(batch_rank) // ranks_per_node, volume, 0).sum(1).max()
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))

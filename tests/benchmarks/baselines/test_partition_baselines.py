@@ -35,7 +35,9 @@ def test_omnibal_finds_the_first_of_all_partitions_around_its_anchor():
 
         def rank(cuts, model=model):
             stages = 1e3 * np.add.reduceat(model.forward, (0, *cuts))
-            return float(((stages - stages.mean()) ** 2).sum() + model.cut_bytes[list(cuts)].sum() / 1e6)
+            return float(
+                ((stages - stages.mean()) ** 2).sum() + model.cut_bytes[list(cuts)].sum() / 1e6
+            )
 
         jittered = product(*((cut - 1, cut, cut + 1) for cut in anchor))
         candidates = [cuts for cuts in jittered if 0 < cuts[0] < cuts[1] < cuts[2] < 14]
@@ -43,7 +45,8 @@ def test_omnibal_finds_the_first_of_all_partitions_around_its_anchor():
 
 
 def test_algorithm_1_gives_encoders_stages_that_keep_up_with_the_llm():
-    # LLM stages of 4 layers of 3 take 12; the audio encoder of 24 needs two of them, the vision encoder of 6 one.
+    # LLM stages of 4 layers of 3 take 12; the audio encoder of 24 needs two of them, the vision
+    # encoder of 6 one.
     model = chain([1.0] * 2 + [2.0] * 4 + [1.0] * 8, towers=(0, 2, 6))
     cuts = BASELINES["cornstarch"](model, 5)
     assert cuts == (2, 4, 6, 10)

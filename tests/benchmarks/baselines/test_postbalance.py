@@ -72,10 +72,14 @@ def omni_like(samples: int, seed: int) -> np.ndarray:
 @example([8, 7, 6, 5, 4], 2, False)
 @example([9, 9, 9, 1, 1, 1], 3, True)
 @example([3, 3, 2, 2, 2], 2, False)
-def test_a_few_items_are_balanced_as_well_as_by_trying_every_assignment(kind, length, ranks, equal_counts):
+def test_a_few_items_are_balanced_as_well_as_by_trying_every_assignment(
+    kind, length, ranks, equal_counts
+):
     length = np.array(length, np.int64)
     rank = balance(kind)(length, ranks, equal_counts=equal_counts)
-    assert largest(kind, length, rank, ranks) == pytest.approx(optimum(kind, length, ranks, equal_counts))
+    assert largest(kind, length, rank, ranks) == pytest.approx(
+        optimum(kind, length, ranks, equal_counts)
+    )
 
 
 def least_contiguous(cost: np.ndarray, ranks: int, fewest: int, most: int) -> float:
@@ -109,7 +113,9 @@ def test_padded_and_conv_are_the_best_contiguous_splits(length, ranks, lam, equa
     assert rank_costs("conv", length, rank, ranks, lam).max() == pytest.approx(best)
 
 
-problems = st.tuples(st.lists(st.integers(0, 5000), max_size=200), st.integers(1, 40), st.booleans())
+problems = st.tuples(
+    st.lists(st.integers(0, 5000), max_size=200), st.integers(1, 40), st.booleans()
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,21 +132,26 @@ def test_every_item_has_a_rank_and_the_same_one_each_time(kind, problem):
     assert np.array_equal(rank, balance(kind)(length, ranks, equal_counts=equal_counts))
     costs = rank_costs(kind, length, rank, ranks, LAM)
     np.testing.assert_allclose(
-        costs, [cost_of_one_rank(kind, length[rank == r].astype(np.int64), LAM) for r in range(ranks)]
+        costs,
+        [cost_of_one_rank(kind, length[rank == r].astype(np.int64), LAM) for r in range(ranks)],
     )
     assert costs.max(initial=0) >= lower_bound(kind, length, ranks, LAM) * (1 - 1e-12)
 
 
 @settings(max_examples=100)
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(30, 3000), st.integers(0, 2**32 - 1))
-def test_the_guarantee_of_longest_first_holds_where_the_optimum_is_known(ranks, items, capacity, seed):
+def test_the_guarantee_of_longest_first_holds_where_the_optimum_is_known(
+    ranks, items, capacity, seed
+):
     """Ranks of equal capacity, cut into items: 4/3 - 1 / (3 d) of it (Graham 1969, OrchMLLM section 5.1)."""
     rng = np.random.default_rng(seed)
     cuts = np.sort(rng.integers(0, capacity + 1, (ranks, items - 1)), axis=1)
     length = np.diff(cuts, axis=1, prepend=0, append=capacity).ravel()
     guarantee = (4 / 3 - 1 / (3 * ranks)) * capacity
     assert capacity <= largest("packed", length, balance_packed(length, ranks), ranks) <= guarantee
-    assert largest("packed", length, balance_quadratic(length, ranks, 0), ranks) <= guarantee * (1 + 1e-12)
+    assert largest("packed", length, balance_quadratic(length, ranks, 0), ranks) <= guarantee * (
+        1 + 1e-12
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -152,12 +163,16 @@ def test_packed_leaves_no_token_above_the_mean_at_sixty_items_a_rank(ranks, seed
     assert np.bincount(rank, length, ranks).max() == np.ceil(length.sum() / ranks)
 
 
-@pytest.mark.parametrize(("kind", "ratio"), [("padded", 1.05), ("conv", 1.07), ("quadratic", 1.001)])
+@pytest.mark.parametrize(
+    ("kind", "ratio"), [("padded", 1.05), ("conv", 1.07), ("quadratic", 1.001)]
+)
 def test_the_other_kinds_come_near_their_bound_at_sixty_items_a_rank(kind, ratio):
     for seed in range(2):
         length = omni_like(512 * 60, seed)
         rank = balance(kind, 1e-4)(length, 512)
-        assert rank_costs(kind, length, rank, 512, 1e-4).max() <= ratio * lower_bound(kind, length, 512, 1e-4)
+        assert rank_costs(kind, length, rank, 512, 1e-4).max() <= ratio * lower_bound(
+            kind, length, 512, 1e-4
+        )
 
 
 def test_lengths_on_a_grid_reach_the_bound_that_the_grid_leaves():

@@ -73,8 +73,12 @@ def test_whatever_the_lengths_each_item_gets_one_rank_and_the_same_one_again(kin
 @given(problems)
 def test_algorithm_1_is_greedy_over_falling_lengths(problem):
     length, ranks = np.array(problem[0]), problem[1]
-    assert sorted(np.bincount(paper_packed(length, ranks), length, ranks)) == greedy_sums(length, ranks)
-    assert sorted(np.bincount(paper_quadratic(length, ranks, 0), length, ranks)) == greedy_sums(length, ranks)
+    assert sorted(np.bincount(paper_packed(length, ranks), length, ranks)) == greedy_sums(
+        length, ranks
+    )
+    assert sorted(np.bincount(paper_quadratic(length, ranks, 0), length, ranks)) == greedy_sums(
+        length, ranks
+    )
 
 
 @settings(max_examples=60)
@@ -90,13 +94,18 @@ def test_algorithm_2_makes_the_printed_batches_and_folds_those_beyond_the_ranks(
 
 
 def test_algorithm_2_never_tries_a_large_enough_bound_where_one_item_is_short():
-    length = np.concatenate([[1], np.clip(np.random.default_rng(0).lognormal(6, 0.8, 479), 100, 4096)]).astype(int)
-    paper, ours = (rank_costs("padded", length, m(length, 8), 8).max() for m in (paper_padded, balance_padded))
+    length = np.concatenate(
+        [[1], np.clip(np.random.default_rng(0).lognormal(6, 0.8, 479), 100, 4096)]
+    ).astype(int)
+    paper, ours = (
+        rank_costs("padded", length, m(length, 8), 8).max() for m in (paper_padded, balance_padded)
+    )
     assert paper > 2 * ours
 
 
 def test_algorithm_4_levels_squares_only_where_sums_are_near():
-    length = np.array([6, 5, 5, 4, 3, 1])  # after 6 | 5 | 5 the next goes to either 5: the sums tell
+    # after 6 | 5 | 5 the next goes to either 5: the sums tell
+    length = np.array([6, 5, 5, 4, 3, 1])
     assert paper_quadratic(length, 3, 0).tolist()[3] in (1, 2)
     near = np.array([60, 30, 30, 5])  # sums 60 | 60: the two thirties have the lesser squares
     rank = paper_quadratic(near, 2, 1)
@@ -104,7 +113,8 @@ def test_algorithm_4_levels_squares_only_where_sums_are_near():
 
 
 def test_algorithm_5_fills_batches_up_to_the_largest_sum_and_deals_out_what_remains():
-    length = np.array([10, 9, 8, 7, 3, 2])  # algorithm 1: 20 | 19; two of ten within 20, two of eight, then 3 and 2
+    # algorithm 1: 20 | 19; two of ten within 20, two of eight, then 3 and 2
+    length = np.array([10, 9, 8, 7, 3, 2])
     rank = paper_conv(length, 2)
     assert rank[:4].tolist() == [0, 0, 1, 1]
     assert rank[4:].tolist() == [1, 1]

@@ -33,8 +33,10 @@ def test_lower_bound_never_exceeds_the_fewest_rows_and_is_at_least_the_total(len
 
 
 def test_lower_bound_counts_long_samples_and_not_only_positions():
-    assert rows_lower_bound(np.array([[6], [6], [6]]), np.array([10])) == 3  # 18 positions would fit two rows
-    assert rows_lower_bound(np.array([[8], [7], [4], [4], [4]]), np.array([10])) == 4  # no 4 fits beside an 8 or a 7
+    # 18 positions would fit two rows
+    assert rows_lower_bound(np.array([[6], [6], [6]]), np.array([10])) == 3
+    # no 4 fits beside an 8 or a 7
+    assert rows_lower_bound(np.array([[8], [7], [4], [4], [4]]), np.array([10])) == 4
     with pytest.raises(ValueError, match="sample 1 is longer"):
         rows_lower_bound(np.array([[3], [11]]), np.array([10]))
 

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from mmjax.balance.mask_work import Mask, block_work, excess
 from mmjax.benchmarks.baselines.token_blocks import longest_first, random, ring, zigzag
 
-small = given(st.lists(st.integers(0, 60), max_size=7).map(lambda x: np.array(x, np.int64)), st.integers(1, 3))
+small = given(
+    st.lists(st.integers(0, 60), max_size=7).map(lambda x: np.array(x, np.int64)), st.integers(1, 3)
+)
 
 
 def heaviest(work: np.ndarray, rank: np.ndarray, ranks: int) -> int:
@@ -63,7 +65,9 @@ def test_all_blocks_have_a_rank_and_ranks_have_equal_counts(blocks, ranks, seed)
 
 
 def test_random_differs_by_seed():
-    assert (random(64, 8, np.random.default_rng(0)) != random(64, 8, np.random.default_rng(1))).any()
+    assert (
+        random(64, 8, np.random.default_rng(0)) != random(64, 8, np.random.default_rng(1))
+    ).any()
 
 
 def test_no_ranks_are_refused():

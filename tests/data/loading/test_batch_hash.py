@@ -21,12 +21,19 @@ def whole(tmp_path_factory):
     return load(SAMPLES, tmp_path_factory.mktemp("whole"), TOPOLOGY, range(4), microbatches=2)(0)
 
 
-@pytest.mark.parametrize("shares", [[range(0, 1), range(1, 4)], [range(k, k + 1) for k in range(4)]])
+@pytest.mark.parametrize(
+    "shares", [[range(0, 1), range(1, 4)], [range(k, k + 1) for k in range(4)]]
+)
 def test_the_shares_of_processes_add_up_to_the_whole(whole, shares, tmp_path):
     found = 0
     for share in shares:
         found = add_hashes(
-            found, int(load(SAMPLES, tmp_path / str(share.start), TOPOLOGY, share, microbatches=2)(0).content)
+            found,
+            int(
+                load(SAMPLES, tmp_path / str(share.start), TOPOLOGY, share, microbatches=2)(
+                    0
+                ).content
+            ),
         )
     assert found == int(whole.content) > 0
 
@@ -36,7 +43,11 @@ def test_a_row_that_two_processes_hold_counts_once(whole):
     for number, batch in enumerate(whole.microbatches):
         assert batch_hash(batch, number, ranks, ranks, none) == 0
     halves = [((0, 1), (0, 1, 2)), ((2, 3), (3,))]
-    found = [batch_hash(b, m, ranks, ranks, own) for own in halves for m, b in enumerate(whole.microbatches)]
+    found = [
+        batch_hash(b, m, ranks, ranks, own)
+        for own in halves
+        for m, b in enumerate(whole.microbatches)
+    ]
     assert reduce(add_hashes, found) == int(whole.content)
 
 
@@ -45,7 +56,9 @@ def test_every_number_of_every_array_counts(whole):
     leaves, structure = jax.tree.flatten(whole.microbatches[0])
     batch = whole.microbatches[0]
     before = batch_hash(batch, 0, ranks, ranks, (ranks, ranks))
-    assert batch_hash(jax.tree.unflatten(structure, leaves), 0, ranks, ranks, (ranks, ranks)) == before
+    assert (
+        batch_hash(jax.tree.unflatten(structure, leaves), 0, ranks, ranks, (ranks, ranks)) == before
+    )
     filled = [(k, leaf) for k, leaf in enumerate(leaves) if leaf.size]
     assert len(filled) > 20
     for k, leaf in filled:

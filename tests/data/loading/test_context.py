@@ -34,7 +34,9 @@ def packed(tmp_path_factory):
         loader = load(random_samples(60, seed=0), tmp_path_factory.mktemp("data"), topology)
         plans = [m for step in range(2) for m in loader.plan(step).microbatches]
         whole = [pack_microbatch(m, loader.arrays, loader.reader) for m in plans]
-        return [(b, spread_over_context(b, m, loader.arrays)) for b, m in zip(whole, plans, strict=True)]
+        return [
+            (b, spread_over_context(b, m, loader.arrays)) for b, m in zip(whole, plans, strict=True)
+        ]
 
     return batches
 
@@ -45,7 +47,10 @@ def taken(batch: Microbatch) -> dict[str, dict[tuple[int, int], tuple[int, int]]
     for name, items in batch.items.items():
         named = np.stack([items.owner, items.offset], axis=-1)[:, :: GROUP[name]].astype(np.float32)
         placed = np.asarray(
-            dispatch(named + 1, text.send[name], text.slots[name], None, spread=text.spread.get(name)), np.int64
+            dispatch(
+                named + 1, text.send[name], text.slots[name], None, spread=text.spread.get(name)
+            ),
+            np.int64,
         )
         at = zip(*np.nonzero(text.slots[name] >= 0), strict=True)
         found[name] = {(int(text.owner[p]), int(text.offset[p])): tuple(placed[p] - 1) for p in at}
@@ -76,14 +81,20 @@ def test_rows_are_reordered_as_a_whole_and_only_inside(packed, topology):
         assert np.array_equal(np.sort(order, axis=1), before.text.pos)
         for field in TOKEN_FIELDS:
             rows = np.arange(len(order))[:, None]
-            assert np.array_equal(getattr(after.text, field), getattr(before.text, field)[rows, order]), field
+            assert np.array_equal(
+                getattr(after.text, field), getattr(before.text, field)[rows, order]
+            ), field
 
 
 def test_devices_attend_nearly_as_many_keys_as_each_other_in_a_long_row():
     rng = np.random.default_rng(0)
     length, context = 1 << 15, 8
     sample = np.sort(rng.integers(0, 12, length)).astype(np.int32)
-    mask = Mask(sample, np.arange(length, dtype=np.int32), *(np.full(length, x, np.int32) for x in (0, 1, 1)))
+    mask = Mask(
+        sample,
+        np.arange(length, dtype=np.int32),
+        *(np.full(length, x, np.int32) for x in (0, 1, 1)),
+    )
     keys = allowed_keys(mask)
     block = context_block(length, context)
     order, _ = token_order(distribute(block_work(mask, block), context), length, block)
@@ -91,7 +102,9 @@ def test_devices_attend_nearly_as_many_keys_as_each_other_in_a_long_row():
     assert work.max() <= 1.001 * work.mean()
 
 
-@pytest.mark.parametrize(("length", "context", "block"), [(1 << 15, 8, 128), (2048, 2, 128), (160, 2, 8), (24, 3, 1)])
+@pytest.mark.parametrize(
+    ("length", "context", "block"), [(1 << 15, 8, 128), (2048, 2, 128), (160, 2, 8), (24, 3, 1)]
+)
 def test_blocks_are_as_long_as_the_kernels_where_each_device_has_several(length, context, block):
     assert context_block(length, context) == block
 
@@ -106,5 +119,6 @@ def test_padding_stays_padding(packed):
         nothing = batch.text.sample == PADDING
         assert nothing.any()
         assert not jax.tree.reduce(
-            max, {name: slots[nothing].max(initial=-1) >= 0 for name, slots in batch.text.slots.items()}
+            max,
+            {name: slots[nothing].max(initial=-1) >= 0 for name, slots in batch.text.slots.items()},
         )

@@ -7,7 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made import AUDIO, VISION, VOCAB, Made, clip, config, image, index_of, load, plan_of, random_samples, text
+from made import (
+    AUDIO,
+    VISION,
+    VOCAB,
+    Made,
+    clip,
+    config,
+    image,
+    index_of,
+    load,
+    plan_of,
+    random_samples,
+    text,
+)
 from planned import BALANCE_KINDS, BALANCES
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch
@@ -24,7 +37,8 @@ ENCODERS = {"vision": VISION, "audio": AUDIO}
 GROUP = {"vision": 4, "audio": 6}  # positions of the encoder for one token of the LLM
 
 
-# -------------------------------------------------------------------------------------------------------- reference
+# --------------------------------------------------------------------------------------------------
+# reference
 
 
 def tokens_of(source: Made, sample: int) -> list[dict[str, Any]]:
@@ -35,12 +49,24 @@ def tokens_of(source: Made, sample: int) -> list[dict[str, Any]]:
         if isinstance(segment, Text):
             branch, pieces = (
                 segment.branch,
-                [{"token": t, "weight": w} for t, w in zip(segment.tokens, segment.weights, strict=True)],
+                [
+                    {"token": t, "weight": w}
+                    for t, w in zip(segment.tokens, segment.weights, strict=True)
+                ],
             )
         else:
             array = source.samples[sample][1][segment.number]
-            count = len(encoder_input(ENCODERS[segment.encoder], array).values) // GROUP[segment.encoder]
-            branch, pieces = 0, [{"item": segment.number, "encoder": segment.encoder, "nth": n} for n in range(count)]
+            count = (
+                len(encoder_input(ENCODERS[segment.encoder], array).values)
+                // GROUP[segment.encoder]
+            )
+            branch, pieces = (
+                0,
+                [
+                    {"item": segment.number, "encoder": segment.encoder, "nth": n}
+                    for n in range(count)
+                ],
+            )
         position = after.get(branch, after[0]) if segment.start is None else segment.start
         for piece in pieces:
             tokens.append(piece | {"branch": branch, "position": position})
@@ -72,7 +98,9 @@ def may_see(items: str, query: dict[str, Any], key: dict[str, Any], later: bool)
     return not later and key["branch"] in (0, query["branch"])
 
 
-def steps_of(source: Made, items: str, folder, **changes: Any) -> list[tuple[MicrobatchPlan, Microbatch]]:
+def steps_of(
+    source: Made, items: str, folder, **changes: Any
+) -> list[tuple[MicrobatchPlan, Microbatch]]:
     loader = load(source, folder, items=items, **changes)
     plans = [m for step in range(8) for m in loader.plan(step).microbatches]
     return [(m, pack_microbatch(m, loader.arrays, loader.reader)) for m in plans]
@@ -98,7 +126,10 @@ def test_every_token_stands_as_the_slow_reference_says(items, tmp_path):
             assert text.position[row, at].tolist() == [t["position"] for t in tokens]
             assert text.sample[row, at].tolist() == [count[row]] * len(tokens)
             assert text.source[row, at].tolist() == [0] * len(tokens)
-            expected = [[may_see(items, q, k, b > a) for b, k in enumerate(tokens)] for a, q in enumerate(tokens)]
+            expected = [
+                [may_see(items, q, k, b > a) for b, k in enumerate(tokens)]
+                for a, q in enumerate(tokens)
+            ]
             np.testing.assert_array_equal(allowed(text, row)[at, at], expected)
             count[row] += 1
         samples_in_a_row = max(samples_in_a_row, count.max())
@@ -110,7 +141,9 @@ def test_every_token_stands_as_the_slow_reference_says(items, tmp_path):
         assert all(np.all(slots[~used] == -1) for slots in text.slots.values())
         assert all(text.pos[row].tolist() == list(range(used.shape[1])) for row in range(len(used)))
         assert all(
-            a.dtype == np.int32 for name, a in text._asdict().items() if name in TOKEN_FIELDS and name != "weight"
+            a.dtype == np.int32
+            for name, a in text._asdict().items()
+            if name in TOKEN_FIELDS and name != "weight"
         )
     assert samples_in_a_row >= 3
 
@@ -140,28 +173,43 @@ def test_slots_lead_every_item_token_to_its_patches_or_frames(tmp_path):
                 values = got.values.reshape(-1, group, got.values.shape[-1])[slots]
                 item = got.item.reshape(-1, group)[slots].reshape(-1)
                 coordinates = got.coordinates.reshape(-1, group, 3)[slots]
-                np.testing.assert_array_equal(values.reshape(prepared.values.shape), prepared.values)
+                np.testing.assert_array_equal(
+                    values.reshape(prepared.values.shape), prepared.values
+                )
                 np.testing.assert_array_equal(coordinates.reshape(-1, 3), prepared.coordinates)
                 assert len(set(item[prepared.valid])) == 1
                 assert item[prepared.valid][0] >= 0
                 assert np.all(item[~prepared.valid] == -1)
                 items += 1
         for encoder, got in batch.items.items():
-            expected = [(s, n) for s in plan.samples for n, (e, _) in enumerate(source.facts(s).items) if e == encoder]
+            expected = [
+                (s, n)
+                for s in plan.samples
+                for n, (e, _) in enumerate(source.facts(s).items)
+                if e == encoder
+            ]
             together = sum(len(set(row[row >= 0])) for row in got.item)
-            assert together == len(expected), "two items of a row have one number, or one is missing"
+            assert together == len(expected), (
+                "two items of a row have one number, or one is missing"
+            )
     assert items > 90
 
 
 def test_a_microbatch_without_samples_is_all_padding(tmp_path):
-    loader = load(random_samples(20, seed=5), tmp_path, grouping=NoGrouping(), size=Samples(2), microbatches=8)
-    batches = [pack_microbatch(m, loader.arrays, loader.reader) for m in loader.plan(0).microbatches]
+    loader = load(
+        random_samples(20, seed=5), tmp_path, grouping=NoGrouping(), size=Samples(2), microbatches=8
+    )
+    batches = [
+        pack_microbatch(m, loader.arrays, loader.reader) for m in loader.plan(0).microbatches
+    ]
     assert len(batches) == 8
     empty = [b for b in batches if np.all(b.text.sample == -1)]
     assert len(empty) == 6
     for batch in empty:
         assert not batch.text.weight.any()
-        assert all(np.all(items.item == -1) and not items.values.any() for items in batch.items.values())
+        assert all(
+            np.all(items.item == -1) and not items.values.any() for items in batch.items.values()
+        )
         assert all(np.all(slots == -1) for slots in batch.text.slots.values())
 
 
@@ -169,9 +217,18 @@ def test_a_microbatch_without_samples_is_all_padding(tmp_path):
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("topology", [Topology(4, 4, 4), Topology(4, 2, 2)], ids=["4", "4-by-2"])
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
-def test_processes_hold_the_rows_of_one_process_between_them(processes, topology, balance, tmp_path):
+def test_processes_hold_the_rows_of_one_process_between_them(
+    processes, topology, balance, tmp_path
+):
     source = random_samples(40, seed=4)
-    loader = load(source, tmp_path, topology, balance=balance, grouping=NoGrouping(chunk_steps=8), size=Samples(12))
+    loader = load(
+        source,
+        tmp_path,
+        topology,
+        balance=balance,
+        grouping=NoGrouping(chunk_steps=8),
+        size=Samples(12),
+    )
     each = topology.ranks // processes
     for plan in (m for step in range(3) for m in loader.plan(step).microbatches):
         whole = pack_microbatch(plan, loader.arrays, loader.reader)
@@ -187,10 +244,13 @@ def test_processes_hold_the_rows_of_one_process_between_them(processes, topology
                 np.testing.assert_array_equal(joined, getattr(whole.text, tables)[encoder])
             for field in set(ItemBatch._fields) - {"condition"}:  # a generator's alone
                 joined = np.concatenate([getattr(s.items[encoder], field) for s in shares])
-                np.testing.assert_array_equal(joined, getattr(whole.items[encoder], field), err_msg=field)
+                np.testing.assert_array_equal(
+                    joined, getattr(whole.items[encoder], field), err_msg=field
+                )
 
 
-# ----------------------------------------------------------------------------------------------------- wrong samples
+# --------------------------------------------------------------------------------------------------
+# wrong samples
 
 
 def packed(source: Made, honest: Made | None = None) -> Microbatch:
@@ -208,7 +268,9 @@ GOOD = ((text(RNG, 3, first=True), Item("vision", 0)), [image(RNG, 4, 4)])
 LOUD = np.array([0.1, np.nan] + [0.0] * 20, np.float32)
 
 
-def one_text(tokens: list[int], weights: list[float], branch: int = 0) -> tuple[tuple[Text], list[np.ndarray]]:
+def one_text(
+    tokens: list[int], weights: list[float], branch: int = 0
+) -> tuple[tuple[Text], list[np.ndarray]]:
     return (Text(np.array(tokens, np.int32), np.array(weights, np.float32), branch),), []
 
 
@@ -238,9 +300,21 @@ def test_a_sample_that_cannot_be_packed_is_named(sample, message):
 @pytest.mark.parametrize(
     ("real", "promised", "message"),
     [
-        (one_text([4, 5, 6], [0, 1, 1]), one_text([4, 5], [0, 1]), "3 tokens where its source's facts() promised 2"),
-        (one_text([4], [0]), one_text([4, 5], [0, 1]), "1 tokens where its source's facts() promised 2"),
-        (((Item("vision", 0),), [image(RNG, 8, 4)]), ((Item("vision", 0),), [image(RNG, 4, 4)]), "8 positions where"),
+        (
+            one_text([4, 5, 6], [0, 1, 1]),
+            one_text([4, 5], [0, 1]),
+            "3 tokens where its source's facts() promised 2",
+        ),
+        (
+            one_text([4], [0]),
+            one_text([4, 5], [0, 1]),
+            "1 tokens where its source's facts() promised 2",
+        ),
+        (
+            ((Item("vision", 0),), [image(RNG, 8, 4)]),
+            ((Item("vision", 0),), [image(RNG, 4, 4)]),
+            "8 positions where",
+        ),
         (((*GOOD[0][:1], Item("vision", 1)), GOOD[1]), GOOD, "item 1 of 'vision' is not in"),
         (((*GOOD[0][:1], Item("audio", 0)), GOOD[1]), GOOD, "item 0 of 'audio' is not in"),
         ((GOOD[0][:1], GOOD[1]), GOOD, "places the items [], but its source's facts() have 1"),
@@ -259,7 +333,9 @@ def test_a_file_that_cannot_be_read_is_named():
         def item(self, index: int, number: int) -> np.ndarray:
             raise OSError("image file is truncated")
 
-    with pytest.raises(UserError, match=r"item 0 \(vision\) of sample made\[0\]: image file is truncated"):
+    with pytest.raises(
+        UserError, match=r"item 0 \(vision\) of sample made\[0\]: image file is truncated"
+    ):
         packed(Torn([GOOD]))
 
 
@@ -304,13 +380,16 @@ def test_facts_of_a_made_sample_count_its_text_and_items():
     assert clip(RNG, 5).shape == (5,)
 
 
-# ----------------------------------------------------------------------------------- positions with rows and columns
+# ----------------------------------------------------------------------------------- positions with
+# rows and columns
 
 
 def packed_with_axes(source: Made, honest: Made | None = None) -> Microbatch:
     """As `packed`, for an LLM with rotary sections."""
     made = config()
-    made = replace(made, model=replace(made.model, llm=replace(made.model.llm, rope_sections=(2, 1, 1))))
+    made = replace(
+        made, model=replace(made.model, llm=replace(made.model.llm, rope_sections=(2, 1, 1)))
+    )
     index = index_of(source if honest is None else honest, made)
     parts = index.parts()
     lengths = tuple((np.maximum(parts.totals(3).sum(0), 12) // 12 * 12 + 12).tolist())
@@ -319,8 +398,19 @@ def packed_with_axes(source: Made, honest: Made | None = None) -> Microbatch:
 
 
 def test_an_images_tokens_have_its_rows_and_columns_and_text_goes_on_behind_the_longer():
-    first = text(RNG, 2, first=True), Item("vision", 0), text(RNG, 1), Item("audio", 1), text(RNG, 1)
-    given = text(RNG, 1, first=True), Item("vision", 0, start=10), text(RNG, 1), text(RNG, 2, 1, first=True)
+    first = (
+        text(RNG, 2, first=True),
+        Item("vision", 0),
+        text(RNG, 1),
+        Item("audio", 1),
+        text(RNG, 1),
+    )
+    given = (
+        text(RNG, 1, first=True),
+        Item("vision", 0, start=10),
+        text(RNG, 1),
+        text(RNG, 2, 1, first=True),
+    )
     wide, tall = image(RNG, 7, 12), image(RNG, 12, 8)  # 2 x 3 and 3 x 2 tokens
     batch = packed_with_axes(Made([(first, [wide, clip(RNG, 40)]), (given, [tall])])).text
     assert batch.position.dtype == np.int32
@@ -336,7 +426,9 @@ def test_an_images_tokens_have_its_rows_and_columns_and_text_goes_on_behind_the_
 
 
 def test_positions_of_one_number_are_the_first_of_three_where_there_is_no_image():
-    source = Made([s for s in random_samples(40, seed=6).samples if not any(a.ndim == 3 for a in s[1])])
+    source = Made(
+        [s for s in random_samples(40, seed=6).samples if not any(a.ndim == 3 for a in s[1])]
+    )
     assert len(source) > 5
     plain, axes = packed(source).text.position, packed_with_axes(source).text.position
     np.testing.assert_array_equal(axes, np.repeat(plain[..., None], 3, axis=-1))
@@ -347,7 +439,10 @@ def test_facts_that_changed_behind_the_index_are_named():
         def facts(self, index: int) -> SampleLengths:
             return replace(super().facts(index), items=(("vision", (4, 8)),))
 
-    with pytest.raises(UserError, match=r"made\[0\]: its item 0 has 1 tokens, and by its source's facts\(\) the size"):
+    with pytest.raises(
+        UserError,
+        match=r"made\[0\]: its item 0 has 1 tokens, and by its source's facts\(\) the size",
+    ):
         packed_with_axes(Changed([GOOD]), Made([GOOD]))
 
 
@@ -355,11 +450,25 @@ def test_text_may_stand_between_the_parts_of_an_items_tokens():
     rng = np.random.default_rng(0)
     words, between, picture = text(rng, 3, first=True), text(rng, 1), image(rng, 12, 8)
     whole = (words, Item("vision", 0), between), [picture]
-    parts = (words, Item("vision", 0, part=(0, 2)), between, Item("vision", 0, part=(2, 6))), [picture]
-    slots, divided = (packed(Made([sample]), Made([whole])).text.slots["vision"] for sample in (whole, parts))
+    parts = (
+        (words, Item("vision", 0, part=(0, 2)), between, Item("vision", 0, part=(2, 6))),
+        [picture],
+    )
+    slots, divided = (
+        packed(Made([sample]), Made([whole])).text.slots["vision"] for sample in (whole, parts)
+    )
     assert (slots[slots >= 0] == divided[divided >= 0]).all()
     (row,) = {*np.nonzero(divided >= 0)[0].tolist()}
-    assert (np.flatnonzero(divided[row] >= 0) - np.flatnonzero(slots[row] >= 0)).tolist() == [0, 0, 1, 1, 1, 1]
+    assert (np.flatnonzero(divided[row] >= 0) - np.flatnonzero(slots[row] >= 0)).tolist() == [
+        0,
+        0,
+        1,
+        1,
+        1,
+        1,
+    ]
     lacking = (*parts[0][:3], Item("vision", 0, part=(2, 5))), [picture]
-    with pytest.raises(UserError, match="it places the items \\[\\], but its source's facts\\(\\) have 1"):
+    with pytest.raises(
+        UserError, match="it places the items \\[\\], but its source's facts\\(\\) have 1"
+    ):
         packed(Made([lacking]), Made([whole]))

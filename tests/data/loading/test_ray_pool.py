@@ -32,7 +32,9 @@ def cluster() -> Iterator[Callable[..., RayCluster]]:
 def pool() -> Iterator[Callable[..., Iterator[LoadedStep]]]:
     with contextlib.ExitStack() as opened:
 
-        def steps(loader: StepLoader, first: int, last: int, address: str, **options) -> Iterator[LoadedStep]:
+        def steps(
+            loader: StepLoader, first: int, last: int, address: str, **options
+        ) -> Iterator[LoadedStep]:
             data = replace(DataConfig(pool=address, workers=1, prefetch=2), **options)
             return opened.enter_context(contextlib.closing(pool_steps(loader, first, last, data)))
 
@@ -54,7 +56,8 @@ def assert_steps(loaded: Iterator[LoadedStep], loader: StepLoader, first: int, l
 def test_a_pool_that_loses_processes_a_node_and_its_head_costs_no_step_and_changes_no_byte(
     cluster, pool, tmp_path, capfd, monkeypatch
 ):
-    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "10")  # seconds until a lost head is given up, else 60
+    # seconds until a lost head is given up, else 60
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     loader, made = run_folder(tmp_path), cluster([1, 1])
     loaded = pool(loader, 3, 60, made.address, pool_steps=8)
     assert "2 node(s), 2 CPU(s); at most 8 steps and 4.0 GB in flight" in capfd.readouterr().out
@@ -75,7 +78,9 @@ def test_a_pool_that_loses_processes_a_node_and_its_head_costs_no_step_and_chang
 
 def test_an_address_where_nothing_listens_is_named_before_anything_starts(pool, tmp_path):
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(UserError, match=f"data.pool={address}: no Ray cluster .* or set data.pool=local"):
+    with pytest.raises(
+        UserError, match=f"data.pool={address}: no Ray cluster .* or set data.pool=local"
+    ):
         pool(run_folder(tmp_path), 0, 5, address)
 
 
@@ -102,7 +107,9 @@ def test_20_random_kills_in_300_steps_change_no_byte(cpus, cluster, pool, tmp_pa
 
 
 @pytest.mark.exhaustive
-def test_a_pool_that_grows_is_used_and_one_whose_nodes_are_gone_is_left(cluster, pool, tmp_path, capfd):
+def test_a_pool_that_grows_is_used_and_one_whose_nodes_are_gone_is_left(
+    cluster, pool, tmp_path, capfd
+):
     loader, made = run_folder(tmp_path), cluster([1])
     loaded = pool(loader, 0, 60, made.address, pool_steps=8)
     assert_steps(loaded, loader, 0, 10)
@@ -116,20 +123,27 @@ def test_a_pool_that_grows_is_used_and_one_whose_nodes_are_gone_is_left(cluster,
 
 @pytest.mark.exhaustive
 def test_a_pool_with_other_code_is_refused(cluster, pool, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # Ray's processes look for modules in the folder of the process that they serve
+    # Ray's processes look for modules in the folder of the process that they serve
+    monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "mmjax", tmp_path / "other" / "mmjax")
     with (tmp_path / "other" / "mmjax" / "disk.py").open("a") as file:
         file.write("# changed\n")
-    with pytest.raises(UserError, match=r"the code of mmjax on a node \(\w+\) is not this process's"):
+    with pytest.raises(
+        UserError, match=r"the code of mmjax on a node \(\w+\) is not this process's"
+    ):
         pool(run_folder(tmp_path), 0, 5, cluster([1], tmp_path / "other").address)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("fault", "message"), [("bug", "KeyError: 'caption'"), ("exit", "SystemExit: 0")])
+@pytest.mark.parametrize(
+    ("fault", "message"), [("bug", "KeyError: 'caption'"), ("exit", "SystemExit: 0")]
+)
 def test_an_error_while_loading_is_raised_at_its_step(fault, message, cluster, pool, tmp_path):
     loader = run_folder(tmp_path)
     of_step = [set(loader.plan(step).samples().tolist()) for step in range(7)]
-    bad = next(s for s in of_step[4] - set.union(*of_step[2:4]) if loader.sources["made"].samples[s][1])
+    bad = next(
+        s for s in of_step[4] - set.union(*of_step[2:4]) if loader.sources["made"].samples[s][1]
+    )
     loaded = pool(run_folder(tmp_path, fault=fault, index=bad), 2, 7, cluster([2]).address)
     assert [int(next(loaded).step) for _ in range(2)] == [2, 3]
     with pytest.raises(Exception, match=message):

@@ -26,10 +26,13 @@ from mmjax.data.plan.placement import Topology
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
 
-# ---------------------------------------------------------------------------------------------------- what is opened
+# --------------------------------------------------------------------------------------------------
+# what is opened
 
 
-@pytest.mark.parametrize("grouping", [config().batch.grouping, NoGrouping(chunk_steps=8)], ids=["pack", "none"])
+@pytest.mark.parametrize(
+    "grouping", [config().batch.grouping, NoGrouping(chunk_steps=8)], ids=["pack", "none"]
+)
 def test_a_step_reads_its_samples_and_opens_its_items_once_and_nothing_else(grouping, tmp_path):
     source = random_samples(60, seed=0)
     loader = load(source, tmp_path, grouping=grouping)
@@ -57,7 +60,8 @@ def test_each_of_two_processes_opens_only_what_its_own_rows_hold(balance, tmp_pa
     sources = [random_samples(60, seed=0) for _ in range(2)]
     two = Topology(2, 2, 2)
     loaders = [
-        load(source, tmp_path / str(p), two, range(p, p + 1), balance=balance) for p, source in enumerate(sources)
+        load(source, tmp_path / str(p), two, range(p, p + 1), balance=balance)
+        for p, source in enumerate(sources)
     ]
     whole = random_samples(60, seed=0)
     alone = load(whole, tmp_path / "alone", two, balance=balance)
@@ -71,7 +75,9 @@ def test_each_of_two_processes_opens_only_what_its_own_rows_hold(balance, tmp_pa
             own = rank == process
             assert sorted(source.read) == sorted(sample[own & (plan.module == 0)].tolist())
             items = own & (plan.module > 0)
-            assert sorted(source.opened) == sorted(zip(sample[items].tolist(), number[items].tolist(), strict=True))
+            assert sorted(source.opened) == sorted(
+                zip(sample[items].tolist(), number[items].tolist(), strict=True)
+            )
         assert sorted(sources[0].opened + sources[1].opened) == sorted(whole.opened)
         assert sorted(sources[0].read + sources[1].read) == sorted(whole.read)
         for source in (*sources, whole):
@@ -96,12 +102,15 @@ def test_processes_that_share_a_rank_open_each_the_items_of_its_own_encoder_rank
             joined = jax.tree.map(lambda x, y: np.concatenate([x, y]), a.items, b.items)
             jax.tree.map(np.testing.assert_array_equal, joined, both.items)
         # Each counts for the whole rank: together they are the rank twice.
-        assert sum(half.needed_flops for half in halves) == pytest.approx(2 * all_of_it.needed_flops)
+        assert sum(half.needed_flops for half in halves) == pytest.approx(
+            2 * all_of_it.needed_flops
+        )
         for source in (*sources, whole):
             source.read.clear(), source.opened.clear()
 
 
-# --------------------------------------------------------------------------------------------------- what a loader is
+# --------------------------------------------------------------------------------------------------
+# what a loader is
 
 
 def test_a_loader_is_small_to_send_and_opens_everything_where_it_arrives(tmp_path):
@@ -122,7 +131,10 @@ def test_a_worker_counts_flops_with_the_costs_that_came_with_its_loader_and_with
         "import pickle, sys; sys.modules['jax'] = None; "
         "print(float(pickle.load(open(sys.argv[1], 'rb'))(0).needed_flops))"
     )
-    nothing_stored = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    nothing_stored = os.environ | {
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     command = [sys.executable, "-c", code, str(tmp_path / "loader")]
     found = subprocess.run(command, capture_output=True, text=True, env=nothing_stored)
     assert found.stderr == ""
@@ -144,7 +156,9 @@ def test_a_loaded_step_tells_what_all_rows_hold_whichever_of_them_are_loaded(tmp
     whole = load(random_samples(60, seed=0), tmp_path / "whole", **changes)(0)
     assert whole.needed_flops > 0
     assert_work_is_what_the_arrays_hold(whole)
-    slots = [sum((b.text.slots[e] >= 0).sum() for b in whole.microbatches) for e in ("vision", "audio")]
+    slots = [
+        sum((b.text.slots[e] >= 0).sum() for b in whole.microbatches) for e in ("vision", "audio")
+    ]
     together = sum((b.text.sample >= 0).sum() for b in whole.microbatches)
     assert whole.tokens.tolist() == [together - sum(slots), *slots]
 
@@ -171,13 +185,17 @@ def assert_work_is_what_the_arrays_hold(loaded: LoadedStep) -> None:
         ranks, encoder_ranks = len(next(iter(sends))), loaded.balanced.shape[2]
         for k, x in enumerate(owners):
             held = (x.reshape(encoder_ranks if k else ranks, -1) >= 0).sum(1)
-            assert (held if k else np.repeat(held, encoder_ranks // ranks)).tolist() == loaded.balanced[m, k].tolist()
+            assert (
+                held if k else np.repeat(held, encoder_ranks // ranks)
+            ).tolist() == loaded.balanced[m, k].tolist()
             assert loaded.balanced[m, k].sum() == loaded.unbalanced[m, k].sum()
         assert [send.shape[2] for send in sends] == loaded.widths[m].tolist()
         assert [(send >= 0).sum() for send in sends] == loaded.moved[m].tolist()
 
 
-@pytest.mark.parametrize("topology", [Topology(4, 2, 2), Topology(2, 2, 2, 2)], ids=["4", "2-with-4-encoder-ranks"])
+@pytest.mark.parametrize(
+    "topology", [Topology(4, 2, 2), Topology(2, 2, 2, 2)], ids=["4", "2-with-4-encoder-ranks"]
+)
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
 def test_the_work_of_every_rank_is_told_as_the_arrays_show_it(balance, topology, tmp_path):
     changes = {"grouping": NoGrouping(chunk_steps=8), "size": Samples(16), "balance": balance}
@@ -202,7 +220,9 @@ def test_where_chunks_start_is_kept_for_those_who_come_later(tmp_path):
     assert len(later.planner.grouper.first_steps) > 10
     assert later.plan(100).digest() == digest
     assert later.planner.grouper._chunk.cache_info().misses == 1
-    other = StepLoader(config(microbatches=2), first.budget, first.layout, first.index_folder, tmp_path)
+    other = StepLoader(
+        config(microbatches=2), first.budget, first.layout, first.index_folder, tmp_path
+    )
     assert other.planner.grouper.first_steps == [0]
 
 
@@ -212,7 +232,9 @@ def test_only_one_process_keeps_where_chunks_start(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_loading_a_step_takes_less_than_five_times_what_reading_its_samples_and_items_takes(tmp_path):
+def test_loading_a_step_takes_less_than_five_times_what_reading_its_samples_and_items_takes(
+    tmp_path,
+):
     """Twice on an idle machine: planning and packing cost about as much as the reading."""
     made = load_config(default_config(), ["data.sources.embedded.samples=2000"])
     source = open_sources(made, "train", tmp_path)["embedded"]

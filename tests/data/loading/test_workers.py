@@ -38,7 +38,9 @@ def assert_no_workers_are_left() -> None:
 def steps():
     """Open generators of steps that are closed with the test: one left open by a failure keeps pytest from ending."""
     with contextlib.ExitStack() as opened:
-        yield lambda *args, **options: opened.enter_context(contextlib.closing(data_workers.steps(*args, **options)))
+        yield lambda *args, **options: opened.enter_context(
+            contextlib.closing(data_workers.steps(*args, **options))
+        )
 
 
 def test_workers_bring_the_same_steps_bit_for_bit_in_order_from_any_first_step(tmp_path, steps):
@@ -64,7 +66,9 @@ def blocks_held_open() -> int:
 
 
 @pytest.mark.exhaustive
-def test_a_step_waits_in_one_block_of_shared_memory_whatever_the_number_of_its_arrays(tmp_path, steps):
+def test_a_step_waits_in_one_block_of_shared_memory_whatever_the_number_of_its_arrays(
+    tmp_path, steps
+):
     """Each block takes two open files, and a process often may have but 1,024."""
     loader, workers, prefetch = run_folder(tmp_path), 2, 4
     assert len(jax.tree.leaves(loader(0).microbatches)) > 8
@@ -90,10 +94,14 @@ def test_no_steps_start_no_workers(tmp_path):
         ("stop", 0, RuntimeError, "StopIteration"),
     ],
 )
-def test_an_error_while_loading_is_raised_at_its_step(fault, workers, error, message, tmp_path, steps):
+def test_an_error_while_loading_is_raised_at_its_step(
+    fault, workers, error, message, tmp_path, steps
+):
     loader = run_folder(tmp_path)
     of_step = [set(loader.plan(step).samples().tolist()) for step in range(7)]
-    bad = next(s for s in of_step[4] - set.union(*of_step[2:4]) if loader.sources["made"].samples[s][1])
+    bad = next(
+        s for s in of_step[4] - set.union(*of_step[2:4]) if loader.sources["made"].samples[s][1]
+    )
     loaded = steps(run_folder(tmp_path, fault=fault, index=bad), 2, 7, workers, prefetch=2)
     assert [int(next(loaded).step) for _ in range(2)] == [2, 3]
     with pytest.raises(error) as raised:
@@ -102,7 +110,9 @@ def test_an_error_while_loading_is_raised_at_its_step(fault, workers, error, mes
     assert_no_workers_are_left()
 
 
-def test_signals_to_all_processes_leave_workers_alone_also_while_these_start(tmp_path, capfd, steps):
+def test_signals_to_all_processes_leave_workers_alone_also_while_these_start(
+    tmp_path, capfd, steps
+):
     loaded = steps(run_folder(tmp_path), 0, 40, workers=2, prefetch=1)
     wait_until(lambda: len(worker_processes()) == 2)
 
@@ -121,7 +131,9 @@ def test_signals_to_all_processes_leave_workers_alone_also_while_these_start(tmp
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sample_that_cannot_be_decoded_is_noted_in_its_steps_and_the_others_come_as_ever(workers, tmp_path, steps):
+def test_a_sample_that_cannot_be_decoded_is_noted_in_its_steps_and_the_others_come_as_ever(
+    workers, tmp_path, steps
+):
     whole = run_folder(tmp_path)
     bad = next(s for s in whole.plan(4).samples().tolist() if whole.sources["made"].samples[s][1])
     loaded = steps(run_folder(tmp_path, fault="torn", index=bad), 2, 7, workers, prefetch=2)
@@ -144,7 +156,9 @@ def test_a_killed_worker_ends_the_run_with_its_exit_code(tmp_path, steps):
     killed = worker_processes()
     assert len(killed) == 2
     os.kill(killed[1], signal.SIGKILL)
-    with pytest.raises(UserError, match=r"a data worker was killed before step \d+: .*exit code -9.*data\.workers"):
+    with pytest.raises(
+        UserError, match=r"a data worker was killed before step \d+: .*exit code -9.*data\.workers"
+    ):
         for _ in loaded:
             pass
     assert_no_workers_are_left()

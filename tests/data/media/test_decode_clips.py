@@ -13,7 +13,13 @@ import soxr
 from transformers.audio_utils import load_audio
 
 from mmjax.config import MediaLimits
-from mmjax.data.media.decode_clips import BLOCK, ClipHeader, decode_clip, read_clip_header, resampled_length
+from mmjax.data.media.decode_clips import (
+    BLOCK,
+    ClipHeader,
+    decode_clip,
+    read_clip_header,
+    resampled_length,
+)
 from mmjax.errors import BadMedia
 
 FORMATS = {
@@ -31,7 +37,9 @@ FORMATS = {
 def wave(frames: int, channels: int = 1) -> np.ndarray:
     """float32 `[frames, channels]`: a tone of each channel's own with noise."""
     rng, t = np.random.default_rng(frames), np.arange(frames)[:, None]
-    tones = 0.4 * np.sin(t * 0.03 * (1 + np.arange(channels))) + 0.02 * rng.standard_normal((frames, channels))
+    tones = 0.4 * np.sin(t * 0.03 * (1 + np.arange(channels))) + 0.02 * rng.standard_normal(
+        (frames, channels)
+    )
     return tones.astype(np.float32)
 
 
@@ -121,7 +129,9 @@ def test_a_clip_without_samples_says_so(name):
 
 @pytest.mark.parametrize("frames", [1, 7])
 def test_a_clip_of_less_than_a_thousandth_of_a_second_is_refused(frames):
-    with pytest.raises(BadMedia, match=rf"a clip of {frames} samples at 8000 Hz is shorter than 1 ms"):
+    with pytest.raises(
+        BadMedia, match=rf"a clip of {frames} samples at 8000 Hz is shorter than 1 ms"
+    ):
         decode_clip(encoded(wave(frames), 8000, "wav 16"), 16_000)
 
 
@@ -131,7 +141,11 @@ def test_a_wav_that_claims_fewer_bytes_than_follow_is_refused_and_one_with_other
     claims = data[:at] + struct.pack("<I", 100) + data[at + 4 :]
     with pytest.raises(BadMedia, match=r"claims 100 bytes of samples, and 3900 more bytes follow"):
         decode_clip(claims, 16_000)
-    for more in (b"LIST" + struct.pack("<I", 4) + b"INFO", b"id3 " + struct.pack("<I", 3) + b"abc\0", bytes(500)):
+    for more in (
+        b"LIST" + struct.pack("<I", 4) + b"INFO",
+        b"id3 " + struct.pack("<I", 3) + b"abc\0",
+        bytes(500),
+    ):
         np.testing.assert_array_equal(decode_clip(data + more, 16_000), decode_clip(data, 16_000))
 
 

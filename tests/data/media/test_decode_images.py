@@ -46,7 +46,9 @@ def image(mode: str = "RGB") -> Image.Image:
     if mode == "I;16":
         return Image.fromarray(picture(HEIGHT, WIDTH)[..., 0].astype(np.uint16) * 7)
     if mode == "RGBA":
-        return Image.fromarray(np.concatenate([picture(HEIGHT, WIDTH), picture(HEIGHT, WIDTH)[..., :1]], axis=2))
+        return Image.fromarray(
+            np.concatenate([picture(HEIGHT, WIDTH), picture(HEIGHT, WIDTH)[..., :1]], axis=2)
+        )
     if mode == "LA":
         return image("RGBA").convert("LA")
     return Image.fromarray(picture(HEIGHT, WIDTH)).convert(mode)
@@ -114,7 +116,9 @@ def test_images_are_turned_as_exif_says(format, orientation, tmp_path):
         ("MPO", {"save_all": True, "append_images": [Image.new("RGB", (WIDTH, HEIGHT), "red")]}),
     ],
 )
-def test_variants_of_a_format_and_first_frames_have_the_pixels_of_transformers(format, options, tmp_path):
+def test_variants_of_a_format_and_first_frames_have_the_pixels_of_transformers(
+    format, options, tmp_path
+):
     check_as_transformers(encoded(image(), format, **options), tmp_path)
 
 
@@ -220,7 +224,9 @@ def test_a_png_whose_checksums_are_wrong_is_refused_though_all_its_rows_can_be_i
     assert (decode_image(header + pixels + end) == 200).all()
     damaged = header + pixels[:-4] + bytes(4) + end
     assert np.asarray(Image.open(io.BytesIO(damaged))).all()
-    with pytest.raises(BadMedia, match="damaged PNG: the checksum of its IDAT chunk at byte 33 is wrong"):
+    with pytest.raises(
+        BadMedia, match="damaged PNG: the checksum of its IDAT chunk at byte 33 is wrong"
+    ):
         decode_image(damaged)
     with pytest.raises(BadMedia, match="truncated PNG"):
         decode_image(header + pixels)
@@ -254,7 +260,9 @@ def test_metadata_that_pillow_warns_of_make_an_image_bad_in_whatever_thread_it_i
     """With an orientation that cannot be read an image would lie on its side without a word."""
 
     def reason(_: int) -> str:
-        with pytest.raises(BadMedia, match=r"^a \w+ with damaged metadata \(.*\); write it again") as raised:
+        with pytest.raises(
+            BadMedia, match=r"^a \w+ with damaged metadata \(.*\); write it again"
+        ) as raised:
             decode_image(data)
         return str(raised.value)
 
@@ -278,18 +286,27 @@ def test_what_pillow_advises_and_what_others_read_with_it_is_no_error():
 def test_a_jpeg_that_libjpeg_warns_of_is_refused(mode, progressive):
     data = encoded(image(mode), "JPEG", progressive=progressive)
     start = data.index(b"\xff\xda") + 200
-    for damaged in (data[:start] + bytes(300) + data[start + 300 :], data[:start] + data[start + 300 :]):
+    for damaged in (
+        data[:start] + bytes(300) + data[start + 300 :],
+        data[:start] + data[start + 300 :],
+    ):
         Image.open(io.BytesIO(damaged)).load()  # Pillow makes an image of it
-        with pytest.raises(BadMedia, match=r"corrupt JPEG: .*(Corrupt JPEG data|premature end|Premature)"):
+        with pytest.raises(
+            BadMedia, match=r"corrupt JPEG: .*(Corrupt JPEG data|premature end|Premature)"
+        ):
             decode_image(damaged)
 
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF"])
-def test_grey_of_16_bits_becomes_its_high_byte_where_transformers_makes_white_of_it(format, tmp_path):
+def test_grey_of_16_bits_becomes_its_high_byte_where_transformers_makes_white_of_it(
+    format, tmp_path
+):
     grey = np.linspace(0, 65535, 600).astype(np.uint16).reshape(20, 30)
     path = tmp_path / "image"
     path.write_bytes(encoded(Image.fromarray(grey), format))
-    np.testing.assert_array_equal(decode_image(path.read_bytes()), np.repeat(grey[..., None] >> 8, 3, axis=2))
+    np.testing.assert_array_equal(
+        decode_image(path.read_bytes()), np.repeat(grey[..., None] >> 8, 3, axis=2)
+    )
     assert (np.asarray(load_image(str(path)))[..., 0] == np.minimum(grey, 255)).all()
 
 
@@ -318,14 +335,22 @@ def test_photos_of_phones_are_read_upright(format, orientation, tmp_path):
 def test_without_pillow_heif_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     decode_images._register_heif.cache_clear()
-    with pytest.raises(UserError, match=r'the data has HEIC photos, .*: pip install "mmjax\[heif\]"'):
+    with pytest.raises(
+        UserError, match=r'the data has HEIC photos, .*: pip install "mmjax\[heif\]"'
+    ):
         read_image_size(io.BytesIO(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100)))
     decode_images._register_heif.cache_clear()
 
 
 def tiffs() -> dict[str, bytes]:
     one_bit = photo().convert("1")
-    kinds = {"jpeg": photo(), "tiff_lzw": photo(), "tiff_deflate": photo(), "group4": one_bit, "packbits": one_bit}
+    kinds = {
+        "jpeg": photo(),
+        "tiff_lzw": photo(),
+        "tiff_deflate": photo(),
+        "group4": one_bit,
+        "packbits": one_bit,
+    }
     return {kind: encoded(image, "TIFF", compression=kind) for kind, image in kinds.items()}
 
 
@@ -360,7 +385,9 @@ def test_tiffs_are_refused_exactly_where_tiffcp_complains(tmp_path):
         for _ in range(60):
             spoiled = damaged(data, rng)
             (tmp_path / "a.tif").write_bytes(spoiled)
-            theirs = subprocess.run(["tiffcp", tmp_path / "a.tif", tmp_path / "b.tif"], capture_output=True)
+            theirs = subprocess.run(
+                ["tiffcp", tmp_path / "a.tif", tmp_path / "b.tif"], capture_output=True
+            )
             refusal = ""
             try:
                 decode_image(spoiled)
@@ -387,13 +414,23 @@ def test_a_jpeg_of_a_thousand_scans_is_refused():
 
 
 def test_an_image_of_floats_is_refused():
-    data = encoded(Image.fromarray(np.linspace(0, 1, 600, dtype=np.float32).reshape(20, 30)), "TIFF")
-    with pytest.raises(BadMedia, match="a TIFF of floats, whose values from 0 to 1 would all be black"):
+    data = encoded(
+        Image.fromarray(np.linspace(0, 1, 600, dtype=np.float32).reshape(20, 30)), "TIFF"
+    )
+    with pytest.raises(
+        BadMedia, match="a TIFF of floats, whose values from 0 to 1 would all be black"
+    ):
         decode_image(data)
 
 
 def test_what_is_no_image_says_so():
-    for data in (b"<html>not found</html>", b"\0" * 100, b"RIFF0000WAVEfmt ", b"%PDF-1.7", b"\x80\x04cposix\nsystem\n"):
+    for data in (
+        b"<html>not found</html>",
+        b"\0" * 100,
+        b"RIFF0000WAVEfmt ",
+        b"%PDF-1.7",
+        b"\x80\x04cposix\nsystem\n",
+    ):
         with pytest.raises(BadMedia, match="no image of a known format"):
             read_image_size(io.BytesIO(data))
     with pytest.raises(BadMedia, match=r"an empty file \(0 bytes\)"):
@@ -409,8 +446,14 @@ def test_an_image_without_pixels_says_so(format, at, size):
 
 def test_a_decompression_bomb_is_refused_by_its_header_alone():
     header = struct.pack(">IIBBBBB", 10_000, 10_001, 1, 0, 0, 0, 0)
-    data = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", b"nothing that can be inflated")
-    with pytest.raises(BadMedia, match="10001 x 10000 pixels has more than 100000000 of them: a decompression bomb"):
+    data = (
+        b"\x89PNG\r\n\x1a\n"
+        + png_chunk(b"IHDR", header)
+        + png_chunk(b"IDAT", b"nothing that can be inflated")
+    )
+    with pytest.raises(
+        BadMedia, match="10001 x 10000 pixels has more than 100000000 of them: a decompression bomb"
+    ):
         decode_image(data)
     assert read_image_size(io.BytesIO(data)) == (10_001, 10_000)
     with pytest.raises(BadMedia) as permitted:
@@ -482,15 +525,25 @@ def test_a_png_whose_chunks_are_out_of_order_and_a_bmp_of_colours_that_it_lacks_
     palette = b"".join(bytes((k, 0, 0, 0)) for k in range(3))
     sizes = struct.pack("<IiiHHIIiiII", 40, 4, 1, 1, 8, 0, 4, 0, 0, 3, 0)
     body = sizes + palette
-    for pixels, message in ((b"\0\1\2\2", None), (b"\0\1\2\3", "a colour beyond the 3 of its palette")):
+    for pixels, message in (
+        (b"\0\1\2\2", None),
+        (b"\0\1\2\3", "a colour beyond the 3 of its palette"),
+    ):
         data = struct.pack("<2sIHHI", b"BM", 18 + len(body), 0, 0, 14 + len(body)) + body + pixels
         with pytest.raises(BadMedia, match=message) if message else nullcontext():
             decode_image(data)
 
 
-@pytest.mark.parametrize("spoiled", ["pixels that do not go with their checksum", "half of the pixels", "no end"])
-def test_the_pixels_of_an_animated_png_are_whole_though_pillow_reads_none_to_its_end(spoiled) -> None:
-    noise = [Image.fromarray(np.random.default_rng(k).integers(1, 256, (24, 32, 3), np.uint8)) for k in range(2)]
+@pytest.mark.parametrize(
+    "spoiled", ["pixels that do not go with their checksum", "half of the pixels", "no end"]
+)
+def test_the_pixels_of_an_animated_png_are_whole_though_pillow_reads_none_to_its_end(
+    spoiled,
+) -> None:
+    noise = [
+        Image.fromarray(np.random.default_rng(k).integers(1, 256, (24, 32, 3), np.uint8))
+        for k in range(2)
+    ]
     file = io.BytesIO()
     noise[0].save(file, "PNG", save_all=True, append_images=noise[1:])
     whole = file.getvalue()
@@ -499,9 +552,10 @@ def test_the_pixels_of_an_animated_png_are_whole_though_pillow_reads_none_to_its
     end = start + 4 + int.from_bytes(whole[start - 4 : start])
     packed = whole[start + 4 : end]
     pixels = zlib.decompress(packed)
-    packed = {"half of the pixels": zlib.compress(pixels[: len(pixels) // 2]), "no end": packed[:-4]}.get(
-        spoiled, zlib.compress(pixels[:-1] + b"\0")[:-4] + packed[-4:]
-    )
+    packed = {
+        "half of the pixels": zlib.compress(pixels[: len(pixels) // 2]),
+        "no end": packed[:-4],
+    }.get(spoiled, zlib.compress(pixels[:-1] + b"\0")[:-4] + packed[-4:])
     chunk = b"IDAT" + packed
     head = len(packed).to_bytes(4) + chunk + zlib.crc32(chunk).to_bytes(4)
     with pytest.raises(BadMedia, match=r"truncated PNG|incorrect data check|broken data stream"):

@@ -41,12 +41,20 @@ def decoded(content: bytes, how=EVERY, frames: int = 1) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("codec", "ending"),
-    [("mpeg4", "mp4"), ("libx264", "mov"), ("libx264", "mkv"), ("libvpx-vp9", "webm"), ("mpeg4", "avi")],
+    [
+        ("mpeg4", "mp4"),
+        ("libx264", "mov"),
+        ("libx264", "mkv"),
+        ("libvpx-vp9", "webm"),
+        ("mpeg4", "avi"),
+    ],
 )
 def test_a_header_counts_the_frames_that_there_are(codec: str, ending: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for count, rate in ((1, Fraction(25)), (7, Fraction(30_000, 1001)), (40, Fraction(12))):
-        path = write_video(tmp_path / f"{count}.{ending}", frames_of(rng, count, 48, 80), rate, codec)
+        path = write_video(
+            tmp_path / f"{count}.{ending}", frames_of(rng, count, 48, 80), rate, codec
+        )
         header = header_of(path.read_bytes())
         assert (header.frames, header.height, header.width, header.rate) == (count, 48, 80, rate)
         assert decoded(path.read_bytes()).shape == (6, 48, 80, 3)
@@ -69,18 +77,26 @@ def test_a_file_that_names_other_files_or_ports_is_no_video(tmp_path: Path, monk
     assert header_of((tmp_path / "v.ts").read_bytes()).frames >= 3
 
 
-def test_frames_are_those_at_their_numbers_however_far_apart_the_key_frames_are(tmp_path: Path) -> None:
+def test_frames_are_those_at_their_numbers_however_far_apart_the_key_frames_are(
+    tmp_path: Path,
+) -> None:
     """Seeking beside decoding everything: the same frames, of few or many key frames."""
     rng = np.random.default_rng(1)
     for key_every in (5, 300):
         path = write_video(
-            tmp_path / f"{key_every}.mp4", frames_of(rng, 300, 32, 32), 30, "libx264", key_every=key_every
+            tmp_path / f"{key_every}.mp4",
+            frames_of(rng, 300, 32, 32),
+            30,
+            "libx264",
+            key_every=key_every,
         )
         with av.open(str(path)) as container:
             every = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         for count in (2, 3, 20):
             ours = decoded(path.read_bytes(), UniformVideo(frames=count, size=()))
-            np.testing.assert_array_equal(ours, np.stack([every[int(300 * (k + 0.5) / count)] for k in range(count)]))
+            np.testing.assert_array_equal(
+                ours, np.stack([every[int(300 * (k + 0.5) / count)] for k in range(count)])
+            )
 
 
 def test_a_video_that_lies_on_its_side_is_turned_upright(tmp_path: Path) -> None:
@@ -94,7 +110,9 @@ def test_a_video_that_lies_on_its_side_is_turned_upright(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("ending", ["mp4", "mkv"])
-def test_frames_at_a_variable_rate_are_as_many_as_the_header_promises(ending: str, tmp_path: Path) -> None:
+def test_frames_at_a_variable_rate_are_as_many_as_the_header_promises(
+    ending: str, tmp_path: Path
+) -> None:
     frames = frames_of(np.random.default_rng(0), 30, 32, 32)
     times = [k * k for k in range(30)]  # 28 s at up to 30 frames per second
     content = write_video(tmp_path / f"a.{ending}", frames, 30, "libx264", times=times).read_bytes()
@@ -110,7 +128,9 @@ def test_frames_at_a_variable_rate_are_as_many_as_the_header_promises(ending: st
     assert levels[-1] > levels[0] + 10
 
 
-def test_a_video_that_lacks_its_last_frames_repeats_the_last_and_one_that_lacks_more_is_bad(tmp_path: Path) -> None:
+def test_a_video_that_lacks_its_last_frames_repeats_the_last_and_one_that_lacks_more_is_bad(
+    tmp_path: Path,
+) -> None:
     frames = frames_of(np.random.default_rng(0), 100, 32, 32)
     content = write_video(tmp_path / "a.mkv", frames, 25, "mpeg4", key_every=1).read_bytes()
     header = header_of(content)
@@ -121,14 +141,20 @@ def test_a_video_that_lacks_its_last_frames_repeats_the_last_and_one_that_lacks_
     almost = decoded(content[: starts[97]], how)
     assert len(almost) == 100
     np.testing.assert_array_equal(almost[97:], almost[[96] * 3])
-    with pytest.raises(BadMedia, match=r"truncated video: it ends \d\.\d s before the 4\.0 s of its header"):
+    with pytest.raises(
+        BadMedia, match=r"truncated video: it ends \d\.\d s before the 4\.0 s of its header"
+    ):
         decoded(content[: starts[50]], how)
 
 
-def test_no_cut_or_overwritten_file_ends_in_anything_but_the_planned_frames_or_bad_media(tmp_path: Path) -> None:
+def test_no_cut_or_overwritten_file_ends_in_anything_but_the_planned_frames_or_bad_media(
+    tmp_path: Path,
+) -> None:
     rng = np.random.default_rng(0)
     for codec, ending in (("mpeg4", "mp4"), ("libx264", "mkv")):
-        content = write_video(tmp_path / f"a.{ending}", frames_of(rng, 24, 32, 48), 25, codec).read_bytes()
+        content = write_video(
+            tmp_path / f"a.{ending}", frames_of(rng, 24, 32, 48), 25, codec
+        ).read_bytes()
         for _ in range(40):
             damaged = bytearray(content[: rng.integers(1, len(content) + 1)])
             for at in rng.integers(0, len(damaged), rng.integers(0, 20)):
@@ -149,8 +175,15 @@ def test_matroska_is_read_as_ffmpeg_reads_it_without_opening_a_codec(
 ) -> None:
     rng = np.random.default_rng(0)
     track = np.zeros((1, 30_000), np.float32) if sound and ending == "mkv" else None
-    for count, rate in ((1, 25), (7, Fraction(30_000, 1001)), (31, Fraction(450, 367)), (24, Fraction(1, 5))):
-        path = write_video(tmp_path / f"{count}.{ending}", frames_of(rng, count, 48, 80), rate, codec, sound=track)
+    for count, rate in (
+        (1, 25),
+        (7, Fraction(30_000, 1001)),
+        (31, Fraction(450, 367)),
+        (24, Fraction(1, 5)),
+    ):
+        path = write_video(
+            tmp_path / f"{count}.{ending}", frames_of(rng, count, 48, 80), rate, codec, sound=track
+        )
         with path.open("rb") as file:
             header = read_matroska_header(file)
             assert header == VideoHeader(count, 48, 80, Fraction(rate))
@@ -160,7 +193,9 @@ def test_matroska_is_read_as_ffmpeg_reads_it_without_opening_a_codec(
 
 def test_a_recording_of_unknown_length_is_left_to_ffmpeg(tmp_path: Path) -> None:
     """No duration, no rate, sizes that were never written, a file that ends in its header: none is guessed."""
-    content = write_video(tmp_path / "a.mkv", frames_of(np.random.default_rng(0), 9, 32, 40), 10).read_bytes()
+    content = write_video(
+        tmp_path / "a.mkv", frames_of(np.random.default_rng(0), 9, 32, 40), 10
+    ).read_bytes()
     for name in (b"\x23\xe3\x83", b"\x16\x54\xae\x6b"):  # DefaultDuration, Tracks
         assert name in content
         other = content.replace(name, name[:-1] + b"\x85")
@@ -186,7 +221,9 @@ def test_a_file_with_sound_alone_is_no_video(tmp_path: Path) -> None:
     path = tmp_path / "a.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=16_000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 16_000), np.float32), format="fltp", layout="mono")
+        frame = av.AudioFrame.from_ndarray(
+            np.zeros((1, 16_000), np.float32), format="fltp", layout="mono"
+        )
         frame.sample_rate = 16_000
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -204,11 +241,15 @@ def test_ten_hours_are_refused_by_the_header_and_where_allowed_need_no_more_memo
         stream = container.add_stream("mpeg4", rate=Fraction(1, 5))
         stream.width, stream.height, stream.pix_fmt, stream.gop_size = 64, 64, "yuv420p", 50
         for number in range(7_200):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frames[number % 40], format="rgb24")))
+            container.mux(
+                stream.encode(av.VideoFrame.from_ndarray(frames[number % 40], format="rgb24"))
+            )
         container.mux(stream.encode())
     with path.open("rb") as file:
         size = read_video_header(file)
-        with pytest.raises(BadMedia, match=r"a video of 36000\.0 s of 64 x 64 pixels is longer than 3600 s"):
+        with pytest.raises(
+            BadMedia, match=r"a video of 36000\.0 s of 64 x 64 pixels is longer than 3600 s"
+        ):
             check_media_size("video", size, MediaLimits())
         before = resource.getrusage(resource.RUSAGE_SELF)
         how = UniformVideo(frames=8, size=())
@@ -223,7 +264,9 @@ def test_ten_hours_are_refused_by_the_header_and_where_allowed_need_no_more_memo
 def test_headers_survive_packing_and_every_limit_sees_them() -> None:
     header = VideoHeader(1_080_000, 2160, 3840, Fraction(30_000, 1001))
     assert VideoHeader.unpacked(header.packed()) == header
-    assert VideoHeader.unpacked(VideoHeader(3, 5, 7, Fraction(0)).packed()) == VideoHeader(3, 5, 7, Fraction(0))
+    assert VideoHeader.unpacked(VideoHeader(3, 5, 7, Fraction(0)).packed()) == VideoHeader(
+        3, 5, 7, Fraction(0)
+    )
     sizes = np.array([header.packed(), VideoHeader(30, 10, 4000, Fraction(30)).packed()], np.int64)
     violated = limit_violations("video", sizes, MediaLimits(seconds=3600, aspect=100))
     assert {reason: found.tolist() for reason, found in violated.items() if found.any()} == {
@@ -241,20 +284,31 @@ def test_a_list_of_images_is_a_video_whose_frames_are_all_taken(tmp_path: Path) 
         first, second = read_video_header(file)
     header = VideoHeader.unpacked((files.counted(first), second))
     assert header == header_of(files.read()) == VideoHeader(7, 32, 48, Fraction(0))
-    for how in (Qwen2Video(min_pixels=64, max_pixels=10**6), Qwen3Video(min_pixels=64, max_pixels=10**6)):
+    for how in (
+        Qwen2Video(min_pixels=64, max_pixels=10**6),
+        Qwen3Video(min_pixels=64, max_pixels=10**6),
+    ):
         sampled = sample_video(encoder_of(how, 2), header)
-        wanted = {"qwen2_video": [0, 1, 2, 3, 4, 5], "qwen3_video": [0, 1, 2, 3, 4, 5, 6, 6]}[how.kind]
+        wanted = {"qwen2_video": [0, 1, 2, 3, 4, 5], "qwen3_video": [0, 1, 2, 3, 4, 5, 6, 6]}[
+            how.kind
+        ]
         assert sampled.indices.tolist()[:5] == wanted[:5]
         assert len(sampled.indices) == len(wanted)
-    np.testing.assert_array_equal(decoded(files.read(), UniformVideo(frames=7, size=())), np.stack(frames))
+    np.testing.assert_array_equal(
+        decoded(files.read(), UniformVideo(frames=7, size=())), np.stack(frames)
+    )
     Image.fromarray(frames[0][:, :40]).save(tmp_path / "3.png")
     with pytest.raises(BadMedia, match="a frame of 32 x 40 pixels in a video of 32 x 48"):
         decoded(files.read(), UniformVideo(frames=7, size=()))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("ending", "codec"), [("mp4", "mpeg4"), ("mkv", "mpeg4"), ("webm", "libvpx-vp9")])
-def test_one_core_reads_the_headers_of_two_thousand_files_in_a_second(ending: str, codec: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ending", "codec"), [("mp4", "mpeg4"), ("mkv", "mpeg4"), ("webm", "libvpx-vp9")]
+)
+def test_one_core_reads_the_headers_of_two_thousand_files_in_a_second(
+    ending: str, codec: str, tmp_path: Path
+) -> None:
     frames = frames_of(np.random.default_rng(0), 50, 96, 128)
     content = write_video(tmp_path / f"a.{ending}", frames, 30, codec).read_bytes()
     paths = [tmp_path / f"{number}.{ending}" for number in range(500)]

@@ -9,8 +9,12 @@ from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -40,7 +44,9 @@ def items(how: ImagePreparation, image: np.ndarray, images: int = 1) -> tuple[np
     """The items of an image, once their sizes are what its size alone said."""
     prepare = before_encoder(how)
     made = prepare_image(prepare, image, images)
-    assert tuple(item.shape[:2] for item in made) == prepared_sizes(prepare, image.shape[:2], images)
+    assert tuple(item.shape[:2] for item in made) == prepared_sizes(
+        prepare, image.shape[:2], images
+    )
     assert {item.dtype for item in made} == {np.dtype(np.uint8)}
     return made
 
@@ -72,9 +78,14 @@ FIXED = {
         CLIPImageProcessorPil(do_resize=False, crop_size={"height": 60, "width": 51}),
         FixedSize(resize=(), crop=(60, 51)),
     ),
-    "siglip": (SiglipImageProcessorPil(size={"height": 70, "width": 42}), FixedSize(resize=(70, 42), crop=())),
+    "siglip": (
+        SiglipImageProcessorPil(size={"height": 70, "width": 42}),
+        FixedSize(resize=(70, 42), crop=()),
+    ),
     "llava padded": (
-        LlavaImageProcessorPil(do_pad=True, size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}),
+        LlavaImageProcessorPil(
+            do_pad=True, size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}
+        ),
         FixedSize(square=(122, 116, 104), resize=(56,), crop=(56, 56)),
     ),
 }
@@ -84,19 +95,26 @@ FIXED = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_item_of_a_fixed_size_has_the_pixels_of_transformers(name, shape):
     processor, how = FIXED[name]
-    np.testing.assert_array_equal(np.stack(items(how, picture(*shape))), theirs(processor, picture(*shape)))
+    np.testing.assert_array_equal(
+        np.stack(items(how, picture(*shape))), theirs(processor, picture(*shape))
+    )
 
 
 @pytest.mark.parametrize("filter", FILTER_NUMBERS)
 def test_every_filter_is_pillows(filter):
-    processor = SiglipImageProcessorPil(size={"height": 40, "width": 42}, resample=FILTER_NUMBERS[filter])
+    processor = SiglipImageProcessorPil(
+        size={"height": 40, "width": 42}, resample=FILTER_NUMBERS[filter]
+    )
     how = FixedSize(resize=(40, 42), crop=(), filter=filter)
-    np.testing.assert_array_equal(np.stack(items(how, picture(91, 37))), theirs(processor, picture(91, 37)))
+    np.testing.assert_array_equal(
+        np.stack(items(how, picture(91, 37))), theirs(processor, picture(91, 37))
+    )
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 600), (599, 3), (1, 200)])
 @pytest.mark.parametrize(
-    ("patch", "merge", "least", "most"), [(14, 2, 56 * 56, 28 * 28 * 1280), (16, 2, 65536, 100_000), (7, 3, 441, 5000)]
+    ("patch", "merge", "least", "most"),
+    [(14, 2, 56 * 56, 28 * 28 * 1280), (16, 2, 65536, 100_000), (7, 3, 441, 5000)],
 )
 def test_smart_resize_has_the_size_and_the_patches_of_qwen_vl(shape, patch, merge, least, most):
     processor = Qwen2VLImageProcessorPil(
@@ -110,14 +128,18 @@ def test_smart_resize_has_the_size_and_the_patches_of_qwen_vl(shape, patch, merg
     np.testing.assert_array_equal(both_frames[:, :, 0], both_frames[:, :, 1])
     patches = patchify(item, patch, merge)
     assert patches.dtype == np.uint8
-    np.testing.assert_array_equal(patches, both_frames[:, :, 0].transpose(0, 2, 3, 1).reshape(len(patches), -1))
+    np.testing.assert_array_equal(
+        patches, both_frames[:, :, 0].transpose(0, 2, 3, 1).reshape(len(patches), -1)
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 201), (201, 1), (5000, 20)])
 def test_smart_resize_refuses_what_qwen_vl_refuses(shape):
     with pytest.raises(ValueError, match="aspect ratio"):
         Qwen2VLImageProcessorPil()([Image.fromarray(picture(*shape))], **RAW)
-    with pytest.raises(BadMedia, match=f"{shape[0]} x {shape[1]} pixels: one side is more than 200 times the other"):
+    with pytest.raises(
+        BadMedia, match=f"{shape[0]} x {shape[1]} pixels: one side is more than 200 times the other"
+    ):
         prepared_sizes(before_encoder(SmartResize()), shape)
 
 
@@ -147,7 +169,11 @@ def test_tiles_are_those_of_opengvlabs_own_listing(most):
     """Their listing is the sorted set of pairs; where one tile is permitted its order never matters."""
     listing = {(x, y) for x in range(1, most + 1) for y in range(1, most + 1) if x * y <= most}
     rng = np.random.default_rng(most)
-    shapes = [*SHAPES, *((4 * n, 5 * n) for n in (50, 100, 300)), *rng.integers(1, 3000, (300, 2)).tolist()]
+    shapes = [
+        *SHAPES,
+        *((4 * n, 5 * n) for n in (50, 100, 300)),
+        *rng.integers(1, 3000, (300, 2)).tolist(),
+    ]
     for height, width in shapes:
         best, nearest = (1, 1), float("inf")
         for x, y in sorted(listing, key=lambda pair: pair[0] * pair[1]):
@@ -161,9 +187,14 @@ def test_tiles_are_those_of_opengvlabs_own_listing(most):
 
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 5000), (5000, 2)])
 def test_any_res_has_the_pixels_and_the_order_of_llava_next(shape):
-    sizes, names = [[56, 28], [28, 56], [56, 56], [84, 28], [28, 84]], ("56x28", "28x56", "56x56", "84x28", "28x84")
+    sizes, names = (
+        [[56, 28], [28, 56], [56, 56], [84, 28], [28, 84]],
+        ("56x28", "28x56", "56x56", "84x28", "28x84"),
+    )
     processor = LlavaNextImageProcessorPil(
-        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=sizes
+        size={"shortest_edge": 28},
+        crop_size={"height": 28, "width": 28},
+        image_grid_pinpoints=sizes,
     )
     made = items(AnyRes(tile=28, pinpoints=names), picture(*shape))
     np.testing.assert_array_equal(np.stack(made), theirs(processor, picture(*shape)))
@@ -172,9 +203,13 @@ def test_any_res_has_the_pixels_and_the_order_of_llava_next(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_res_has_the_pixels_and_the_order_of_llava_onevision(shape):
     sizes, names = pinpoints(32, 4, 4)
-    processor = LlavaOnevisionImageProcessorPil(size={"height": 32, "width": 32}, image_grid_pinpoints=sizes)
+    processor = LlavaOnevisionImageProcessorPil(
+        size={"height": 32, "width": 32}, image_grid_pinpoints=sizes
+    )
     how = AnyRes(tile=32, pinpoints=names, several="square", background=(122, 116, 104))
-    np.testing.assert_array_equal(np.stack(items(how, picture(*shape))), theirs(processor, picture(*shape)))
+    np.testing.assert_array_equal(
+        np.stack(items(how, picture(*shape))), theirs(processor, picture(*shape))
+    )
     pair = [[Image.fromarray(picture(*shape)), Image.fromarray(picture(20, 33))]]
     of_pair = np.asarray(processor(pair, **RAW)["pixel_values"])[0].transpose(0, 2, 3, 1)
     np.testing.assert_array_equal(np.stack(items(how, picture(*shape), images=2)), of_pair)
@@ -195,11 +230,17 @@ def test_an_image_without_pixels_is_bad(how):
 def test_an_image_that_would_be_blown_up_while_it_is_prepared_is_bad():
     with pytest.raises(BadMedia, match="preparing it would need 1120000 x 224 pixels"):
         prepared_sizes(before_encoder(FixedSize()), (5000, 1))
-    with pytest.raises(BadMedia, match="preparing it would need 64 x 96 pixels, which is more than 6000"):
-        prepared_sizes(before_encoder(DynamicTiles(tile=(32, 32))), (64, 96), limits=MediaLimits(pixels=6000))
+    with pytest.raises(
+        BadMedia, match="preparing it would need 64 x 96 pixels, which is more than 6000"
+    ):
+        prepared_sizes(
+            before_encoder(DynamicTiles(tile=(32, 32))), (64, 96), limits=MediaLimits(pixels=6000)
+        )
 
 
-@pytest.mark.parametrize("array", [np.zeros((4, 4), np.uint8), np.zeros((4, 4, 1), np.uint8), np.zeros((4, 4, 3))])
+@pytest.mark.parametrize(
+    "array", [np.zeros((4, 4), np.uint8), np.zeros((4, 4, 1), np.uint8), np.zeros((4, 4, 3))]
+)
 def test_only_rgb_images_of_bytes_are_taken(array):
     with pytest.raises(ValueError, match="an image must be uint8"):
         prepare_image(before_encoder(AsIs()), array)
@@ -220,7 +261,9 @@ def test_only_rgb_images_of_bytes_are_taken(array):
         PanAndScan(),
     ],
 )
-def test_a_smaller_copy_of_a_photo_becomes_items_of_the_same_sizes_and_a_small_image_stays(how) -> None:
+def test_a_smaller_copy_of_a_photo_becomes_items_of_the_same_sizes_and_a_small_image_stays(
+    how,
+) -> None:
     prepare = before_encoder(how)
     for size in ((3024, 4032), (4000, 3001), (6000, 1500)):
         for images in (1, 2):

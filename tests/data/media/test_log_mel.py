@@ -32,7 +32,8 @@ def test_log_mel_equals_a_direct_dft():
         piece *= 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(128) / 128)
         for mel in range(20):
             power = sum(
-                filters[k, mel] * abs(sum(piece * np.exp(-2j * np.pi * k * np.arange(128) / 128))) ** 2
+                filters[k, mel]
+                * abs(sum(piece * np.exp(-2j * np.pi * k * np.arange(128) / 128))) ** 2
                 for k in range(65)
             )
             decades[frame, mel] = np.log10(power)
@@ -42,12 +43,15 @@ def test_log_mel_equals_a_direct_dft():
 
 def test_log_mel_does_not_hear_gain_and_a_silent_clip_stays_silent():
     wave = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    np.testing.assert_allclose(compute_frames(HOW, wave), compute_frames(HOW, wave * np.float32(0.1)), atol=1e-3)
+    np.testing.assert_allclose(
+        compute_frames(HOW, wave), compute_frames(HOW, wave * np.float32(0.1)), atol=1e-3
+    )
     assert (compute_frames(HOW, np.zeros(500, np.float32)) == -3).all()
 
 
 def test_mel_filters_are_slaneys():
-    # Whisper's bank (16 kHz, 400 samples, 80 mels): spacing 37.24 Hz below 1 kHz, and unit area per filter.
+    # Whisper's bank (16 kHz, 400 samples, 80 mels): spacing 37.24 Hz below 1 kHz, and unit area per
+    # filter.
     filters = mel_filters(16_000, 400, 80)
     assert filters.shape == (201, 80)
     assert (filters.sum(0) > 0).all()

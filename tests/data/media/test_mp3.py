@@ -53,7 +53,11 @@ def by_ffmpeg(rate: int, channels: int) -> bytes:
 def test_the_header_says_as_many_samples_as_libsndfile(encode, channels, rate) -> None:
     data = encode(rate, channels)
     info = soundfile.info(io.BytesIO(data))
-    assert read_mp3_header(io.BytesIO(data)) == (info.frames, info.samplerate) == (len(tone(rate, 1)), rate)
+    assert (
+        read_mp3_header(io.BytesIO(data))
+        == (info.frames, info.samplerate)
+        == (len(tone(rate, 1)), rate)
+    )
     # As transformers reads; soundfile.read seeks first, and the last bit differs.
     with soundfile.SoundFile(io.BytesIO(data)) as clip:
         expected = clip.read(dtype="float32", always_2d=True)
@@ -77,7 +81,9 @@ def spoiled(data: bytes, rng: np.random.Generator) -> bytes:
     return bytes(broken)
 
 
-def test_a_damaged_mp3_is_refused_by_what_libmpg123_says_and_nothing_comes_to_the_screen(capfd) -> None:
+def test_a_damaged_mp3_is_refused_by_what_libmpg123_says_and_nothing_comes_to_the_screen(
+    capfd,
+) -> None:
     data = by_libsndfile(16_000, 1)
     rng = np.random.default_rng(0)
     reasons = []
@@ -111,12 +117,19 @@ def test_a_stretch_of_a_file_is_what_the_whole_has_there_and_as_strictly_read() 
 @pytest.mark.skipif(not shutil.which("mpg123"), reason="needs mpg123")
 def test_nothing_that_mpg123_complains_of_is_used(tmp_path) -> None:
     rng = np.random.default_rng(1)
-    sources = [encode(r, c) for encode in (by_libsndfile, by_ffmpeg) for r in (16_000, 44_100) for c in (1, 2)]
+    sources = [
+        encode(r, c)
+        for encode in (by_libsndfile, by_ffmpeg)
+        for r in (16_000, 44_100)
+        for c in (1, 2)
+    ]
     strict = 0
     for number in range(300):
         data = spoiled(sources[number % len(sources)], rng)
         (tmp_path / "a.mp3").write_bytes(data)
-        said = subprocess.run(["mpg123", "-t", tmp_path / "a.mp3"], capture_output=True, text=True, errors="replace")
+        said = subprocess.run(
+            ["mpg123", "-t", tmp_path / "a.mp3"], capture_output=True, text=True, errors="replace"
+        )
         complains = any(COMPLAINT.search(line) for line in said.stderr.splitlines())
         try:
             decode_clip(data, 16_000)

@@ -13,14 +13,22 @@ from PIL import Image
 
 from mmjax.config import MediaLimits
 from mmjax.data.media.decode_clips import resampled_length
-from mmjax.data.media.soundtrack import SILENT, decode_clip, decode_sound, read_clip_header, read_sound_header
+from mmjax.data.media.soundtrack import (
+    SILENT,
+    decode_clip,
+    decode_sound,
+    read_clip_header,
+    read_sound_header,
+)
 from mmjax.data.media.video_header import read_video_header
 from mmjax.errors import BadMedia
 
 
 def tones(samples: int, rate: int = SOUND_RATE) -> np.ndarray:
     time = np.arange(samples) / rate
-    return (0.3 * np.sin(2 * np.pi * 440 * time) + 0.1 * np.sin(2 * np.pi * 1000 * time)).astype(np.float32)
+    return (0.3 * np.sin(2 * np.pi * 440 * time) + 0.1 * np.sin(2 * np.pi * 1000 * time)).astype(
+        np.float32
+    )
 
 
 @pytest.mark.parametrize("samples", [30_000, 90_000], ids=["shorter", "longer"])
@@ -30,7 +38,9 @@ def test_sound_is_resampled_as_clips_are_and_frames_are_counted_beside_it(
 ) -> None:
     """A stereo track that ends before the 2 s of frames or after, of which the channels' mean is taken."""
     stereo = np.stack([tones(samples), np.zeros(samples, np.float32)])
-    path = write_video(tmp_path / f"a.{ending}", frames_of(np.random.default_rng(0), 20, 32, 40), 10, sound=stereo)
+    path = write_video(
+        tmp_path / f"a.{ending}", frames_of(np.random.default_rng(0), 20, 32, 40), 10, sound=stereo
+    )
     with path.open("rb") as file:
         header = read_sound_header(file)
         assert header.sample_rate == SOUND_RATE

@@ -10,10 +10,24 @@ import pytest
 import torch
 from any_res_folder import image_of, save_next, save_onevision, save_questions
 from transformers import AutoTokenizer, LlavaNextProcessor, LlavaOnevisionProcessor
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
 
-from mmjax.config import AnyRes, AsIs, BatchConfig, ChatFormat, Config, DataConfig, LlavaSource, Samples, TrainingConfig
+from mmjax.config import (
+    AnyRes,
+    AsIs,
+    BatchConfig,
+    ChatFormat,
+    Config,
+    DataConfig,
+    LlavaSource,
+    Samples,
+    TrainingConfig,
+)
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
 from mmjax.data.loading.text_rows import Arrays
@@ -42,7 +56,9 @@ KINDS = {
 
 def config_of(checkpoint, data) -> Config:
     source = LlavaSource(str(data), images=str(data.parent / "images"))
-    sources = DataConfig({"chat": source}, chat=ChatFormat(str(checkpoint)), cache=str(data.parent / "cache"))
+    sources = DataConfig(
+        {"chat": source}, chat=ChatFormat(str(checkpoint)), cache=str(data.parent / "cache")
+    )
     batch = BatchConfig(Samples(4), {"llm": 1, "vision": 1})
     return Config("any_res", sources, batch, from_hf(checkpoint), TrainingConfig(1))
 
@@ -52,7 +68,9 @@ def test_placeholders_are_those_of_the_processor_token_by_token(kind, tmp_path):
     save, whole, images = KINDS[kind]
     checkpoint, data = save(tmp_path), save_questions(tmp_path / "data")
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    given = json.loads((checkpoint / "processor_config.json").read_text()) | {"processor_class": None}
+    given = json.loads((checkpoint / "processor_config.json").read_text()) | {
+        "processor_class": None
+    }
     template = {"chat_template": tokenizer.chat_template}
     processor = whole(images.from_pretrained(checkpoint), tokenizer, **given | template)
     source = open_sources(config_of(checkpoint, data), "train", tmp_path)["chat"]
@@ -66,10 +84,16 @@ def test_placeholders_are_those_of_the_processor_token_by_token(kind, tmp_path):
         ]
         text = processor.apply_chat_template(turns)
         pictures = [image_of(tmp_path / "data", name) for name in record["image"]]
-        wanted = processor(text=[text], images=[pictures] if kind == "onevision" else pictures)["input_ids"][0]
+        wanted = processor(text=[text], images=[pictures] if kind == "onevision" else pictures)[
+            "input_ids"
+        ][0]
         ours = []
         for segment in source.sample(n).segments:
-            ours += segment.tokens.tolist() if isinstance(segment, Text) else [image] * len(segment.tokens)
+            ours += (
+                segment.tokens.tolist()
+                if isinstance(segment, Text)
+                else [image] * len(segment.tokens)
+            )
         assert ours == list(wanted)
         facts = source.facts(n)
         assert facts.text_tokens + facts.item_tokens == len(ours)
@@ -77,9 +101,16 @@ def test_placeholders_are_those_of_the_processor_token_by_token(kind, tmp_path):
 
 def test_tokens_are_interpolated_as_pytorch_does():
     rng = np.random.default_rng(0)
-    for (rows, columns), size in (((5, 7), (3, 4)), ((9, 4), (7, 1)), ((6, 6), (6, 5)), ((1, 30), (1, 20))):
+    for (rows, columns), size in (
+        ((5, 7), (3, 4)),
+        ((9, 4), (7, 1)),
+        ((6, 6), (6, 5)),
+        ((1, 30), (1, 20)),
+    ):
         values = rng.normal(size=(3, rows, columns)).astype(np.float32)
-        wanted = torch.nn.functional.interpolate(torch.tensor(values)[None], size, mode="bilinear")[0].numpy()
+        wanted = torch.nn.functional.interpolate(torch.tensor(values)[None], size, mode="bilinear")[
+            0
+        ].numpy()
         made = interpolate_tokens(np.arange(rows * columns).reshape(rows, columns), size)
         found = (values.reshape(3, -1)[:, made.token] * made.share).sum(-1)
         np.testing.assert_allclose(found, wanted.reshape(3, -1), atol=1e-6)
@@ -87,7 +118,13 @@ def test_tokens_are_interpolated_as_pytorch_does():
 
 def test_an_image_of_one_tile_has_one_newline_and_no_newline_where_there_is_none():
     how = AnyRes(tile=8, pinpoints=("8x16",), order="rows")
-    assert any_res.layout(how, True, (30, 30), [(2, 2)]).token[:, 0].tolist() == [0, 1, 2, 3, NEWLINE]
+    assert any_res.layout(how, True, (30, 30), [(2, 2)]).token[:, 0].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        NEWLINE,
+    ]
     rows = any_res.layout(how, False, (8, 16), [(2, 2)] * 3).token[:, 0].tolist()
     assert rows == [0, 1, 2, 3, 4, 5, 8, 9, 6, 7, 10, 11]
 

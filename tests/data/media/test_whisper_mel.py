@@ -23,7 +23,8 @@ def waves(samples: int) -> dict[str, np.ndarray]:
     made = {
         "noise": 0.1 * rng.standard_normal(samples),
         "tone": 0.5 * np.sin(0.3 * t),
-        "sweep": 0.3 * np.sin(0.05 * t) * np.sin(2e-4 * t) ** 6 + 1e-4 * rng.standard_normal(samples),
+        "sweep": 0.3 * np.sin(0.05 * t) * np.sin(2e-4 * t) ** 6
+        + 1e-4 * rng.standard_normal(samples),
         "silence": np.zeros(samples),
         "click": click,
     }
@@ -36,14 +37,18 @@ def waves(samples: int) -> dict[str, np.ndarray]:
 def test_frames_within_and_beyond_the_clip_equal_whispers_extractor(samples, mels):
     extractor, how = WhisperFeatureExtractor(feature_size=mels), WhisperMel(mels=mels)
     for name, wave in waves(samples).items():
-        made = extractor(wave, sampling_rate=16_000, return_attention_mask=True, return_tensors="np")
+        made = extractor(
+            wave, sampling_rate=16_000, return_attention_mask=True, return_tensors="np"
+        )
         valid = valid_frames(how, samples)
         assert valid == made["attention_mask"].sum()
         for extra in (0, 3, 3000):
             frames = compute_frames(how, wave, valid + extra)
             assert frames.dtype == np.float32
             assert len(frames) == min(valid + extra, 3000)
-            np.testing.assert_allclose(frames, made["input_features"][0].T[: len(frames)], atol=1e-4, err_msg=name)
+            np.testing.assert_allclose(
+                frames, made["input_features"][0].T[: len(frames)], atol=1e-4, err_msg=name
+            )
 
 
 def test_other_windows_and_rates_equal_the_extractor_too():
@@ -52,7 +57,9 @@ def test_other_windows_and_rates_equal_the_extractor_too():
     assert how.window_frames == extractor.nb_max_frames
     for samples in (1, 5000, 31_990, 32_000):
         for wave in waves(samples).values():
-            expected = extractor(wave, sampling_rate=16_000, return_tensors="np")["input_features"][0].T
+            expected = extractor(wave, sampling_rate=16_000, return_tensors="np")["input_features"][
+                0
+            ].T
             np.testing.assert_allclose(compute_frames(how, wave, 250), expected, atol=1e-4)
 
 

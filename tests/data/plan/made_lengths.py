@@ -21,6 +21,8 @@ def lengths_of(kind: str, samples: int, seed: int = 0) -> dict[str, np.ndarray]:
         tiles = np.where(size > 0, 0, tiles)
     elif kind == "videos":
         video = rng.random(samples) < 0.2
-        tiles = np.where(video, np.clip(rng.lognormal(3.1, 0.6, samples), 8, 96).astype(np.int64), tiles)
+        tiles = np.where(
+            video, np.clip(rng.lognormal(3.1, 0.6, samples), 8, 96).astype(np.int64), tiles
+        )
         text = np.where(video, np.clip(text // 4, 64, None), text)
     return {"llm_tokens": text + TOKENS_OF_TILE * tiles, "vision_items": tiles}

@@ -43,18 +43,26 @@ def test_pairs_are_those_of_the_packed_rows(items, windows, tmp_path):
     made = config(items)
     llm, vision = made.model.llm, VISION
     if windows:
-        llm, vision = replace(llm, layers=5, windowed=(0, 1, 3), window=6), replace(VISION, windowed=(0,), window=2)
+        llm, vision = (
+            replace(llm, layers=5, windowed=(0, 1, 3), window=6),
+            replace(VISION, windowed=(0,), window=2),
+        )
     model = replace(made.model, llm=llm, encoders={"vision": vision, "audio": AUDIO})
     index = build_index({"made": source}, model.encoders, llm)
     batch = packed(replace(made, model=model), source, tmp_path)
     work = useful_work(model, batch.text, batch.items)
-    rounding = SAMPLES / 2 if windows else 0  # pairs of a sample are whole numbers, means over layers are not
+    # pairs of a sample are whole numbers, means over layers are not
+    rounding = SAMPLES / 2 if windows else 0
     assert index.pairs.sum() == pytest.approx(work["llm"].pairs, abs=rounding)
     for number, name in enumerate(model.encoders):
-        assert index.item_pairs[index.item_encoder == number].sum() == pytest.approx(work[name].pairs, abs=rounding)
+        assert index.item_pairs[index.item_encoder == number].sum() == pytest.approx(
+            work[name].pairs, abs=rounding
+        )
     if not windows:  # sample by sample, by the mask itself
         by_sample = np.zeros(SAMPLES, np.int64)
-        for row in zip(*(getattr(batch.text, field) for field in (*Mask._fields, "owner")), strict=True):
+        for row in zip(
+            *(getattr(batch.text, field) for field in (*Mask._fields, "owner")), strict=True
+        ):
             *mask, owner = row
             np.add.at(by_sample, owner[owner >= 0], allowed_keys(Mask(*mask))[owner >= 0])
         np.testing.assert_array_equal(index.pairs, by_sample)
@@ -70,16 +78,24 @@ def test_sixteen_answers_attend_a_quarter_of_what_their_length_would():
     assert build_index({"made": source}, {}).pairs[0] > 3.8 * index.pairs[0]  # by length alone
 
 
-@pytest.mark.parametrize(("name", "encoder"), [("vision", WINDOWED_VISION), ("audio", CHUNKED_AUDIO)])
+@pytest.mark.parametrize(
+    ("name", "encoder"), [("vision", WINDOWED_VISION), ("audio", CHUNKED_AUDIO)]
+)
 def test_items_attend_within_their_windows_and_chunks(name, encoder):
     rng = np.random.default_rng(1)
     model = replace(config().model, encoders={name: encoder})
     text_batch = empty_text((1, 1), Arrays.of(model), {})
     for number in range(20):
-        made = image(rng, *rng.integers(1, 40, 2)) if name == "vision" else clip(rng, int(rng.integers(8, 900)))
+        made = (
+            image(rng, *rng.integers(1, 40, 2))
+            if name == "vision"
+            else clip(rng, int(rng.integers(8, 900)))
+        )
         values, place, valid = encoder_input(encoder, made)
         owner = np.zeros((1, len(valid)), np.int32)
         batch = ItemBatch(values[None], np.where(valid, 0, -1)[None], place[None], owner, owner)
         size = made.shape[:2] if name == "vision" else made.shape
         pairs = item_pairs(encoder, size, int(valid.sum()))
-        assert pairs == pytest.approx(useful_work(model, text_batch, {name: batch})[name].pairs, abs=0.5), number
+        assert pairs == pytest.approx(
+            useful_work(model, text_batch, {name: batch})[name].pairs, abs=0.5
+        ), number

@@ -20,9 +20,13 @@ from mmjax.errors import UserError
 def test_rows_end_where_tokens_do(grouping):
     encoders = {"vision": replace(VISION, connector=ConnectorConfig(merge=3))}
     made = config(grouping=grouping)
-    made = replace(made, model=replace(made.model, encoders=encoders), batch=replace(made.batch, alignment=8))
+    made = replace(
+        made, model=replace(made.model, encoders=encoders), batch=replace(made.batch, alignment=8)
+    )
     rng = np.random.default_rng(0)
-    source = Made([((Item("vision", 0),), [image(rng, *rng.integers(1, 40, 2))]) for _ in range(100)])
+    source = Made(
+        [((Item("vision", 0),), [image(rng, *rng.integers(1, 40, 2))]) for _ in range(100)]
+    )
     index = build_index({"made": source}, encoders)
     lengths = make_budget(index, made, [1.0]).lengths
     assert lengths[1] % 9 == 0
@@ -31,12 +35,17 @@ def test_rows_end_where_tokens_do(grouping):
 
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
 def test_a_budget_does_not_depend_on_the_shapes_that_may_be_compiled(grouping):
-    assert grouper(grouping=grouping, shapes=8).budget == grouper(grouping=grouping, shapes=1).budget
+    assert (
+        grouper(grouping=grouping, shapes=8).budget == grouper(grouping=grouping, shapes=1).budget
+    )
 
 
 def test_a_budget_below_every_sample_names_the_source_and_the_shortest():
     index = index_of(random_texts([40, 50]), config())
-    with pytest.raises(UserError, match=r"data\.sources\.made: none of its 2 samples .* shortest has 40 .*batch\.size"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.sources\.made: none of its 2 samples .* shortest has 40 .*batch\.size",
+    ):
         make_budget(index, config(size=Tokens(39)), [1.0])
     with pytest.raises(UserError, match="shortest has 40"):
         make_budget(index, config(size=Tokens(159), microbatches=4), [1.0])

@@ -29,7 +29,11 @@ def grouper(data: Held, grouping, first: int = 0, due=()) -> StepGrouper:
 
 
 def ids(grouped: StepGrouper, steps: range) -> Counter:
-    return Counter(np.concatenate([samples_of(grouped.step(k)) for k in steps] or [np.zeros(0, np.int64)]).tolist())
+    return Counter(
+        np.concatenate(
+            [samples_of(grouped.step(k)) for k in steps] or [np.zeros(0, np.int64)]
+        ).tolist()
+    )
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
@@ -47,7 +51,9 @@ def test_what_was_had_and_what_is_due_are_whole_epochs(grouping, step):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
 @pytest.mark.parametrize("steps", [(5, 9), (20, 23), (40, 70)])
-def test_through_several_changes_of_the_data_every_sample_comes_once_an_epoch(grouping, steps, tmp_path):
+def test_through_several_changes_of_the_data_every_sample_comes_once_an_epoch(
+    grouping, steps, tmp_path
+):
     """200 samples, then 230, then 260: old ones come as often as epochs were begun, new ones from where they came."""
     sizes, first, due, had = (200, 230, 260), 0, (), Counter()
     for number, size in enumerate(sizes):
@@ -61,7 +67,9 @@ def test_through_several_changes_of_the_data_every_sample_comes_once_an_epoch(gr
         due = carried(owed, data, grouped.pools, held(sizes[number + 1]))
         first = steps[number]
     had += Counter(due[0].tolist())
-    usable = [set(range(size)) - set(grouper(held(size), grouping).oversize.tolist()) for size in sizes]
+    usable = [
+        set(range(size)) - set(grouper(held(size), grouping).oversize.tolist()) for size in sizes
+    ]
     old = {had[i] for i in usable[0] & usable[1] & usable[2]}
     assert len(old) == 1
     for i in usable[2] - usable[1]:  # they joined the epoch that was under way
@@ -74,7 +82,8 @@ def test_the_segment_goes_on_with_what_is_due_before_a_new_epoch_begins():
     grouped = grouper(held(200), GROUPINGS[2])
     due = still_due(grouped, 7)
     after = grouper(held(200), GROUPINGS[2], 7, due)
-    rest = np.concatenate([samples_of(after.step(k)) for k in range(7, 12)])  # 5 steps of 16: the 88 left are not over
+    # 5 steps of 16: the 88 left are not over
+    rest = np.concatenate([samples_of(after.step(k)) for k in range(7, 12)])
     assert len(rest) == len(set(rest.tolist()))
     assert set(rest.tolist()) <= set(due[0].tolist())
     assert after.pools[0].draw(0, len(due[0]), np.uint64(1)).tolist() != due[0].tolist()  # shuffled
@@ -86,8 +95,13 @@ def test_a_sample_is_known_by_its_file_wherever_that_stands_now():
     grouped = grouper(old, GROUPINGS[0])
     name = str(old.index.source_name[0])
     old = Held(old.index, {name: old.files["made"]})
-    moved = Held(held(260).index, {name: [("/b/new.json", 30), ("/b/x.json", 150), ("/b/y.json", 80)]})
-    (owed,), (due,) = still_due(grouped, 5), carried(still_due(grouped, 5), old, grouped.pools, moved)
+    moved = Held(
+        held(260).index, {name: [("/b/new.json", 30), ("/b/x.json", 150), ("/b/y.json", 80)]}
+    )
+    (owed,), (due,) = (
+        still_due(grouped, 5),
+        carried(still_due(grouped, 5), old, grouped.pools, moved),
+    )
     had = set(ids(grouped, range(5)))
     assert set(due.tolist()) & {30 + i for i in had} == set()  # all of x and y stand 30 further on
     assert {30 + i for i in owed.tolist()} <= set(due.tolist())
@@ -105,5 +119,7 @@ def test_a_source_that_is_new_begins_with_a_whole_epoch():
     old = held(200)
     grouped = grouper(old, GROUPINGS[0])
     index = index_of(Made(MADE[:100]), config())
-    other = Held(type(index)(**{**vars(index), "source_name": np.array(["other"])}), {"other": [("", 100)]})
+    other = Held(
+        type(index)(**{**vars(index), "source_name": np.array(["other"])}), {"other": [("", 100)]}
+    )
     assert [len(due) for due in carried(still_due(grouped, 5), old, grouped.pools, other)] == [0]

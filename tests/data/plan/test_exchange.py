@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 from made import AUDIO, VISION, Made, clip, image, load, random_samples, text
-from planned import BALANCE_KINDS, BALANCES, GROUPINGS, KINDS, SPREAD, TOPOLOGIES, samples_of, with_shapes
+from planned import (
+    BALANCE_KINDS,
+    BALANCES,
+    GROUPINGS,
+    KINDS,
+    SPREAD,
+    TOPOLOGIES,
+    samples_of,
+    with_shapes,
+)
 
 from mmjax.batch import Microbatch
 from mmjax.config import NoGrouping, PostBalance, Samples
@@ -47,7 +56,10 @@ def item_tokens(source: Made, sample: int) -> list[tuple[str, int, int] | None]:
         if isinstance(segment, Text):
             tokens += [None] * len(segment.tokens)
         else:
-            tokens += [(segment.encoder, segment.number, n) for n in range(_tokens(source, sample, segment))]
+            tokens += [
+                (segment.encoder, segment.number, n)
+                for n in range(_tokens(source, sample, segment))
+            ]
     return tokens
 
 
@@ -59,7 +71,9 @@ def _tokens(source: Made, sample: int, item: Item) -> int:
     return len(_prepared(source, sample, item.number, item.encoder).values) // GROUP[item.encoder]
 
 
-def numbered(plan: MicrobatchPlan, module: int, group: int) -> tuple[np.ndarray, dict[tuple[int, int, int], int]]:
+def numbered(
+    plan: MicrobatchPlan, module: int, group: int
+) -> tuple[np.ndarray, dict[tuple[int, int, int], int]]:
     """A connector output `[ranks, n]` with a number for each token, and that of (sample in the plan, item, token)."""
     rows, length = plan.rows[module], plan.shape.lengths[module]
     made = np.full((plan.topology.ranks * rows, length // group), -1)
@@ -91,7 +105,11 @@ def check(source: Made, plan: MicrobatchPlan, batch: Microbatch) -> int:
         assert np.all(found[~used] == -1)
         assert np.all(text.owner[~used] == -1)
         ranks, peers, width = text.send[encoder].shape
-        assert (ranks, peers, width) == (plan.topology.ranks, plan.topology.peers, plan.shape.widths[module - 1])
+        assert (ranks, peers, width) == (
+            plan.topology.ranks,
+            plan.topology.peers,
+            plan.shape.widths[module - 1],
+        )
         crossed += int((text.send[encoder] >= 0).sum())
     return crossed
 
@@ -117,8 +135,13 @@ def test_every_item_token_arrives_where_its_sample_wants_it(grouping, balance, t
 
 def test_owner_and_offset_name_the_patches_and_frames_of_every_item(tmp_path):
     source = random_samples(120, seed=2)  # more than a chunk, so that none comes twice in a step
-    changes: dict[str, Any] = {"grouping": NoGrouping(chunk_steps=8), "balance": PostBalance(locality="off")}
-    for plan, batch in microbatches(load(source, tmp_path, Topology(4, 4, 4), size=Samples(12), **changes), 4):
+    changes: dict[str, Any] = {
+        "grouping": NoGrouping(chunk_steps=8),
+        "balance": PostBalance(locality="off"),
+    }
+    for plan, batch in microbatches(
+        load(source, tmp_path, Topology(4, 4, 4), size=Samples(12), **changes), 4
+    ):
         for module, (encoder, items) in enumerate(batch.items.items(), start=1):
             used = np.zeros(items.owner.shape, bool)
             for sample in plan.samples.tolist():
@@ -145,7 +168,12 @@ def test_a_sample_spread_over_its_node_comes_back_in_its_own_order(tmp_path):
     for balance in BALANCES:
         for topology in TOPOLOGIES[1:4]:
             rows = dict.fromkeys(("llm", "vision", "audio"), topology.ranks)
-            changes = {"grouping": NoGrouping(chunk_steps=8), "balance": balance, "rows": rows, "size": Samples(4)}
+            changes = {
+                "grouping": NoGrouping(chunk_steps=8),
+                "balance": balance,
+                "rows": rows,
+                "size": Samples(4),
+            }
             folder = tmp_path / f"{balance}{topology}"
             loader = load(source, folder, topology, **changes)
             at_home, over_peers = loader.planner.placer.needs_alone(0)
@@ -170,4 +198,6 @@ def test_an_empty_microbatch_and_one_of_text_alone_exchange_nothing(topology, tm
         batch = pack_microbatch(plan, loader.arrays, loader.reader)
         assert check(source, plan, batch) == 0
         assert sorted(set(batch.text.owner[batch.text.owner >= 0].tolist())) == samples.tolist()
-        assert all(np.all(items.owner == -1) and np.all(items.item == -1) for items in batch.items.values())
+        assert all(
+            np.all(items.owner == -1) and np.all(items.item == -1) for items in batch.items.values()
+        )

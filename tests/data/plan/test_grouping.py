@@ -34,13 +34,18 @@ def assert_same(one: list[Group], two: list[Group]) -> None:
 def test_every_sample_of_finished_chunks_is_used_exactly_once(grouping, microbatches):
     steps, order = steps_of_chunks(grouper(grouping=grouping, microbatches=microbatches), 3)
     assert {len(step) for step in steps} == {microbatches}
-    assert Counter(np.concatenate([samples_of(step) for step in steps]).tolist()) == Counter(order.tolist())
+    assert Counter(np.concatenate([samples_of(step) for step in steps]).tolist()) == Counter(
+        order.tolist()
+    )
 
 
 @cache
 def index_of_size(samples: int) -> LengthIndex:
     """Samples whose lengths are those of some made ones."""
-    made, chosen = some_index(), np.random.default_rng(samples).integers(len(some_index()), size=samples)
+    made, chosen = (
+        some_index(),
+        np.random.default_rng(samples).integers(len(some_index()), size=samples),
+    )
     of_items = np.concatenate([np.arange(*made.item_start[k : k + 2]) for k in chosen])
     return replace(
         made,
@@ -79,14 +84,22 @@ def test_steps_of_part_of_an_epoch_and_back():
 
 
 def test_a_source_with_fewer_samples_than_a_step_takes_comes_once_in_it_and_that_is_said():
-    index = replace(index_of_size(100), source_name=np.array(["few", "many"]), source_start=np.array([0, 10, 100]))
+    index = replace(
+        index_of_size(100),
+        source_name=np.array(["few", "many"]),
+        source_start=np.array([0, 10, 100]),
+    )
     grouped = grouper(index, weights=(1.0, 1.0), grouping=NoGrouping(), size=Samples(40))
     steps = [samples_of(grouped.step(step)) for step in range(18)]
     assert all(len(set(step.tolist())) == len(step) == 20 for step in steps)
-    assert Counter(np.concatenate(steps).tolist()) == Counter([*range(10)] * 18 + [*range(10, 100)] * 2)
+    assert Counter(np.concatenate(steps).tolist()) == Counter(
+        [*range(10)] * 18 + [*range(10, 100)] * 2
+    )
     assert grouped.samples_per_step == 20 < grouped.budget.samples_per_step
     (note,) = grouped.epoch_notes()
-    assert note.startswith("all 10 samples of few come once in 1 step, and never twice in one: steps have at most 20")
+    assert note.startswith(
+        "all 10 samples of few come once in 1 step, and never twice in one: steps have at most 20"
+    )
     assert note.endswith("lower data.sources.few.weight")
     assert not grouper(index_of_size(362), grouping=NoGrouping(), size=Samples(40)).epoch_notes()
 
@@ -113,7 +126,8 @@ def test_packing_lets_no_sample_wait_longer_than_ten_steps():
     assert late.max() < 11
 
 
-# ------------------------------------------------------------------------------------------------ a pure function
+# ------------------------------------------------------------------------------------------------ a
+# pure function
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
@@ -127,7 +141,9 @@ def test_a_step_is_grouped_the_same_in_any_order_and_by_anybody(grouping):
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
 def test_another_seed_has_other_steps(grouping):
     budget = grouper(grouping=grouping).budget
-    one, two = (samples_of(grouper(grouping=grouping, seed=seed, budget=budget).step(0)) for seed in (0, 1))
+    one, two = (
+        samples_of(grouper(grouping=grouping, seed=seed, budget=budget).step(0)) for seed in (0, 1)
+    )
     assert set(one.tolist()) != set(two.tolist())
 
 
@@ -152,7 +168,8 @@ def test_a_late_step_groups_one_chunk_alone(grouping):
     assert_same(late.step(2000), walked.step(2000))
 
 
-# ------------------------------------------------------------------------------------------------------- groupings
+# --------------------------------------------------------------------------------------------------
+# groupings
 
 
 def test_an_isf_group_fills_one_row_of_every_module_and_leftovers_are_counted():
@@ -183,10 +200,13 @@ def test_without_grouping_every_step_has_the_same_number_of_samples_in_the_order
 def test_given_samples_are_grouped_in_rows_each_once():
     asked = np.random.default_rng(0).permutation(len(some_index()))[:100]
     steps = grouper(grouping=NoGrouping()).steps_of(asked)
-    assert sorted(np.concatenate([samples_of(step) for step in steps]).tolist()) == sorted(asked.tolist())
+    assert sorted(np.concatenate([samples_of(step) for step in steps]).tolist()) == sorted(
+        asked.tolist()
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- over-long
+# --------------------------------------------------------------------------------------------------
+# over-long
 
 
 def test_samples_over_the_budget_are_listed_and_never_grouped():
@@ -196,7 +216,14 @@ def test_samples_over_the_budget_are_listed_and_never_grouped():
         assert grouped.oversize.tolist() == [2, 6]
         assert grouped.budget.lengths[0] < 200
         steps, _ = steps_of_chunks(grouped, 2)
-        assert set(np.concatenate([samples_of(step) for step in steps]).tolist()) == {0, 1, 3, 4, 5, 7}
+        assert set(np.concatenate([samples_of(step) for step in steps]).tolist()) == {
+            0,
+            1,
+            3,
+            4,
+            5,
+            7,
+        }
 
 
 def test_the_longest_sample_of_a_budget_in_samples_is_used():
@@ -211,9 +238,12 @@ def test_the_longest_sample_of_a_budget_in_samples_is_used():
 def test_a_sample_whose_items_cannot_be_laid_into_the_rows_is_over_long():
     rng = np.random.default_rng(0)
     segments = tuple(Item("vision", n) for n in range(3))
-    three = (segments, [image(rng, 16, 16) for _ in range(3)])  # 64 patches each, and two rows of less than 128
+    # 64 patches each, and two rows of less than 128
+    three = (segments, [image(rng, 16, 16) for _ in range(3)])
     source = Made([three, *[((Item("vision", 0),), [image(rng, 16, 16)]) for _ in range(9)]])
-    grouped = grouper(index_of(source, config()), budget=Budget((3, 2, 1), (96, 100, 12), 6.0, 10**6))
+    grouped = grouper(
+        index_of(source, config()), budget=Budget((3, 2, 1), (96, 100, 12), 6.0, 10**6)
+    )
     assert grouped.oversize.tolist() == [0]
     assert 0 not in np.concatenate([samples_of(grouped.step(step)) for step in range(10)])
 
@@ -221,7 +251,9 @@ def test_a_sample_whose_items_cannot_be_laid_into_the_rows_is_over_long():
 def test_every_sources_share_and_own_epochs_are_said_and_counted():
     two = some_index()
     large = len(two) - 20
-    index = replace(two, source_name=np.array(["big", "small"]), source_start=np.array([0, large, len(two)]))
+    index = replace(
+        two, source_name=np.array(["big", "small"]), source_start=np.array([0, large, len(two)])
+    )
     grouped = grouper(index, weights=(1.0, 1.0), size=Samples(8))
     big, small = grouped.source_shares(30)
     assert (big[:3], small[:3]) == (("big", large, 0.5), ("small", 20, 0.5))

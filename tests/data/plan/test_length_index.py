@@ -20,17 +20,26 @@ def test_lengths_are_those_of_the_prepared_items():
     index = index_of(source, config())
     for i, (_, items) in enumerate(source.samples):
         facts = source.facts(i)
-        prepared = [encoder_input(ENCODERS[e], a) for (e, _), a in zip(facts.items, items, strict=True)]
+        prepared = [
+            encoder_input(ENCODERS[e], a) for (e, _), a in zip(facts.items, items, strict=True)
+        ]
         own = slice(index.item_start[i], index.item_start[i + 1])
         assert index.item_encoder[own].tolist() == [list(ENCODERS).index(e) for e, _ in facts.items]
         assert index.item_positions[own].tolist() == [len(p.values) for p in prepared]
         assert index.item_useful[own].tolist() == [p.valid.sum() for p in prepared]
-        tokens = [len(p.values) // (4 if e == "vision" else 6) for (e, _), p in zip(facts.items, prepared, strict=True)]
+        tokens = [
+            len(p.values) // (4 if e == "vision" else 6)
+            for (e, _), p in zip(facts.items, prepared, strict=True)
+        ]
         assert index.item_tokens[own].tolist() == tokens
         assert index.llm_tokens[i] == facts.text_tokens + sum(tokens)
         assert index.text_tokens[i] == facts.text_tokens
         for k, encoder in enumerate(ENCODERS):
-            of = [len(p.values) for (e, _), p in zip(facts.items, prepared, strict=True) if e == encoder]
+            of = [
+                len(p.values)
+                for (e, _), p in zip(facts.items, prepared, strict=True)
+                if e == encoder
+            ]
             assert index.totals[i, 1 + k] == sum(of)
     assert index.positions_per_token.tolist() == [4, 6]
 
@@ -88,7 +97,11 @@ def test_why_a_sample_is_bad_changes_no_plan_and_which_one_is_does():
     index = index_of(random_samples(2, seed=0), config())
     one, moved, other = (
         replace(index, bad=np.array([k]), reason=np.array([why])).fingerprint()
-        for k, why in ((0, "a/d.jsonl:1: is bad"), (0, "b/d.jsonl:7: is bad"), (1, "a/d.jsonl:1: is bad"))
+        for k, why in (
+            (0, "a/d.jsonl:1: is bad"),
+            (0, "b/d.jsonl:7: is bad"),
+            (1, "a/d.jsonl:1: is bad"),
+        )
     )
     assert one == moved != other
 
@@ -114,7 +127,9 @@ def test_two_processes_that_build_the_same_index_leave_one(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("name", ["item_positions.npy", "totals.npy", "bad.npy", "sums.json"])
 @pytest.mark.parametrize("damage", ["changed", "cut", "missing", "folder"])
-def test_an_index_that_is_not_as_it_was_written_is_built_again_and_that_is_said(name, damage, tmp_path, capsys):
+def test_an_index_that_is_not_as_it_was_written_is_built_again_and_that_is_said(
+    name, damage, tmp_path, capsys
+):
     source = random_samples(20, seed=2)
     built, path = cached_index({"made": source}, ENCODERS, tmp_path)
     wanted = built.fingerprint()

@@ -33,26 +33,42 @@ def corpus(kind: str, samples: int = SAMPLES) -> tuple[dict[str, np.ndarray], tu
 
 
 def run_of(
-    kind: str, ranks: int, per_rank: int, grouping: str = "pack", microbatches: int = 1, samples: int = SAMPLES
+    kind: str,
+    ranks: int,
+    per_rank: int,
+    grouping: str = "pack",
+    microbatches: int = 1,
+    samples: int = SAMPLES,
 ) -> tuple[Config, LengthIndex]:
     lengths, keys = corpus(kind, samples)
     options = argparse.Namespace(
-        ranks=ranks, per_rank=per_rank, grouping=grouping, balance="post", seed=1, microbatches=microbatches
+        ranks=ranks,
+        per_rank=per_rank,
+        grouping=grouping,
+        balance="post",
+        seed=1,
+        microbatches=microbatches,
     )
     config = planning._config(options, tuple(key.removesuffix("_items") for key in keys))
     return config, index_of_samples(lengths, keys, samples, 1, config.model)
 
 
-def planner_of(config: Config, index: LengthIndex, ranks: int, levelled: bool = True) -> StepPlanner:
+def planner_of(
+    config: Config, index: LengthIndex, ranks: int, levelled: bool = True
+) -> StepPlanner:
     budget = make_budget(index, config, [1.0])
     if not levelled:
         budget = replace(budget, position_seconds=(), pair_seconds=())
-    return make_planner(index, config, [1.0], Topology(ranks, min(8, ranks), min(8, ranks)), budget, max_steps=4)[0]
+    return make_planner(
+        index, config, [1.0], Topology(ranks, min(8, ranks), min(8, ranks)), budget, max_steps=4
+    )[0]
 
 
 def waits_in(planner: StepPlanner, prices: Prices, steps: int = 6) -> tuple[list[StepPlan], Waits]:
     plans = [planner.plan(step) for step in range(steps)]
-    return plans, mean_waits([waits_of(plan.microbatches, prices, planner.grouper.index) for plan in plans])
+    return plans, mean_waits(
+        [waits_of(plan.microbatches, prices, planner.grouper.index) for plan in plans]
+    )
 
 
 CASES = {  # wait at most, with levelling
@@ -72,7 +88,9 @@ CASES = {  # wait at most, with levelling
 }
 
 
-@pytest.mark.default_cases("chats-8-16-pack-1", "long-8-60-pack-1", "omni-8-16-pack-2", "chats-8-16-none-1")
+@pytest.mark.default_cases(
+    "chats-8-16-pack-1", "long-8-60-pack-1", "omni-8-16-pack-2", "chats-8-16-none-1"
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_steps_keep_their_samples_and_fills_and_ranks_wait_less(case):
     kind, ranks, per_rank, grouping, microbatches = case
@@ -92,7 +110,9 @@ def test_steps_keep_their_samples_and_fills_and_ranks_wait_less(case):
             assert plan.step == 0 or levelled.grouper.longest_wait(plan.step) <= 10
     assert waits.padding == pytest.approx(before.padding, abs=1e-12)  # the same rows, as full
     assert waits.wait <= min(before.wait, CASES[case])
-    assert [plan.digest() for plan in plans] == [levelled.plan(plan.step).digest() for plan in plans]
+    assert [plan.digest() for plan in plans] == [
+        levelled.plan(plan.step).digest() for plan in plans
+    ]
 
 
 def test_rows_of_a_run_that_began_without_prices_stay_as_they_were():
@@ -117,7 +137,9 @@ def test_positions_and_pairs_added_up_as_one_cost_make_steps_longer():
             costs = costs_of(cost[:, 0], owner, phases, cost[owner, 1], tokens, 2)
             rank = place_jointly(costs, 64, 8).sample_rank
             length = np.stack([np.bincount(rank, totals[chosen, k], 64) for k in (0, 1)])
-            attention = np.stack([np.bincount(rank, pairs[chosen, k] * prices.pair[k], 64) for k in (0, 1)])
+            attention = np.stack(
+                [np.bincount(rank, pairs[chosen, k] * prices.pair[k], 64) for k in (0, 1)]
+            )
             lost[way] += float(prices.position @ length.max(1) + attention.max(1).sum())
     assert lost["sum"] > lost["positions"]
 
@@ -138,8 +160,14 @@ def test_a_pipeline_takes_little_longer_than_if_all_microbatches_were_equal(stag
             microbatches = steps.plan(step).microbatches
             rows = np.array([m.shape.lengths[0] * m.rows[0] for m in microbatches])
             pairs = np.array([m.per_rank(m.pairs, m.row)[0] for m in microbatches])
-            forward = np.rint((position[:, None] * rows + pair[:, None] * pairs.max(1)) / 3).astype(np.int64)
-            order = reorder("1f1b", graph, forward, 2 * forward) if levelled else np.arange(len(microbatches))
+            forward = np.rint((position[:, None] * rows + pair[:, None] * pairs.max(1)) / 3).astype(
+                np.int64
+            )
+            order = (
+                reorder("1f1b", graph, forward, 2 * forward)
+                if levelled
+                else np.arange(len(microbatches))
+            )
             times = StageTimes(forward[:, order], 2 * forward[:, order])
             taken += simulate(make_schedule("1f1b", graph, len(order)), times).makespan
             mean = float((position[0] * rows + pair[0] * pairs.mean(1)).mean())

@@ -49,12 +49,17 @@ def check(m: MicrobatchPlan, index: LengthIndex, shapes: tuple[Shape, ...]) -> N
     assert np.all((m.offset >= 0) & (m.offset + m.length <= np.array(m.shape.lengths)[m.module]))
     order = np.lexsort((m.offset, m.row, m.module))
     follows = (np.diff(m.module[order]) == 0) & (np.diff(m.row[order]) == 0)
-    assert np.all((m.offset + m.length)[order][:-1][follows] <= m.offset[order][1:][follows]), "parts overlap"
-    each = np.array([m.topology.encoders_per_rank] + [1] * (len(m.rows) - 1))  # the LLM's part stands at each of them
+    assert np.all((m.offset + m.length)[order][:-1][follows] <= m.offset[order][1:][follows]), (
+        "parts overlap"
+    )
+    # the LLM's part stands at each of them
+    each = np.array([m.topology.encoders_per_rank] + [1] * (len(m.rows) - 1))
     for work in (m.work(), m.unbalanced):
         assert work.sum(1).tolist() == (each * parts.totals(len(m.rows)).sum(0)).tolist()
     rank, home = m.rank(), m.rank()[m.part_start[:-1]][m.sample_of()]
-    assert np.array_equal(rank // m.topology.peers, home // m.topology.peers), "an item leaves its sample's peers"
+    assert np.array_equal(rank // m.topology.peers, home // m.topology.peers), (
+        "an item leaves its sample's peers"
+    )
     tokens = m.length // np.array([1, *index.positions_per_token])[m.module]
     for k, width in enumerate(m.shape.widths, start=1):
         of = m.module == k
@@ -81,7 +86,9 @@ def test_every_part_lies_once_in_a_row_and_items_are_away_only_where_the_width_a
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=SPREAD)
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
-def test_a_step_has_the_same_samples_with_every_balance_on_any_ranks(grouping, balance, topology, microbatches):
+def test_a_step_has_the_same_samples_with_every_balance_on_any_ranks(
+    grouping, balance, topology, microbatches
+):
     grouped = one_of_all(grouping, NoBalance(), ONE_RANK, microbatches)[0].grouper
     planned, _ = one_of_all(grouping, balance, topology, microbatches)
     for step in range(6):
@@ -105,15 +112,20 @@ def test_on_one_rank_parts_lie_in_the_rows_that_grouping_gave_them(grouping, bal
             np.testing.assert_array_equal(m.row, group.row)
 
 
-# -------------------------------------------------------------------------------------------------------- balances
+# --------------------------------------------------------------------------------------------------
+# balances
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
 @pytest.mark.parametrize("balance", BALANCES[:2], ids=BALANCE_KINDS[:2])
-def test_without_post_items_are_encoded_where_their_sample_is_and_nothing_is_exchanged(grouping, balance):
+def test_without_post_items_are_encoded_where_their_sample_is_and_nothing_is_exchanged(
+    grouping, balance
+):
     planned, layout = laid_out(grouping=grouping, balance=balance, topology=EIGHT, size=Samples(16))
     usual = [shape for shape in layout.shapes if not any(shape.widths)]
-    assert len(layout.shapes) - len(usual) <= 1, "only what holds a sample that has to be spread sends anything"
+    assert len(layout.shapes) - len(usual) <= 1, (
+        "only what holds a sample that has to be spread sends anything"
+    )
     for step in range(8):
         for m in planned.plan(step).microbatches:
             assert m.shape in usual
@@ -134,7 +146,9 @@ def fullest_over_mean(planned: StepPlanner, steps: int = 12) -> np.ndarray:
 
 def test_llm_equals_the_llm_and_post_every_module():
     changes = {"grouping": NoGrouping(chunk_steps=12), "topology": EIGHT, "size": Samples(128)}
-    none, llm, post, apart = (fullest_over_mean(planner(balance=balance, **changes)) for balance in BALANCES)
+    none, llm, post, apart = (
+        fullest_over_mean(planner(balance=balance, **changes)) for balance in BALANCES
+    )
     assert llm[LLM] < 1.02 < none[LLM]
     assert post.max() < 1.05
     assert apart.max() < 1.05
@@ -145,16 +159,22 @@ def test_with_several_rows_a_rank_post_needs_no_more_than_llm_does_but_in_a_run_
     base = load(find_config("tiny_draw"))
     modules = base.model.item_modules
     rows = dict.fromkeys(("llm", *modules), 120)
-    made = replace(base, batch=replace(base.batch, rows=rows, size=Samples(240), grouping=NoGrouping()))
+    made = replace(
+        base, batch=replace(base.batch, rows=rows, size=Samples(240), grouping=NoGrouping())
+    )
     index = index_of_lengths(interleaved_corpus(4000, 0, modules), modules, base.model.llm)
     budget = make_budget(index, made, [1.0])
     planned, earlier = (
-        make_planner(index, made, [1.0], EIGHT, replace(budget, planner=number), 4)[0] for number in (PLANNER, 11)
+        make_planner(index, made, [1.0], EIGHT, replace(budget, planner=number), 4)[0]
+        for number in (PLANNER, 11)
     )
     llm = replace(planned.placer, balance=LlmBalance())
 
     def cheapest(placer: Placer, step: int) -> float:
-        return sum(float((placer.needs(group) @ placer.price).min()) for group in planned.grouper.step(step))
+        return sum(
+            float((placer.needs(group) @ placer.price).min())
+            for group in planned.grouper.step(step)
+        )
 
     for step in range(3):
         post = cheapest(planned.placer, step)
@@ -175,7 +195,9 @@ def test_unbalanced_is_what_balance_none_does_whatever_the_balance():
 
 
 def test_the_cheapest_shape_that_holds_a_microbatch_is_taken():
-    planned, layout = laid_out(grouping=NoGrouping(chunk_steps=12), balance=NoBalance(), topology=Topology(2, 2, 2))
+    planned, layout = laid_out(
+        grouping=NoGrouping(chunk_steps=12), balance=NoBalance(), topology=Topology(2, 2, 2)
+    )
     assert len(layout.shapes) > 2
     for step in range(12):
         for m in planned.plan(step).microbatches:
@@ -185,18 +207,29 @@ def test_the_cheapest_shape_that_holds_a_microbatch_is_taken():
             assert m.shape == holds[0]
 
 
-# --------------------------------------------------------------------------------------------- where nothing fits
+# ---------------------------------------------------------------------------------------------
+# where nothing fits
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=SPREAD)
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_step_that_fits_no_shape_runs_in_more_microbatches_with_the_same_samples(microbatches, balance, topology):
+def test_a_step_that_fits_no_shape_runs_in_more_microbatches_with_the_same_samples(
+    microbatches, balance, topology
+):
     # Enough samples a rank that half of the largest sample's rows do not hold them.
-    size, rows = Samples(12 * microbatches * topology.ranks), dict.fromkeys(("llm", "vision", "audio"), 3)
+    size, rows = (
+        Samples(12 * microbatches * topology.ranks),
+        dict.fromkeys(("llm", "vision", "audio"), 3),
+    )
     rows = dict.fromkeys(rows, 3 * topology.ranks)
-    changes = {"grouping": NoGrouping(chunk_steps=12), "microbatches": microbatches, "size": size, "rows": rows}
+    changes = {
+        "grouping": NoGrouping(chunk_steps=12),
+        "microbatches": microbatches,
+        "size": size,
+        "rows": rows,
+    }
     roomy, layout = laid_out(balance=balance, topology=topology, **changes)
     largest = tuple(int(n) for n in some_index().parts().largest(3) // 12 * 12 + 12)
     widths = tuple(n if layout.topology.peers > 1 else 0 for n in (64, 64))
@@ -214,10 +247,14 @@ def test_a_step_that_fits_no_shape_runs_in_more_microbatches_with_the_same_sampl
     assert min(counts) >= microbatches
 
 
-def with_one_wide_sample(topology: Topology, images: int = 12, **changes) -> tuple[LengthIndex, int]:
+def with_one_wide_sample(
+    topology: Topology, images: int = 12, **changes
+) -> tuple[LengthIndex, int]:
     """Texts and single images, and a sample of many images, that comes after the steps which shapes are found by."""
     rng = np.random.default_rng(0)
-    made = [((text(rng, 4, first=True), Item("vision", 0)), [image(rng, 16, 16)]) for _ in range(600)]
+    made = [
+        ((text(rng, 4, first=True), Item("vision", 0)), [image(rng, 16, 16)]) for _ in range(600)
+    ]
     plain = index_of(Made(made), config())
     grouped = planner(plain, topology=topology, **changes).grouper
     early = set(np.concatenate([samples_of(grouped.step(step)) for step in range(30)]).tolist())
@@ -232,7 +269,12 @@ def with_one_wide_sample(topology: Topology, images: int = 12, **changes) -> tup
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
 def test_a_sample_larger_than_the_rows_of_a_rank_is_spread_over_its_peers(balance, topology):
     rows = {"llm": topology.ranks, "vision": topology.ranks, "audio": topology.ranks}
-    changes = {"grouping": NoGrouping(chunk_steps=12), "size": Samples(16), "rows": rows, "balance": balance}
+    changes = {
+        "grouping": NoGrouping(chunk_steps=12),
+        "size": Samples(16),
+        "rows": rows,
+        "balance": balance,
+    }
     index, wide = with_one_wide_sample(topology, **changes)
     planned, layout = laid_out(index, topology=topology, **changes)
     assert not len(planned.grouper.oversize)
@@ -260,7 +302,9 @@ def test_a_sample_larger_than_the_rows_of_a_rank_is_spread_over_its_peers(balanc
 def test_few_or_no_samples_or_items_leave_ranks_empty(balance, topology):
     rng = np.random.default_rng(0)
     words = random_texts([5, 9, 14, 7, 3, 11, 8, 6] * 20).samples
-    pictures = [((text(rng, 4, first=True), Item("vision", 0)), [image(rng, 8, 8)]) for _ in range(20)]
+    pictures = [
+        ((text(rng, 4, first=True), Item("vision", 0)), [image(rng, 8, 8)]) for _ in range(20)
+    ]
     index = index_of(Made([*words, *pictures]), config())
     for grouping in GROUPINGS:
         changes = {"grouping": grouping, "size": Samples(16), "balance": balance}
@@ -279,7 +323,10 @@ def test_few_or_no_samples_or_items_leave_ranks_empty(balance, topology):
 
 def test_a_loader_asked_for_more_microbatches_than_samples_has_empty_ones():
     planned, layout = laid_out(
-        grouping=NoGrouping(chunk_steps=12), size=Samples(2), microbatches=8, topology=Topology(2, 2, 2)
+        grouping=NoGrouping(chunk_steps=12),
+        size=Samples(2),
+        microbatches=8,
+        topology=Topology(2, 2, 2),
     )
     plan = planned.plan(0)
     assert Counter(len(m.samples) for m in plan.microbatches) == {0: 6, 1: 2}
@@ -295,7 +342,11 @@ def test_a_sample_that_fits_no_shape_at_all_is_a_bug_that_is_named():
 
 
 def test_items_cross_ranks_only_within_the_peers_of_the_topology():
-    changes = {"grouping": NoGrouping(chunk_steps=12), "size": Samples(24), "balance": PostBalance()}
+    changes = {
+        "grouping": NoGrouping(chunk_steps=12),
+        "size": Samples(24),
+        "balance": PostBalance(),
+    }
     moved = Counter()
     for topology in (EIGHT, Topology(8, 4, 4), Topology(8, 4, 8)):
         planned, layout = laid_out(topology=topology, **changes)
@@ -304,5 +355,7 @@ def test_items_cross_ranks_only_within_the_peers_of_the_topology():
         for step in range(8):
             for m in planned.plan(step).microbatches:
                 check(m, some_index(), (wide,))
-                moved[topology.peers] += int((m.rank() != m.rank()[m.part_start[:-1]][m.sample_of()]).sum())
+                moved[topology.peers] += int(
+                    (m.rank() != m.rank()[m.part_start[:-1]][m.sample_of()]).sum()
+                )
     assert min(moved[4], moved[8]) > 0

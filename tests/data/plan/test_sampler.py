@@ -23,13 +23,17 @@ def pools(*sizes: int) -> list[Pool]:
     return [Pool(stop - size, stop, NONE) for size, stop in zip(sizes, stops, strict=True)]
 
 
-def stream(*sizes: int, weights: list[float] | None = None, size: int, seed: int = 0, multiple: int = 1) -> Stream:
+def stream(
+    *sizes: int, weights: list[float] | None = None, size: int, seed: int = 0, multiple: int = 1
+) -> Stream:
     return Stream(pools(*sizes), weights or [1.0] * len(sizes), size, seed, multiple)
 
 
 @given(st.integers(1, 300), st.integers(1, 50), st.integers(1, 7), st.integers(0, 1000))
 @settings(max_examples=25)
-def test_chunks_end_where_epochs_do_and_every_epoch_holds_every_sample_once(samples, steps, multiple, seed):
+def test_chunks_end_where_epochs_do_and_every_epoch_holds_every_sample_once(
+    samples, steps, multiple, seed
+):
     made = stream(samples, size=steps * multiple, seed=seed, multiple=multiple)
     chunks = (made.chunk(c) for c in itertools.count())
     for _ in range(3):
@@ -73,7 +77,11 @@ def test_neighbours_in_a_large_source_are_spread():
     assert np.abs(np.bincount(order * 16 // 10_000_000, minlength=16) - 256).max() < 80
 
 
-WEIGHTS = st.lists(st.tuples(st.integers(1, 400), st.sampled_from([0.0, 0.02, 0.3, 1.0, 7.0])), min_size=1, max_size=5)
+WEIGHTS = st.lists(
+    st.tuples(st.integers(1, 400), st.sampled_from([0.0, 0.02, 0.3, 1.0, 7.0])),
+    min_size=1,
+    max_size=5,
+)
 
 
 @given(WEIGHTS, st.integers(1, 500))
@@ -91,7 +99,8 @@ def test_each_source_of_a_mixture_is_read_in_whole_epochs_at_its_weight(sources,
             assert (of.first % sizes[s], of.last - of.first) == (0, sizes[s])
             at[s] = of.end
     for n, w, drawn in zip(sizes, weights, at, strict=True):
-        assert abs(drawn - 30 * shortest * w) <= n / 2 + 1  # its last epoch may have begun half a chunk late or early
+        # its last epoch may have begun half a chunk late or early
+        assert abs(drawn - 30 * shortest * w) <= n / 2 + 1
 
 
 def test_weights_hold_whatever_the_sizes_of_the_sources():
@@ -118,7 +127,9 @@ def test_by_temperature_shares_follow_the_usable_samples_and_at_1_weights_are_ep
     sizes, bad = [40, 1000], [0, 3, 7, 12, 41, 43, 45, 47]
     index = SimpleNamespace(source_start=np.cumsum([0, *sizes]), bad=np.array(bad))
     sources = {"few": EmbeddedSource(weight=3.0), "many": EmbeddedSource()}
-    weights = {t: mixture_weights(DataConfig(sources=sources, temperature=t), index) for t in (0, 1, 2)}
+    weights = {
+        t: mixture_weights(DataConfig(sources=sources, temperature=t), index) for t in (0, 1, 2)
+    }
     assert weights[0] == [3.0, 1.0]
     assert weights[1] == [3 * 36, 996]
     assert weights[2] == pytest.approx([3 * 36**0.5, 996**0.5])
@@ -146,7 +157,10 @@ def test_excluded_samples_are_never_drawn_and_all_others_are():
 def test_a_source_without_a_usable_sample_is_refused_by_name_unless_its_weight_is_zero():
     index = index_of(random_texts([5, 6]), config())
     every = np.arange(2)
-    with pytest.raises(UserError, match=r"data\.sources\.made: none of its 2 samples .* the shortest has 5 LLM tokens"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.sources\.made: none of its 2 samples .* the shortest has 5 LLM tokens",
+    ):
         pools_of(index, [1.0], every)
     assert len(pools_of(index, [0.0], every)[0]) == 0
 
@@ -156,7 +170,9 @@ def test_a_source_without_a_usable_sample_is_refused_by_name_unless_its_weight_i
     st.integers(0, 1000),
 )  # fmt: skip
 @settings(max_examples=15)
-def test_with_a_window_an_epoch_has_every_sample_once_and_reads_one_file_after_another(counts, window, left_out, seed):
+def test_with_a_window_an_epoch_has_every_sample_once_and_reads_one_file_after_another(
+    counts, window, left_out, seed
+):
     starts = 100 + np.concatenate([[0], np.cumsum(counts)])
     excluded = np.array(sorted(100 + k for k in left_out if k < sum(counts)), np.int64)
     pool = Pool(100, int(starts[-1]), excluded, window=window, files=starts[:-1])
@@ -165,15 +181,19 @@ def test_with_a_window_an_epoch_has_every_sample_once_and_reads_one_file_after_a
     key = key_of(seed, 0)
     for epoch in range(2):
         ids = pool.draw(epoch * size, (epoch + 1) * size, key)
-        assert sorted(ids.tolist()) == sorted(set(range(100, int(starts[-1]))) - set(excluded.tolist()))
+        assert sorted(ids.tolist()) == sorted(
+            set(range(100, int(starts[-1]))) - set(excluded.tolist())
+        )
         parts = [
-            pool.draw(epoch * size + a, min(epoch * size + a + 7, (epoch + 1) * size), key) for a in range(0, size, 7)
+            pool.draw(epoch * size + a, min(epoch * size + a + 7, (epoch + 1) * size), key)
+            for a in range(0, size, 7)
         ]
         np.testing.assert_array_equal(np.concatenate(parts), ids)
         file = np.searchsorted(starts, ids, side="right") - 1
         begins = [int(np.flatnonzero(file == f)[0]) // window for f in np.unique(file)]
         ends = [int(np.flatnonzero(file == f)[-1]) // window for f in np.unique(file)]
-        # Files that share no window come one after the other: no file is needed again once a later window is read.
+        # Files that share no window come one after the other: no file is needed again once a later
+        # window is read.
         for f, begin, end in zip(np.unique(file), begins, ends, strict=True):
             assert (end - begin - 1) * window < np.count_nonzero(file == f)
 
@@ -184,5 +204,7 @@ def test_with_a_window_files_and_neighbours_come_in_another_order_in_each_epoch(
     files = [tuple(dict.fromkeys((ids // 100).tolist())) for ids in epochs]
     assert len(set(files)) == 3
     assert all(np.mean(a == b) < 0.02 for a, b in itertools.combinations(epochs, 2))
-    assert all(len(np.unique(ids[k : k + 50] // 100)) == 1 for ids in epochs for k in range(0, 1000, 50))
+    assert all(
+        len(np.unique(ids[k : k + 50] // 100)) == 1 for ids in epochs for k in range(0, 1000, 50)
+    )
     assert not np.array_equal(np.sort(epochs[0][:50]), epochs[0][:50])

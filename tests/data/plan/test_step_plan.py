@@ -9,7 +9,17 @@ from functools import cache
 import numpy as np
 import pytest
 from made import ONE_RANK, config
-from planned import BALANCES, GROUPINGS, KINDS, SPREAD, TOPOLOGIES, one_of_all, planner, samples_of, some_index
+from planned import (
+    BALANCES,
+    GROUPINGS,
+    KINDS,
+    SPREAD,
+    TOPOLOGIES,
+    one_of_all,
+    planner,
+    samples_of,
+    some_index,
+)
 
 from mmjax.config import Config, EmbeddedSource, NoGrouping, PostBalance, Samples, Tokens
 from mmjax.config.loading import default_config, load
@@ -22,7 +32,8 @@ from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.planning.schedules import make_schedule
 from mmjax.planning.simulate import StageTimes, simulate
 
-# ------------------------------------------------------------------------------------------------ a pure function
+# ------------------------------------------------------------------------------------------------ a
+# pure function
 
 
 @pytest.mark.covering(1)
@@ -54,11 +65,16 @@ def test_a_digest_changes_with_every_place():
 def test_digests_of_two_balances_are_equal_exactly_where_their_plans_are(grouping):
     differ = 0
     for topology in TOPOLOGIES:
-        plans = [[one_of_all(grouping, b, topology, 1)[0].plan(step) for step in range(6)] for b in BALANCES]
+        plans = [
+            [one_of_all(grouping, b, topology, 1)[0].plan(step) for step in range(6)]
+            for b in BALANCES
+        ]
         for others in plans[1:]:
             for a, b in zip(plans[0], others, strict=True):
                 same = len(a.microbatches) == len(b.microbatches) and all(
-                    x.shape == y.shape and np.array_equal(x.row, y.row) and np.array_equal(x.offset, y.offset)
+                    x.shape == y.shape
+                    and np.array_equal(x.row, y.row)
+                    and np.array_equal(x.offset, y.offset)
                     for x, y in zip(a.microbatches, b.microbatches, strict=True)
                 )
                 assert (a.digest() == b.digest()) == same
@@ -70,11 +86,15 @@ def test_digests_of_two_balances_are_equal_exactly_where_their_plans_are(groupin
 
 @pytest.mark.parametrize("topology", [TOPOLOGIES[0], TOPOLOGIES[2]], ids=[SPREAD[0], SPREAD[2]])
 def test_ids_of_a_step_do_not_depend_on_the_shapes_that_may_be_used(topology):
-    many, one = (planner(grouping=NoGrouping(chunk_steps=12), topology=topology, shapes=n) for n in (8, 1))
+    many, one = (
+        planner(grouping=NoGrouping(chunk_steps=12), topology=topology, shapes=n) for n in (8, 1)
+    )
     assert len(many.placer.shapes) > 2
     assert len(one.placer.shapes) <= 1 + (topology.peers > 1)  # and one for what has to be spread
     for step in range(20):
-        assert sorted(many.plan(step).samples().tolist()) == sorted(one.plan(step).samples().tolist())
+        assert sorted(many.plan(step).samples().tolist()) == sorted(
+            one.plan(step).samples().tolist()
+        )
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=SPREAD)
@@ -85,25 +105,32 @@ def test_samples_that_are_asked_for_are_planned_once_each(grouping, topology):
     assert sorted(samples_of(plans).tolist()) == sorted(asked.tolist())
 
 
-# ------------------------------------------------------------------------------------------------------- reordering
+# --------------------------------------------------------------------------------------------------
+# reordering
 
 
 def test_units_reorder_the_microbatches_of_a_step_and_nothing_else_does():
     made, index = default(0)
     batch = replace(made.batch, grouping=NoGrouping(chunk_steps=12), microbatches=8, shapes=6)
-    staged = load(default_config(), ("units.vision.data=1", "units.audio.data=1", "units.llm.pipeline=3"))
+    staged = load(
+        default_config(), ("units.vision.data=1", "units.audio.data=1", "units.llm.pipeline=3")
+    )
     staged = replace(staged, batch=batch)
     one, layout = make_planner(index, staged, [1.0], max_steps=16)
     off = replace(staged, pipeline=replace(staged.pipeline, reorder=False))
     planned, on_one_mesh, other = (
-        make_step_planner(one.grouper, config, layout) for config in (off, replace(made, batch=batch), staged)
+        make_step_planner(one.grouper, config, layout)
+        for config in (off, replace(made, batch=batch), staged)
     )
     assert on_one_mesh.reordering is planned.reordering is None
     moved = 0
     for step in range(20):
         before, after = planned.plan(step), one.plan(step)
         assert after.digest() == other.plan(step).digest()
-        by_first = [sorted((m.samples.tolist(), m.shape) for m in plan.microbatches) for plan in (before, after)]
+        by_first = [
+            sorted((m.samples.tolist(), m.shape) for m in plan.microbatches)
+            for plan in (before, after)
+        ]
         assert by_first[0] == by_first[1]
         makespans = [simulated(one, plan) for plan in (before, after)]
         assert makespans[1] <= makespans[0]
@@ -116,17 +143,21 @@ def simulated(planner: StepPlanner, plan: StepPlan) -> float:
     times = planner.reordering
     shapes = [planner.placer.shapes.index(m.shape) for m in plan.microbatches]
     schedule = make_schedule(times.schedule, times.graph, len(shapes))
-    return simulate(schedule, StageTimes(times.forward[:, shapes], times.backward[:, shapes])).makespan
+    return simulate(
+        schedule, StageTimes(times.forward[:, shapes], times.backward[:, shapes])
+    ).makespan
 
 
-# ------------------------------------------------------------------------------- the default config's data and budgets
+# ------------------------------------------------------------------------------- the default
+# config's data and budgets
 
 
 @cache
 def default(seed: int) -> tuple[Config, LengthIndex]:
     made = replace(load(default_config()), seed=seed)
     return made, build_index(
-        {"embedded": EmbeddedDataset(EmbeddedSource(samples=4000), "train", seed)}, made.model.encoders
+        {"embedded": EmbeddedDataset(EmbeddedSource(samples=4000), "train", seed)},
+        made.model.encoders,
     )
 
 
@@ -161,7 +192,9 @@ def test_packed_steps_are_full_in_every_module_with_one_shape(seed):
 def test_without_grouping_at_least_three_shapes_are_used_and_beat_one_maximal(seed):
     fill, shapes, compiled = measured(seed, grouping=NoGrouping())
     maximal, one, _ = measured(seed, grouping=NoGrouping(), shapes=1)
-    print(f"seed {seed}: {len(shapes)} shapes fill {np.round(fill, 3)}, one maximal {np.round(maximal, 3)}")
+    print(
+        f"seed {seed}: {len(shapes)} shapes fill {np.round(fill, 3)}, one maximal {np.round(maximal, 3)}"
+    )
     assert 3 <= len(shapes) <= len(compiled) <= 8
     assert len(one) == 1
     assert fill[0] >= 0.80
@@ -198,7 +231,9 @@ def test_plans_are_those_of_this_planners_number(grouping, topology):
     changes = {"grouping": grouping, "size": Samples(6 if topology.ranks == 1 else 16)}
     # Costs of the program differ a little between versions of JAX.
     costs = {"position_flops": (4.5e6, 2e6, 1.3e6), "position_seconds": (5.8e6, 3.6e6, 2.2e6)}
-    budget = replace(make_budget(some_index(), config(**changes), [1.0]), **costs, pair_seconds=(9e3, 9e3, 9e3))
+    budget = replace(
+        make_budget(some_index(), config(**changes), [1.0]), **costs, pair_seconds=(9e3, 9e3, 9e3)
+    )
     planned = planner(budget=budget, topology=topology, **changes)
     digest = sum(planned.plan(step).digest() for step in range(30)) % 2**61
     assert digest == KNOWN[grouping.kind, topology.ranks]

@@ -18,9 +18,13 @@ NAMES = ("llm", "vision")
 
 
 def grouper_of(lengths: dict[str, np.ndarray], ranks: int, per_rank: int) -> StepGrouper:
-    options = argparse.Namespace(ranks=ranks, per_rank=per_rank, grouping="none", balance="post", seed=0)
+    options = argparse.Namespace(
+        ranks=ranks, per_rank=per_rank, grouping="none", balance="post", seed=0
+    )
     config = planning._config(options, ("vision",))
-    index = index_of_samples(lengths, ("vision_items",), len(lengths["llm_tokens"]), 1, config.model)
+    index = index_of_samples(
+        lengths, ("vision_items",), len(lengths["llm_tokens"]), 1, config.model
+    )
     return StepGrouper(index, config.batch, [1.0], 0, make_budget(index, config, [1.0]))
 
 
@@ -42,16 +46,22 @@ def test_one_long_sample_among_short_ones_is_named_with_three_remedies_that_keep
     assert advice(lengths, 64, per_rank) == ""  # nothing is left to say
 
 
-@pytest.mark.parametrize(("kind", "ranks", "per_rank"), [("chats", 64, 16), ("documents", 8, 60), ("long", 1, 16)])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "per_rank"), [("chats", 64, 16), ("documents", 8, 60), ("long", 1, 16)]
+)
 def test_where_ranks_hardly_wait_nothing_is_said(kind, ranks, per_rank):
     assert advice(lengths_of(kind, 8000), ranks, per_rank) == ""
 
 
 def test_ranks_without_rows_are_counted_with_the_samples_that_would_fill_them():
     def grouper(per_rank: int) -> StepGrouper:
-        options = argparse.Namespace(ranks=64, per_rank=per_rank, grouping="pack", balance="post", seed=0)
+        options = argparse.Namespace(
+            ranks=64, per_rank=per_rank, grouping="pack", balance="post", seed=0
+        )
         config = planning._config(options, ("vision",))
-        index = index_of_samples(lengths_of("long", 20_000), ("vision_items",), 20_000, 1, config.model)
+        index = index_of_samples(
+            lengths_of("long", 20_000), ("vision_items",), 20_000, 1, config.model
+        )
         return StepGrouper(index, config.batch, [1.0], 0, make_budget(index, config, [1.0]))
 
     few = grouper(16)

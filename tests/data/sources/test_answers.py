@@ -31,7 +31,11 @@ SAID = Conversation(
     (Message("user", (IMAGE, "What is it?")), Message("assistant", ("A cat.",))),
     rejected=Message("assistant", ("A dog.",)),
 )
-DRAWN = {"prompt": "What is it?", "completion_ids": [[7, 8], [9]], "logprobs": [[-1.0, -2.0], [-0.5]]}
+DRAWN = {
+    "prompt": "What is it?",
+    "completion_ids": [[7, 8], [9]],
+    "logprobs": [[-1.0, -2.0], [-0.5]],
+}
 DRAWN |= {"advantages": [1.0, -1.0]}
 
 
@@ -54,10 +58,14 @@ CONVERSATIONAL = PAIR | {
     [
         PAIR,
         CONVERSATIONAL,
-        CONVERSATIONAL | {"prompt": [turn("user", [{"type": "image"}, {"type": "text", "text": "What is it?"}])]},
+        CONVERSATIONAL
+        | {"prompt": [turn("user", [{"type": "image"}, {"type": "text", "text": "What is it?"}])]},
         CONVERSATIONAL | {"prompt": [turn("user", [{"type": "text", "text": "What is it?"}])]},
         {"images": ["a.png"]}
-        | {key: [turn("user", "What is it?"), *CONVERSATIONAL[key]] for key in ("chosen", "rejected")},
+        | {
+            key: [turn("user", "What is it?"), *CONVERSATIONAL[key]]
+            for key in ("chosen", "rejected")
+        },
         PAIR | {"prompt": "<image>\nWhat is it?"},
     ],
     ids=["plain", "messages", "typed parts", "no place", "no prompt", "marker"],
@@ -71,22 +79,37 @@ def test_pairs_of_files_are_those_of_their_records(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture())
     stored = {"ref_chosen_logps": -1.5, "ref_rejected_logps": -2.5}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR | stored) + "\n")
-    shared = {"instruction": "<image>What is it?", "chosen": "A cat.", "rejected": "A dog.", "images": ["a.png"]}
+    shared = {
+        "instruction": "<image>What is it?",
+        "chosen": "A cat.",
+        "rejected": "A dog.",
+        "images": ["a.png"],
+    }
     (tmp_path / "alpaca.json").write_text(json.dumps([shared | stored]))
-    turns = {"conversations": [{"from": "human", "value": "<image>What is it?"}], "images": ["a.png"]}
+    turns = {
+        "conversations": [{"from": "human", "value": "<image>What is it?"}],
+        "images": ["a.png"],
+    }
     turns |= {key: {"from": "gpt", "value": PAIR[key]} for key in ("chosen", "rejected")}
     (tmp_path / "sharegpt.json").write_text(json.dumps([turns | stored]))
     media = {"images": "images"}
     info = {
         "a": {"file_name": "alpaca.json", "ranking": True, "columns": media},
-        "s": {"file_name": "sharegpt.json", "ranking": True, "formatting": "sharegpt", "columns": media},
+        "s": {
+            "file_name": "sharegpt.json",
+            "ranking": True,
+            "formatting": "sharegpt",
+            "columns": media,
+        },
     }
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     columns = {key: [value] for key, value in (PAIR | stored).items()} | {
         "images": [[{"bytes": picture(), "path": ""}]]
     }
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "pairs.parquet")
-    assert isinstance(source_of(str(tmp_path / "pairs.jsonl"), "--data", tmp_path / "cache"), PreferenceSource)
+    assert isinstance(
+        source_of(str(tmp_path / "pairs.jsonl"), "--data", tmp_path / "cache"), PreferenceSource
+    )
     found = source_of(str(tmp_path / "pairs.parquet"), "--data", tmp_path / "cache")
     assert (found.answers, found.images) == ("pair", "images")
     sources = [
@@ -108,8 +131,14 @@ def test_pairs_of_files_are_those_of_their_records(tmp_path: Path) -> None:
         ({"rejected": ""}, "has no rejected answer"),
         ({"rejected": "A cat."}, "has the same chosen and rejected answer"),
         ({"rejected": [turn("user", "A dog.")]}, "has no message of the assistant"),
-        ({"rejected": [turn("assistant", "A"), turn("user", "And?")]}, "several messages in chosen or rejected"),
-        ({"rejected": "A <image>dog.", "images": ["a.png", "b.png"]}, "has 3 places <image> for 2 image"),
+        (
+            {"rejected": [turn("assistant", "A"), turn("user", "And?")]},
+            "several messages in chosen or rejected",
+        ),
+        (
+            {"rejected": "A <image>dog.", "images": ["a.png", "b.png"]},
+            "has 3 places <image> for 2 image",
+        ),
         ({"prompt": "", "chosen": [turn("assistant", "A.")]}, "has no prompt"),
         ({"ref_chosen_logps": "low"}, "has ref_chosen_logps='low', which is no number"),
         ({"prompt": [turn("user", 0.5)]}, "message 1"),
@@ -128,7 +157,10 @@ def test_a_pair_that_cannot_be_compared_is_bad_for_one_reason(change, reason):
         ({"completion_ids": None, "completions": ["a", "b"]}, "text alone does not say them"),
         ({"advantages": [1.0]}, "has not as many logprobs and advantages as completion_ids"),
         ({"logprobs": [[-1.0], [-0.5]]}, "has not a log-probability of every token of answer 0"),
-        ({"logprobs": [[-1.0, float("nan")], [-0.5]]}, "has not a log-probability of every token of answer 0"),
+        (
+            {"logprobs": [[-1.0, float("nan")], [-0.5]]},
+            "has not a log-probability of every token of answer 0",
+        ),
         ({"completion_ids": [[7, 8], []]}, "has no tokens, or no advantage, of answer 1"),
         ({"prompt": ""}, "has no prompt"),
     ],
@@ -158,7 +190,11 @@ def test_array_records_hold_all_answers():
     "record",
     [
         JUDGED,
-        JUDGED | {key: [turn(role, JUDGED[key])] for key, role in (("prompt", "user"), ("completion", "assistant"))},
+        JUDGED
+        | {
+            key: [turn(role, JUDGED[key])]
+            for key, role in (("prompt", "user"), ("completion", "assistant"))
+        },
     ],
     ids=["plain", "messages"],
 )
@@ -173,10 +209,16 @@ def test_a_judged_answer_is_read_as_trl_has_it(record):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"label": None}, "has label=None; expected true for a good answer, or false for a bad one"),
+        (
+            {"label": None},
+            "has label=None; expected true for a good answer, or false for a bad one",
+        ),
         ({"label": "good"}, "has label='good'"),
         ({"completion": ""}, "has no completion answer"),
-        ({"completion": [turn("assistant", "a"), turn("user", "b")]}, "has several messages in completion"),
+        (
+            {"completion": [turn("assistant", "a"), turn("user", "b")]},
+            "has several messages in completion",
+        ),
         ({"completion": [turn("user", "a")]}, "the assistant"),
         ({"completion": "<image>"}, "medium|places <image>"),
         ({"prompt": ""}, "has no prompt"),
@@ -206,7 +248,9 @@ class Listed:
 
 
 def test_a_judged_answer_stands_beside_that_of_the_record_before_it_which_can_be_read(chat):
-    records = Listed([JUDGED | {"completion": f"Answer {n}.", "label": n % 2 == 0} for n in range(4)])
+    records = Listed(
+        [JUDGED | {"completion": f"Answer {n}.", "label": n % 2 == 0} for n in range(4)]
+    )
     records.records[1] = None
     judged = with_loss(chat, Kto(reference="none"))
     assert [judged.read(records, n).rejected.parts for n in (0, 2, 3)] == [
@@ -221,14 +265,22 @@ def test_a_judged_answer_stands_beside_that_of_the_record_before_it_which_can_be
     own, other = (s for s in sample.segments if isinstance(s, Text) and s.branch)
     assert chat.decode_answer(own.tokens[1:].tolist()).startswith("Answer 3.")
     assert chat.decode_answer(other.tokens[1:].tolist()).startswith("Answer 2.")
-    assert set(own.loss_inputs["labels"].tolist()) == set(other.loss_inputs["labels"].tolist()) == {-1.0}
+    assert (
+        set(own.loss_inputs["labels"].tolist())
+        == set(other.loss_inputs["labels"].tolist())
+        == {-1.0}
+    )
     np.testing.assert_allclose(own.weights.sum() + other.weights.sum(), 1, rtol=1e-6)
     alone = with_loss(chat, Kto(loss_type="apo_zero_unpaired", reference="none"))
     assert alone.read(records, 3).rejected is None
-    assert [s.branch for s in alone.sample(alone.read(records, 3), [["vision"]]).segments if isinstance(s, Text)][
-        -1
-    ] == 1
-    with pytest.raises(BadSample, match="has no other record before it whose answer loss=kto could compare"):
+    assert [
+        s.branch
+        for s in alone.sample(alone.read(records, 3), [["vision"]]).segments
+        if isinstance(s, Text)
+    ][-1] == 1
+    with pytest.raises(
+        BadSample, match="has no other record before it whose answer loss=kto could compare"
+    ):
         judged.read(Listed([JUDGED]), 0)
 
 
@@ -248,30 +300,48 @@ def test_stored_log_probabilities_of_a_judged_answer_are_of_what_its_record_says
 def chat(tmp_path_factory) -> Chat:
     folder = tmp_path_factory.mktemp("qwen")
     named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    checkpoints.save(folder, checkpoints.byte_level(checkpoints.QWEN_VL), checkpoints.QWEN2, **named)
+    checkpoints.save(
+        folder, checkpoints.byte_level(checkpoints.QWEN_VL), checkpoints.QWEN2, **named
+    )
     return load_chat(ChatFormat(str(folder), placeholders={"image": Placeholder("<|image_pad|>")}))
 
 
 def tokens_of(segments: Any, branch: int) -> list[int]:
-    return [t for part in segments if isinstance(part, Text) and part.branch == branch for t in part.tokens.tolist()]
+    return [
+        t
+        for part in segments
+        if isinstance(part, Text) and part.branch == branch
+        for t in part.tokens.tolist()
+    ]
 
 
 def test_a_pair_is_its_prompt_once_and_two_branches_that_read_as_each_answer_alone(chat):
     pair = with_loss(chat, Dpo(reference="none"))
     sample = pair.sample(SAID, [["vision"]])
-    assert pair.text_tokens([SAID]) == [sum(len(s.tokens) for s in sample.segments if isinstance(s, Text))]
+    assert pair.text_tokens([SAID]) == [
+        sum(len(s.tokens) for s in sample.segments if isinstance(s, Text))
+    ]
     (outline,) = pair.outlines([SAID])
     rules = MaskRules(("vision",), (), "isolated")
-    runs, outlined = (runs_of(s, [9], rules) for s in (sample, outlined_sample(outline, ["image"], [["vision"]])))
+    runs, outlined = (
+        runs_of(s, [9], rules) for s in (sample, outlined_sample(outline, ["image"], [["vision"]]))
+    )
     assert runs == outlined  # so that the index counts what each branch attends
-    assert outlined_branches(outline) == tuple(len(tokens_of(sample.segments, branch)) for branch in (1, 2))
+    assert outlined_branches(outline) == tuple(
+        len(tokens_of(sample.segments, branch)) for branch in (1, 2)
+    )
     prompt = chat.prompt(Conversation(SAID.messages[:1]), [["vision"]])
     shared = tokens_of(sample.segments, 0)
     assert sum(not isinstance(s, Text) for s in sample.segments) == 1
     for branch, answer in enumerate((SAID.messages[1], SAID.rejected), start=1):
-        alone = chat.sample(replace(SAID, messages=(SAID.messages[0], answer), rejected=None), [["vision"]])
+        alone = chat.sample(
+            replace(SAID, messages=(SAID.messages[0], answer), rejected=None), [["vision"]]
+        )
         (text,) = (s for s in sample.segments if isinstance(s, Text) and s.branch == branch)
-        assert shared + text.tokens.tolist() == tokens_of(alone.segments, 0)[: len(shared) + len(text.tokens)]
+        assert (
+            shared + text.tokens.tolist()
+            == tokens_of(alone.segments, 0)[: len(shared) + len(text.tokens)]
+        )
         assert len(shared) + 1 == len(tokens_of(prompt.segments, 0))
         trained = np.concatenate([s.weights for s in alone.segments if isinstance(s, Text)])
         assert np.count_nonzero(text.weights) == len(text.tokens) - 1 == np.count_nonzero(trained)
@@ -295,11 +365,19 @@ def test_rollouts_are_a_branch_each_with_what_they_were_drawn_with(chat):
 @pytest.mark.parametrize(
     ("loss", "conversation", "reason"),
     [
-        (None, SAID, "several answers to one prompt, which loss=cross_entropy does not take: set loss=dpo"),
+        (
+            None,
+            SAID,
+            "several answers to one prompt, which loss=cross_entropy does not take: set loss=dpo",
+        ),
         (Dpo(), replace(SAID, rejected=None), "has no rejected answer, which loss=dpo compares"),
         (Dpo(reference="stored"), SAID, "has no ref_chosen_logps and ref_rejected_logps"),
         (Orpo(), replace(SAID, rejected=None), "has no rejected answer, which loss=orpo compares"),
-        (Orpo(), replace(SAID, label=True), "has an answer with a label, which loss=orpo does not read: set loss=kto"),
+        (
+            Orpo(),
+            replace(SAID, label=True),
+            "has an answer with a label, which loss=orpo does not read: set loss=kto",
+        ),
         (Kto(), SAID, "has no label, which says for loss=kto whether its answer is good"),
         (Kto(reference="stored"), replace(SAID, label=True), "has no ref_logps and ref_KL_logps"),
         (None, replace(SAID, label=True), "loss=cross_entropy does not take: set loss=kto"),

@@ -12,7 +12,14 @@ from files_made import served
 
 from mmjax.config import ArrayRecordSource
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message
-from mmjax.data.sources.array_records import INDEX, FolderIndex, decode_record, encode_record, open_shard, to_header
+from mmjax.data.sources.array_records import (
+    INDEX,
+    FolderIndex,
+    decode_record,
+    encode_record,
+    open_shard,
+    to_header,
+)
 from mmjax.data.sources.opening import open_conversations
 from mmjax.disk import json_lines
 from mmjax.errors import UserError
@@ -27,7 +34,9 @@ TALK = Conversation(
 
 
 def opened(folder: Path | str, tmp_path: Path):
-    return open_conversations(ArrayRecordSource(str(folder)), "train", tmp_path / "cache", "data.sources.mine")
+    return open_conversations(
+        ArrayRecordSource(str(folder)), "train", tmp_path / "cache", "data.sources.mine"
+    )
 
 
 def make(folder: Path, counts: tuple[int, ...] = (3, 2)) -> Path:
@@ -51,17 +60,23 @@ def test_a_record_holds_a_conversation_and_its_media() -> None:
     assert decode_record(encode_record(to_header(several, [5, 0]), [b"image", b""]))[0] == several
 
 
-@pytest.mark.parametrize("spoil", [lambda r: r[:-1], lambda r: r + b"x", lambda r: b"PICK" + r[4:], lambda r: r[:6]])
+@pytest.mark.parametrize(
+    "spoil", [lambda r: r[:-1], lambda r: r + b"x", lambda r: b"PICK" + r[4:], lambda r: r[:6]]
+)
 def test_a_record_that_is_not_whole_is_bad(spoil) -> None:
     with pytest.raises(BadSample):
         decode_record(spoil(encode_record(to_header(TALK, [5, 0]), [b"image", b""])))
 
 
-@pytest.mark.parametrize("spoiled", [{"records": [3, {}]}, {"records": []}, {"records": [-3, 6]}, {"made_from": 3}, []])
+@pytest.mark.parametrize(
+    "spoiled", [{"records": [3, {}]}, {"records": []}, {"records": [-3, 6]}, {"made_from": 3}, []]
+)
 def test_an_index_that_says_what_cannot_be_is_refused(spoiled, tmp_path: Path) -> None:
     FolderIndex((3,), "nothing").write(tmp_path)
     index = json.loads((tmp_path / INDEX).read_text())
-    (tmp_path / INDEX).write_text(json.dumps(index | spoiled if isinstance(spoiled, dict) else spoiled))
+    (tmp_path / INDEX).write_text(
+        json.dumps(index | spoiled if isinstance(spoiled, dict) else spoiled)
+    )
     with pytest.raises(UserError, match=rf"{INDEX} is not whole: .*; write the folder again"):
         FolderIndex.read(str(tmp_path))
 
@@ -130,19 +145,27 @@ def test_a_shard_that_was_cut_off_is_a_bad_sample_not_a_crash(tmp_path: Path) ->
 def test_a_record_holds_what_the_template_gets_and_the_line_breaks_beside_markers() -> None:
     image = MediaPlace("image", "", "\n")
     thought = Message("assistant", ("yes",), fields=(("reasoning_content", "It is."),))
-    talk = Conversation((Message("user", (image, "what?")), thought), rejected=replace(thought, parts=("no",)))
+    talk = Conversation(
+        (Message("user", (image, "what?")), thought), rejected=replace(thought, parts=("no",))
+    )
     read, _ = decode_record(encode_record(to_header(talk, [5]), [b"image"]))
     assert read == talk
     assert (read.messages[0].parts[0].before, read.messages[0].parts[0].after) == ("", "\n")
 
 
-def test_a_shard_that_is_compressed_is_refused_since_it_may_unpack_to_anything(tmp_path: Path) -> None:
+def test_a_shard_that_is_compressed_is_refused_since_it_may_unpack_to_anything(
+    tmp_path: Path,
+) -> None:
     folder = make(tmp_path / "d", (1,))
     writer = ArrayRecordWriter(str(folder / "00000.arrayrecord"), "group_size:1,zstd")
     writer.write(encode_record(to_header(TALK, [5, 2]), [b"image", bytes(2)]))
     writer.close()
-    with pytest.raises(UserError, match=r"00000\.arrayrecord is compressed \(.*zstd.*\); write the folder again"):
+    with pytest.raises(
+        UserError, match=r"00000\.arrayrecord is compressed \(.*zstd.*\); write the folder again"
+    ):
         opened(folder, tmp_path).media(0)
     (folder / "00000.jsonl").write_text(json_lines([to_header(TALK, [1 << 30, 0])]))
-    with pytest.raises(BadSample, match=r"00000\.jsonl:1 has 1,073,741,824 bytes, more than the 536,870,912"):
+    with pytest.raises(
+        BadSample, match=r"00000\.jsonl:1 has 1,073,741,824 bytes, more than the 536,870,912"
+    ):
         opened(folder, tmp_path).media(0)

@@ -69,7 +69,9 @@ def config_of(checkpoint, folder, **data) -> Config:
     source = LlavaSource(str(folder / "data.json"), images=str(folder / "images"))
     return Config(
         "chat",
-        DataConfig({"chat": source}, chat=ChatFormat(str(checkpoint)), cache=str(folder / "cache"), **data),
+        DataConfig(
+            {"chat": source}, chat=ChatFormat(str(checkpoint)), cache=str(folder / "cache"), **data
+        ),
         BatchConfig(Samples(8), {"llm": 2, "vision": 2}),
         model,
         TrainingConfig(100),
@@ -120,7 +122,9 @@ def test_an_outline_attends_as_its_sample_and_tokenizes_nothing(items, made):
 def test_the_text_between_an_images_crops_is_counted_and_not_trained_on(checkpoint, tmp_path):
     save_questions(tmp_path, 6)
     config = config_of(checkpoint, tmp_path)
-    eyes = replace(config.model.encoders["vision"], images=PanAndScan((16, 16), min_crop=12, min_ratio=1.0))
+    eyes = replace(
+        config.model.encoders["vision"], images=PanAndScan((16, 16), min_crop=12, min_ratio=1.0)
+    )
     config = replace(config, model=replace(config.model, encoders={"vision": eyes}))
     source = open_sources(config, "train", tmp_path)["chat"]
     index = build_index({"chat": source}, config.model.encoders)
@@ -153,7 +157,9 @@ def test_only_the_answer_and_its_end_train(made):
 def test_a_question_is_its_sample_up_to_the_answer(made):
     source = made[1]["chat"]
     question, sample = source.question(3), source.sample(3)
-    tokens = lambda s: np.concatenate([part.tokens for part in s.segments if isinstance(part, Text)])  # noqa: E731
+    tokens = lambda s: np.concatenate(  # noqa: E731
+        [part.tokens for part in s.segments if isinstance(part, Text)]
+    )
     asked, whole = tokens(question.prompt), tokens(sample)
     np.testing.assert_array_equal(whole[: len(asked)], asked)
     assert source.answer_tokens(3) == len(whole) - len(asked) > 1
@@ -174,7 +180,14 @@ def spoiled(folder):
     records[4]["conversations"][1]["value"] = ""
     records[5]["image"] = "../data.json"
     (folder / "data.json").write_text(json.dumps(records))
-    return {0: "no such file|cannot be read|No such", 1: "bad image", 2: "", 3: "", 4: "empty", 5: "outside"}
+    return {
+        0: "no such file|cannot be read|No such",
+        1: "bad image",
+        2: "",
+        3: "",
+        4: "empty",
+        5: "outside",
+    }
 
 
 def test_bad_samples_are_named_and_never_drawn(checkpoint, tmp_path):
@@ -194,7 +207,9 @@ def test_bad_samples_are_named_and_never_drawn(checkpoint, tmp_path):
         sources["chat"].facts(1)
 
 
-def test_a_source_with_nothing_but_bad_samples_is_refused_with_the_first_reason(checkpoint, tmp_path):
+def test_a_source_with_nothing_but_bad_samples_is_refused_with_the_first_reason(
+    checkpoint, tmp_path
+):
     save_questions(tmp_path, 3)
     for image in (tmp_path / "images").iterdir():
         image.write_bytes(b"")
@@ -209,7 +224,9 @@ def test_conversations_without_a_template_are_refused(checkpoint, tmp_path):
     config = apply_overrides(config_of(checkpoint, tmp_path), ["data.chat=none"])
     with pytest.raises(UserError, match=r"data\.chat does not say how they become tokens"):
         open_sources(config, "train", tmp_path)
-    assert apply_overrides(config, [f"data.chat.folder={checkpoint}"]).data.chat == ChatFormat(str(checkpoint))
+    assert apply_overrides(config, [f"data.chat.folder={checkpoint}"]).data.chat == ChatFormat(
+        str(checkpoint)
+    )
 
 
 SECONDS = [0.4, 1.0, 2.3, 3.0]
@@ -219,14 +236,21 @@ SECONDS = [0.4, 1.0, 2.3, 3.0]
 def clips(request, checkpoint, tmp_path):
     """Clips for an encoder whose window is a second."""
     write(tmp_path, {f"{k}.wav": clip(int(8_000 * n)) for k, n in enumerate(SECONDS)})
-    lines(tmp_path / "clips.jsonl", [{"audio_filepath": f"{k}.wav", "text": "said"} for k in range(len(SECONDS))])
+    lines(
+        tmp_path / "clips.jsonl",
+        [{"audio_filepath": f"{k}.wav", "text": "said"} for k in range(len(SECONDS))],
+    )
     how = WhisperMel(seconds=1, longer=request.param)
     encoder = AudioConfig(1, 16, 2, 16, how, StoredTable(50), connector=ConnectorConfig(merge=1))
     template = "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{{ eos_token }}{% else %}"
     template += "{% for p in m['content'] %}{{ '<pad>' if p['type'] == 'audio' else p['text'] }}{% endfor %}"
     template += "{{ eos_token if m['role'] == 'assistant' }}{% endif %}{% endfor %}"
     (tmp_path / "template.jinja").write_text(template)
-    form = ChatFormat(str(checkpoint), str(tmp_path / "template.jinja"), placeholders={"audio": Placeholder("<pad>")})
+    form = ChatFormat(
+        str(checkpoint),
+        str(tmp_path / "template.jinja"),
+        placeholders={"audio": Placeholder("<pad>")},
+    )
     source = ManifestSource(str(tmp_path / "clips.jsonl"), audio=str(tmp_path))
     base = config_of(checkpoint, tmp_path)
     config = replace(
@@ -243,14 +267,21 @@ def test_a_clip_beyond_the_encoders_window_is_several_items_in_turn_or_bad(clips
     index, source = build_index(sources, config.model.encoders), sources["speech"]
     if longer == "refuse":
         assert index.bad.tolist() == [2, 3]
-        assert "a clip of 2.3 s is longer than the encoder's 1 s, and longer clips are refused" in index.reason[0]
+        assert (
+            "a clip of 2.3 s is longer than the encoder's 1 s, and longer clips are refused"
+            in index.reason[0]
+        )
         return
     assert not len(index.bad)
     assert np.diff(index.item_start).tolist() == [1, 1, 3, 3]
     whole = [source.item(2, k) for k in range(3)]
     assert [len(piece) for piece in whole] == [16_000, 16_000, 4_800]
-    np.testing.assert_array_equal(np.concatenate(whole), decode_clip(source.conversations.media(2)[0].read(), 16_000))
-    assert [s for s in source.sample(2).segments if isinstance(s, Item)] == [Item("audio", k) for k in range(3)]
+    np.testing.assert_array_equal(
+        np.concatenate(whole), decode_clip(source.conversations.media(2)[0].read(), 16_000)
+    )
+    assert [s for s in source.sample(2).segments if isinstance(s, Item)] == [
+        Item("audio", k) for k in range(3)
+    ]
     planner, _ = make_planner(index, config, [1.0])
     (plan,) = planner.plan_once(np.arange(4))
     text = pack_microbatch(plan, Arrays.of(config.model), reader_of(sources, index)).text
@@ -274,11 +305,15 @@ def stored_questions(kind: str, folder: Path) -> tuple[FileSource, Path]:
     """Six questions about photos as a source of some kind, and the file that has their texts."""
     records = json.loads(save_questions(folder, 6).read_text())
     if kind == "json":
-        return LlavaSource(str(folder / "data.json"), images=str(folder / "images")), folder / "data.json"
+        return LlavaSource(
+            str(folder / "data.json"), images=str(folder / "images")
+        ), folder / "data.json"
     if kind == "parquet":
         rows = [
             {
-                "messages": [{"role": t["from"], "content": t["value"]} for t in r["conversations"]],
+                "messages": [
+                    {"role": t["from"], "content": t["value"]} for t in r["conversations"]
+                ],
                 "images": [r["image"]],
             }
             for r in records
@@ -290,7 +325,9 @@ def stored_questions(kind: str, folder: Path) -> tuple[FileSource, Path]:
     with tarfile.open(folder / "data.tar", "w") as archive:
         for record in records:
             image = folder / "images" / record["image"]
-            (folder / "record.json").write_text(json.dumps({"conversations": record["conversations"]}))
+            (folder / "record.json").write_text(
+                json.dumps({"conversations": record["conversations"]})
+            )
             archive.add(folder / "record.json", f"{record['id']}.json")
             archive.add(image, f"{record['id']}{image.suffix}")
     return WebDatasetSource(str(folder / "data.tar")), folder / "data.tar"
@@ -319,7 +356,10 @@ def test_a_text_replaced_by_one_of_the_same_length_and_time_in_mid_run_ends_it_w
     chat = ChatSource(lambda: fresh, chat.chat, chat._processors.encoders, tmp_path / "cache")
     assert [chat.facts(index) for index in range(len(chat))] == facts
     for index in range(len(chat)):
-        with pytest.raises(UserError, match=f"^{re.escape(chat.place(index))} has changed since it was indexed; rest"):
+        with pytest.raises(
+            UserError,
+            match=f"^{re.escape(chat.place(index))} has changed since it was indexed; rest",
+        ):
             chat.sample(index)
     edit(path, b"Whet colour", b"What colour")
     again = opened_source(checkpoint, source, tmp_path)
@@ -337,9 +377,13 @@ def test_a_photo_written_again_with_the_same_size_and_time_in_mid_run_ends_it_wi
     chat = opened_source(checkpoint, replace(source, images=str(images)), tmp_path)
     photos = [chat.item(index, 0) for index in range(6)]
     edit(images / "1.png" if place == "folder" else images, b"", b"")
-    with pytest.raises(UserError, match=r"1\.png has changed since the run was started; restore it, or train on what"):
+    with pytest.raises(
+        UserError,
+        match=r"1\.png has changed since the run was started; restore it, or train on what",
+    ):
         chat.item(1, 0)
-    look_again({"chat": chat})  # as the next start does: what the file has now counts, whoever has copied it
+    # as the next start does: what the file has now counts, whoever has copied it
+    look_again({"chat": chat})
     again = opened_source(checkpoint, replace(source, images=str(images)), tmp_path)
     assert again.fingerprint() == chat.fingerprint()
     assert all(np.array_equal(again.item(index, 0), photos[index]) for index in range(6))
@@ -376,10 +420,14 @@ def shards(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     records = json.loads(save_questions(folder / "made", 72).read_text())
     for number in range(12):
-        with tarfile.open(folder / f"d-{number:02}.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
+        with tarfile.open(
+            folder / f"d-{number:02}.tar", "w", format=tarfile.USTAR_FORMAT
+        ) as archive:
             for record in records[6 * number : 6 * number + 6]:
                 image = folder / "made" / "images" / record["image"]
-                (folder / "record.json").write_text(json.dumps({"conversations": record["conversations"]}))
+                (folder / "record.json").write_text(
+                    json.dumps({"conversations": record["conversations"]})
+                )
                 archive.add(folder / "record.json", f"{record['id']}.json")
                 archive.add(image, f"{record['id']}{image.suffix}")
         assert (folder / f"d-{number:02}.tar").stat().st_size == SHARD
@@ -391,20 +439,30 @@ def loaders_of(checkpoint, path: str, folder, topology: Topology) -> list[StepLo
     config = config_of(checkpoint, folder, window_space=SPACE / 1e9)
     data = replace(config.data, sources={"shards": WebDatasetSource(path, window=18)})
     config = replace(config, data=data, batch=BatchConfig(Samples(2), {"llm": 2, "vision": 2}))
-    index, index_folder = cached_index(open_sources(config, "train", folder), config.model.item_modules, folder)
+    index, index_folder = cached_index(
+        open_sources(config, "train", folder), config.model.item_modules, folder
+    )
     planner, layout = make_planner(index, config, [1.0], topology)
     budget = planner.grouper.budget
     ranks = range(topology.ranks)
-    return [StepLoader(config, budget, layout, index_folder, folder, range(rank, rank + 1)) for rank in ranks]
+    return [
+        StepLoader(config, budget, layout, index_folder, folder, range(rank, rank + 1))
+        for rank in ranks
+    ]
 
 
 def test_a_worker_that_starts_when_the_files_have_changed_says_so(checkpoint, shards, tmp_path):
     shutil.copytree(shards, tmp_path / "shards")
-    (loader,) = loaders_of(checkpoint, f"{tmp_path}/shards/d-{{00..11}}.tar", tmp_path / "run", ONE_RANK)
+    (loader,) = loaders_of(
+        checkpoint, f"{tmp_path}/shards/d-{{00..11}}.tar", tmp_path / "run", ONE_RANK
+    )
     sent = pickle.dumps(replace(loader, records=records_of(loader.sources)))
     assert list(pickle.loads(sent).sources) == ["shards"]
     shutil.copy(shards / "d-01.tar", tmp_path / "shards" / "d-00.tar")
-    with pytest.raises(UserError, match=r"^data.sources.shards: its files have changed since .* --resume --new-data$"):
+    with pytest.raises(
+        UserError,
+        match=r"^data.sources.shards: its files have changed since .* --resume --new-data$",
+    ):
         list(pickle.loads(sent).sources)
 
 
@@ -436,7 +494,9 @@ def test_a_stream_gives_the_batches_of_local_shards_each_sample_once_an_epoch_fr
         assert len((tmp_path / "reads").read_text().split()) - reads <= 12 + 6 + 2
 
 
-def test_a_file_that_took_anothers_place_unseen_names_the_headers_that_are_remembered(checkpoint, tmp_path):
+def test_a_file_that_took_anothers_place_unseen_names_the_headers_that_are_remembered(
+    checkpoint, tmp_path
+):
     save_questions(tmp_path, 1)
     config = config_of(checkpoint, tmp_path)
     eyes = replace(config.model.encoders["vision"], images=AsIs())

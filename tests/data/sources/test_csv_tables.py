@@ -18,7 +18,9 @@ ROWS = 'image,caption,note\r\na.png,"A cat, on a\nmat.",x\r\n\r\n,No image,\r\nb
 
 def opened(folder: Path, table: bytes, name: str = "d.csv", **keys: str):
     (folder / name).write_bytes(table)
-    source = CsvSource(str(folder / name), **{"answer": "caption", "prompt": "Describe.", "images": "image"} | keys)
+    source = CsvSource(
+        str(folder / name), **{"answer": "caption", "prompt": "Describe.", "images": "image"} | keys
+    )
     return open_conversations(source, "train", folder / "cache", "data.sources.mine")
 
 
@@ -32,7 +34,9 @@ def opened(folder: Path, table: bytes, name: str = "d.csv", **keys: str):
     ],
     ids=["csv", "byte order mark", "semicolons", "tabs"],
 )
-def test_a_spreadsheets_rows_are_captions_of_images_known_by_their_lines(tmp_path: Path, name, table) -> None:
+def test_a_spreadsheets_rows_are_captions_of_images_known_by_their_lines(
+    tmp_path: Path, name, table
+) -> None:
     write(tmp_path, {"a.png": picture(colour=1), "b.png": picture(colour=2)})
     got = opened(tmp_path, table, name)
     assert [got.conversation(k).messages[0].parts for k in range(3)] == [
@@ -52,20 +56,33 @@ def test_paths_are_those_of_the_folder_that_is_named_and_lead_nowhere_else(tmp_p
     table = f"image,caption\na.png,one\n{tmp_path}/photos/a.png,two\n../secret.png,three\n".encode()
     got = opened(tmp_path, table, media=str(tmp_path / "photos"))
     assert [got.media(k)[0].read() for k in (0, 1)] == [picture()] * 2
-    with pytest.raises(BadSample, match=r"points outside of .*data.sources.mine.outside=allow reads it"):
+    with pytest.raises(
+        BadSample, match=r"points outside of .*data.sources.mine.outside=allow reads it"
+    ):
         got.media(2)
-    assert opened(tmp_path, table, media=str(tmp_path / "photos")).fingerprint() == got.fingerprint()
+    assert (
+        opened(tmp_path, table, media=str(tmp_path / "photos")).fingerprint() == got.fingerprint()
+    )
 
 
 @pytest.mark.parametrize(
     ("table", "told"),
     [
-        (b"image,caption\na.png,A cat, on a mat.\n", "d.csv:2: has 3 fields, and the first line names 2 columns"),
+        (
+            b"image,caption\na.png,A cat, on a mat.\n",
+            "d.csv:2: has 3 fields, and the first line names 2 columns",
+        ),
         (b"image,caption\na.png\n", "d.csv:2: has 1 fields"),
         (b'image,caption\na.png,"A cat.\n', "d.csv:2: is no CSV: unexpected end of data"),
         (b'image,caption\na.png,"A" cat\n', "d.csv:2: is no CSV"),
-        (b"image,caption\nb.png,fine\na.png,B\xe4r\n", "d.csv:3: is not UTF-8; save it as CSV UTF-8"),
-        ("image,caption\na.png,x\n".encode("utf-16"), "is UTF-16, not CSV in UTF-8; save it as CSV UTF-8"),
+        (
+            b"image,caption\nb.png,fine\na.png,B\xe4r\n",
+            "d.csv:3: is not UTF-8; save it as CSV UTF-8",
+        ),
+        (
+            "image,caption\na.png,x\n".encode("utf-16"),
+            "is UTF-16, not CSV in UTF-8; save it as CSV UTF-8",
+        ),
         (b"PK\x03\x04", "is a spreadsheet or a ZIP, not CSV"),
         (b"caption,caption\nx,y\n", "the column 'caption' has no name of its own"),
         (b"", "is empty"),
@@ -85,10 +102,16 @@ def test_a_file_of_the_other_kind_names_its_kind(tmp_path: Path) -> None:
         open_conversations(source, "train", tmp_path / "cache", "data.sources.mine")
 
 
-@pytest.mark.parametrize("column", ["start", "fps", "max_pixels", "history", "system_prompt", "weight"])
-def test_a_column_that_other_stacks_obey_makes_its_rows_bad_and_another_is_counted(column, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "column", ["start", "fps", "max_pixels", "history", "system_prompt", "weight"]
+)
+def test_a_column_that_other_stacks_obey_makes_its_rows_bad_and_another_is_counted(
+    column, tmp_path: Path
+) -> None:
     path = tmp_path / "d.csv"
-    path.write_text(f"image,question,answer,{column},image_2,note\na.png,What?,red,1,b.png,x\na.png,Why?,so,,,\n")
+    path.write_text(
+        f"image,question,answer,{column},image_2,note\na.png,What?,red,1,b.png,x\na.png,Why?,so,,,\n"
+    )
     source = CsvSource(str(path), question="question", answer="answer", images="image")
     got = open_conversations(source, "train", tmp_path / "cache", "data.sources.mine")
     with pytest.raises(BadSample, match=f"has {column}, which is not read here"):
@@ -100,5 +123,9 @@ def test_columns_of_a_table_are_known_by_their_names(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("image,question,answer\na.png,What?,a cat\n")
     found = source_of(str(tmp_path / "d.csv"), "--data", tmp_path / "cache", images="photos")
     assert found == CsvSource(
-        str(tmp_path / "d.csv"), question="question", answer="answer", images="image", media="photos"
+        str(tmp_path / "d.csv"),
+        question="question",
+        answer="answer",
+        images="image",
+        media="photos",
     )

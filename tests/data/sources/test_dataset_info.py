@@ -29,12 +29,19 @@ def texts(conversation) -> list[tuple[str, tuple]]:
 def test_sharegpt_by_other_columns_and_tags_with_images_beside_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture(colour=3))
     turns = [{"role": "ask", "content": "<image>What?"}, {"role": "reply", "content": "A cat."}]
-    (tmp_path / "d.json").write_text(json.dumps([{"messages": turns, "pictures": ["a.png"], "rules": "Be brief."}]))
+    (tmp_path / "d.json").write_text(
+        json.dumps([{"messages": turns, "pictures": ["a.png"], "rules": "Be brief."}])
+    )
     info = {
         "file_name": "d.json",
         "formatting": "sharegpt",
         "columns": {"messages": "messages", "images": "pictures", "system": "rules"},
-        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "ask", "assistant_tag": "reply"},
+        "tags": {
+            "role_tag": "role",
+            "content_tag": "content",
+            "user_tag": "ask",
+            "assistant_tag": "reply",
+        },
     }
     got = opened(tmp_path, info)
     assert texts(got.conversation(0)) == [
@@ -45,13 +52,19 @@ def test_sharegpt_by_other_columns_and_tags_with_images_beside_the_file(tmp_path
     assert got.media(0)[0].read() == picture(colour=3)
 
 
-@pytest.mark.parametrize("name", ["{}/s.jsonl", "../s.jsonl", "http://127.0.0.1:1/s.jsonl", "file://{}/s.jsonl"])
-def test_files_outside_of_the_folder_are_read_where_the_config_allows_it_alone(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["{}/s.jsonl", "../s.jsonl", "http://127.0.0.1:1/s.jsonl", "file://{}/s.jsonl"]
+)
+def test_files_outside_of_the_folder_are_read_where_the_config_allows_it_alone(
+    name: str, tmp_path: Path
+) -> None:
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     (tmp_path / "s.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
     (tmp_path / "d").mkdir()
     info = {"file_name": name.replace("{}", str(tmp_path)), "formatting": "sharegpt"}
-    with pytest.raises(UserError, match=r"dataset_info\.json names '.*s\.jsonl', which is outside of .*d;"):
+    with pytest.raises(
+        UserError, match=r"dataset_info\.json names '.*s\.jsonl', which is outside of .*d;"
+    ):
         opened(tmp_path / "d", info)
     if "://" not in name:
         assert len(opened(tmp_path / "d", info, outside="allow")) == 1
@@ -72,7 +85,9 @@ def test_a_file_name_is_the_name_of_a_file(name: object, tmp_path: Path, monkeyp
 def test_sharegpt_and_alpaca_as_they_are_by_default(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     (tmp_path / "s.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
-    got = opened(tmp_path, {"file_name": "s.jsonl", "formatting": "sharegpt", "hf_hub_url": "some/where"})
+    got = opened(
+        tmp_path, {"file_name": "s.jsonl", "formatting": "sharegpt", "hf_hub_url": "some/where"}
+    )
     assert texts(got.conversation(0)) == [("user", ("Hi",)), ("assistant", ("Hello",))]
     record = {"instruction": "Add", "input": "1 and 2", "output": "3", "past": [["Hi", "Hello"]]}
     (tmp_path / "a").mkdir()
@@ -91,14 +106,28 @@ def test_sharegpt_and_alpaca_as_they_are_by_default(tmp_path: Path) -> None:
     [
         ({"hf_hub_url": "some/where"}, "has no file_name; fetch its files"),
         ({"file_name": "none.json"}, r"none\.json is missing"),
-        ({"file_name": "d.json", "columns": {"chosen": "a"}}, "has columns.chosen, which is not read"),
-        ({"file_name": "d.json", "formatting": "openai"}, "formatting='openai'; read are alpaca, sharegpt"),
-        ({"file_name": "d.json", "columns": {"kto_tag": "label"}}, "has columns.kto_tag, which is not read"),
+        (
+            {"file_name": "d.json", "columns": {"chosen": "a"}},
+            "has columns.chosen, which is not read",
+        ),
+        (
+            {"file_name": "d.json", "formatting": "openai"},
+            "formatting='openai'; read are alpaca, sharegpt",
+        ),
+        (
+            {"file_name": "d.json", "columns": {"kto_tag": "label"}},
+            "has columns.kto_tag, which is not read",
+        ),
         ({"file_name": "d.json", "formating": "sharegpt"}, "has formating, which is not read"),
-        ({"file_name": "d.parquet"}, "is no JSON; name Parquet files in a source of the kind parquet"),
+        (
+            {"file_name": "d.parquet"},
+            "is no JSON; name Parquet files in a source of the kind parquet",
+        ),
     ],
 )
-def test_what_an_entry_says_and_cannot_be_read_is_refused_in_a_line(info, message, tmp_path: Path) -> None:
+def test_what_an_entry_says_and_cannot_be_read_is_refused_in_a_line(
+    info, message, tmp_path: Path
+) -> None:
     for name in ("d.json", "d.parquet"):
         (tmp_path / name).write_text("[]")
     with pytest.raises(UserError, match=message):
@@ -114,17 +143,26 @@ def test_a_name_that_is_not_there_and_tools_are_refused(tmp_path: Path) -> None:
         opened(tmp_path, info).conversation(0)
 
 
-def test_num_samples_draws_so_many_records_always_the_same_ones_all_before_any_comes_again(tmp_path: Path) -> None:
+def test_num_samples_draws_so_many_records_always_the_same_ones_all_before_any_comes_again(
+    tmp_path: Path,
+) -> None:
     records = [{"instruction": f"{k}?", "output": str(k)} for k in range(10)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     drawn = {}
     for count in (None, 4, 23):
         got = opened(tmp_path, {"file_name": "d.jsonl", "num_samples": count})
         drawn[count] = [int(got.conversation(k).messages[1].parts[0]) for k in range(len(got))]
-        assert [got.place(k) for k in range(len(got))] == [f"{tmp_path}/d.jsonl:{k + 1}" for k in drawn[count]]
+        assert [got.place(k) for k in range(len(got))] == [
+            f"{tmp_path}/d.jsonl:{k + 1}" for k in drawn[count]
+        ]
         again = opened(tmp_path, {"file_name": "d.jsonl", "num_samples": count})
-        assert [int(again.conversation(k).messages[1].parts[0]) for k in range(len(again))] == drawn[count]
-        assert (sum(n for _, n in got.files()), again.fingerprint()) == (len(got), got.fingerprint())
+        assert [
+            int(again.conversation(k).messages[1].parts[0]) for k in range(len(again))
+        ] == drawn[count]
+        assert (sum(n for _, n in got.files()), again.fingerprint()) == (
+            len(got),
+            got.fingerprint(),
+        )
     assert drawn[None] == list(range(10))
     assert len(set(drawn[4])) == len(drawn[4]) == 4
     assert {drawn[23].count(k) for k in range(10)} == {2, 3}
@@ -142,17 +180,24 @@ def test_num_samples_draws_so_many_records_always_the_same_ones_all_before_any_c
         ({"columns": {"prompt": 3}}, "has columns that are no object of names"),
         ({"columns": {"prompt": "a", "response": "a"}}, "has 'a' twice in its columns"),
         ({"tags": {"role_tag": "role"}}, "has tags, which are read with formatting=sharegpt alone"),
-        ({"formatting": "sharegpt", "tags": {"role_tag": "value"}}, "has 'value' twice in its tags"),
+        (
+            {"formatting": "sharegpt", "tags": {"role_tag": "value"}},
+            "has 'value' twice in its tags",
+        ),
         ({"formatting": "sharegpt", "tags": {"user_tag": "gpt"}}, "has 'gpt' twice in its tags"),
     ],
 )
-def test_values_of_an_entry_that_mean_nothing_are_refused(tmp_path: Path, entry: dict, told: str) -> None:
+def test_values_of_an_entry_that_mean_nothing_are_refused(
+    tmp_path: Path, entry: dict, told: str
+) -> None:
     (tmp_path / "d.json").write_text("[]")
     with pytest.raises(UserError, match=told):
         opened(tmp_path, {"file_name": "d.json"} | entry)
 
 
-def test_keys_of_records_that_no_column_names_are_bad_or_counted_and_those_of_messages_read(tmp_path: Path) -> None:
+def test_keys_of_records_that_no_column_names_are_bad_or_counted_and_those_of_messages_read(
+    tmp_path: Path,
+) -> None:
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "loss": False}]
     turns += [{"from": "human", "value": "Bye"}, {"from": "gpt", "value": "Goodbye"}]
     records = [

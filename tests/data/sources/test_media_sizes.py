@@ -54,13 +54,25 @@ def opened(source, tmp_path: Path):
 def photos(folder: Path, count: int) -> LlavaSource:
     """Images of sizes (1 + i, 2 + i), one in each record; every fifth has text alone."""
     write(folder, {f"{i}.png": picture(1 + i % 50, 2 + i % 50) for i in range(count)})
-    records = [asked("text?") if i % 5 == 0 else asked("<image>", image=f"{i}.png") for i in range(count)]
+    records = [
+        asked("text?") if i % 5 == 0 else asked("<image>", image=f"{i}.png") for i in range(count)
+    ]
     return LlavaSource(lines(folder / "d.jsonl", records))
 
 
 def test_sizes_of_images_and_clips_are_those_of_their_files(tmp_path: Path) -> None:
-    write(tmp_path, {"a.png": picture(3, 5), "b.jpg": picture(70, 40, kind="JPEG"), "c.flac": clip(900, 16000, "FLAC")})
-    records = [asked("<image><audio><image>", image=["b.jpg", "a.png"], audio="c.flac"), asked("four", "chars")]
+    write(
+        tmp_path,
+        {
+            "a.png": picture(3, 5),
+            "b.jpg": picture(70, 40, kind="JPEG"),
+            "c.flac": clip(900, 16000, "FLAC"),
+        },
+    )
+    records = [
+        asked("<image><audio><image>", image=["b.jpg", "a.png"], audio="c.flac"),
+        asked("four", "chars"),
+    ]
     got = opened(LlavaSource(lines(tmp_path / "d.jsonl", records)), tmp_path)
     facts = read_facts(got, Counted().probes, tmp_path / "cache")
     assert facts.start.tolist() == [0, 3, 3]
@@ -73,11 +85,20 @@ def test_sizes_of_images_and_clips_are_those_of_their_files(tmp_path: Path) -> N
 
 def test_bad_media_and_records_have_their_reason_and_no_media(tmp_path: Path) -> None:
     whole = picture(30, 30)
-    bad = {"cut.png": whole[:20], "text.png": b"hello", "empty.png": b"", "noise.wav": b"RIFF\0\0\0\0WAVE"}
+    bad = {
+        "cut.png": whole[:20],
+        "text.png": b"hello",
+        "empty.png": b"",
+        "noise.wav": b"RIFF\0\0\0\0WAVE",
+    }
     write(tmp_path, {"a.png": whole, **bad})
     names = ["a.png", "cut.png", "text.png", "gone.png", "empty.png", "../a.png"]
     records = [asked("<image>", image=name) for name in names]
-    records += [asked("<audio>", audio="noise.wav"), asked("<image><image>", image="a.png"), asked("fine")]
+    records += [
+        asked("<audio>", audio="noise.wav"),
+        asked("<image><image>", image="a.png"),
+        asked("fine"),
+    ]
     got = opened(LlavaSource(lines(tmp_path / "d.jsonl", records)), tmp_path)
     for _ in range(2):
         facts = read_facts(got, Counted().probes, tmp_path / "cache")
@@ -114,8 +135,13 @@ def test_a_file_is_probed_once_until_it_changes(tmp_path: Path) -> None:
 def test_another_data_set_of_the_same_files_probes_none(tmp_path: Path) -> None:
     photos(tmp_path, 20)
     counted = Counted()
-    read_facts(opened(LlavaSource(str(tmp_path / "d.jsonl")), tmp_path), counted.probes, tmp_path / "cache")
-    path = lines(tmp_path / "other.jsonl", [asked("<image>!", image="3.png"), asked("<image>", image="4.png")])
+    read_facts(
+        opened(LlavaSource(str(tmp_path / "d.jsonl")), tmp_path), counted.probes, tmp_path / "cache"
+    )
+    path = lines(
+        tmp_path / "other.jsonl",
+        [asked("<image>!", image="3.png"), asked("<image>", image="4.png")],
+    )
     before = counted.count
     facts = read_facts(opened(LlavaSource(path), tmp_path), counted.probes, tmp_path / "cache")
     assert facts.size.tolist() == [[4, 5], [5, 6]]
@@ -135,7 +161,9 @@ def test_what_was_found_is_opened_without_looking_at_any_file(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x93NUMPY\1\0", None], ids=["empty", "cut", "folder"])
-def test_what_cannot_be_read_of_the_known_files_is_probed_again(damage: bytes | None, tmp_path: Path) -> None:
+def test_what_cannot_be_read_of_the_known_files_is_probed_again(
+    damage: bytes | None, tmp_path: Path
+) -> None:
     source, cache, counted = photos(tmp_path, 10), tmp_path / "cache", Counted()
     wanted = read_facts(opened(source, tmp_path), counted.probes, cache).size.tolist()
     known = cache / "media" / "all.npy"
@@ -157,10 +185,14 @@ def test_a_size_that_storage_has_changed_is_not_believed(tmp_path: Path) -> None
     assert counted.count == 8 + 1
 
 
-@pytest.mark.parametrize("line", [b"5", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"key": [1], "stamp": 2, "reason": 3}'])
+@pytest.mark.parametrize(
+    "line", [b"5", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"key": [1], "stamp": 2, "reason": 3}']
+)
 def test_what_is_no_line_of_the_bad_files_is_passed_over(line: bytes, tmp_path: Path) -> None:
     write(tmp_path, {"a.png": b"broken"})
-    got = opened(LlavaSource(lines(tmp_path / "d.jsonl", [asked("<image>", image="a.png")])), tmp_path)
+    got = opened(
+        LlavaSource(lines(tmp_path / "d.jsonl", [asked("<image>", image="a.png")])), tmp_path
+    )
     counted = Counted()
     for _ in range(2):
         assert read_facts(got, counted.probes, tmp_path / "cache").bad.tolist() == [0]
@@ -181,7 +213,9 @@ def test_kept_facts_that_storage_has_changed_are_not_opened(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing"])
-def test_written_facts_that_are_not_whole_are_refused_with_what_to_do(damage: str, tmp_path: Path) -> None:
+def test_written_facts_that_are_not_whole_are_refused_with_what_to_do(
+    damage: str, tmp_path: Path
+) -> None:
     cache, folder = tmp_path / "cache", tmp_path / "records"
     got = opened(photos(tmp_path, 10), tmp_path)
     facts = read_facts(got, Counted().probes, cache)
@@ -192,7 +226,9 @@ def test_written_facts_that_are_not_whole_are_refused_with_what_to_do(damage: st
     kept = bytearray(size.read_bytes())
     kept[-8] ^= 1
     size.write_bytes(kept) if damage == "changed" else size.unlink()
-    with pytest.raises(UserError, match=f"size.npy.*; remove {folder}/{FACTS}, so that headers are read again"):
+    with pytest.raises(
+        UserError, match=f"size.npy.*; remove {folder}/{FACTS}, so that headers are read again"
+    ):
         open_facts(written, cache)
     shutil.rmtree(folder / FACTS)
     assert read_facts(written, Counted().probes, cache).size.tolist() == facts.size.tolist()
@@ -200,7 +236,10 @@ def test_written_facts_that_are_not_whole_are_refused_with_what_to_do(damage: st
 
 def test_cuts_of_a_clip_read_its_header_once_and_have_their_own_lengths(tmp_path: Path) -> None:
     write(tmp_path, {"a.wav": clip(8000, 8000)})
-    parts = [{"audio_filepath": "a.wav", "offset": k / 4, "duration": 0.25, "text": "x"} for k in range(5)]
+    parts = [
+        {"audio_filepath": "a.wav", "offset": k / 4, "duration": 0.25, "text": "x"}
+        for k in range(5)
+    ]
     counted = Counted()
     got = opened(ManifestSource(lines(tmp_path / "m.jsonl", parts)), tmp_path)
     facts = read_facts(got, counted.probes, tmp_path / "cache")
@@ -210,7 +249,9 @@ def test_cuts_of_a_clip_read_its_header_once_and_have_their_own_lengths(tmp_path
 
 
 def test_media_in_parquet_have_facts_by_row(tmp_path: Path) -> None:
-    rows = [{"bytes": picture(2 + i, 3), "path": None} for i in range(9)] + [{"bytes": b"broken", "path": None}]
+    rows = [{"bytes": picture(2 + i, 3), "path": None} for i in range(9)] + [
+        {"bytes": b"broken", "path": None}
+    ]
     table = pyarrow.table({"q": ["?"] * 10, "a": ["!"] * 10, "image": rows})
     pyarrow.parquet.write_table(table, tmp_path / "d.parquet", row_group_size=4)
     source = ParquetSource(str(tmp_path / "d.parquet"), question="q", answer="a", images="image")
@@ -270,7 +311,9 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_headers_behind_a_server_are_read_many_at_a_time(tmp_path: Path) -> None:
     count = 200
     noise = np.random.default_rng(0).bytes(100_000)  # behind the image: never read
-    site = write(tmp_path / "site", {f"{i}.png": picture(1 + i % 50, 9) + noise for i in range(count)})
+    site = write(
+        tmp_path / "site", {f"{i}.png": picture(1 + i % 50, 9) + noise for i in range(count)}
+    )
     path = lines(tmp_path / "d.jsonl", [asked("<image>", image=f"{i}.png") for i in range(count)])
     with served(site, together=33) as server:
         got = opened(LlavaSource(path, images=server.url), tmp_path)
@@ -290,7 +333,10 @@ def test_of_local_images_little_more_than_the_header_is_read(tmp_path: Path) -> 
     assert 50_000 < len(file.getvalue()) < 300_000
     write(tmp_path, {f"{i}.jpg": file.getvalue() for i in range(count)})
     got = opened(
-        LlavaSource(lines(tmp_path / "d.jsonl", [asked("<image>", image=f"{i}.jpg") for i in range(count)])), tmp_path
+        LlavaSource(
+            lines(tmp_path / "d.jsonl", [asked("<image>", image=f"{i}.jpg") for i in range(count)])
+        ),
+        tmp_path,
     )
     before = bytes_read()
     facts = read_facts(got, Counted().probes, tmp_path / "cache")
@@ -303,7 +349,9 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_a_server_s_passing_fault_is_tried_again_and_a_lasting_one_is_no_fact(tmp_path: Path, monkeypatch) -> None:
+def test_a_server_s_passing_fault_is_tried_again_and_a_lasting_one_is_no_fact(
+    tmp_path: Path, monkeypatch
+) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(files.time, "sleep", pauses.append)
     site = write(tmp_path / "site", {f"{i}.png": picture(2, 3) for i in range(3)})
@@ -317,7 +365,9 @@ def test_a_server_s_passing_fault_is_tried_again_and_a_lasting_one_is_no_fact(tm
         assert "2.png cannot be read" in facts.reason[0]
         assert "3.png is missing" in facts.reason[1]
         server.broken.clear()
-        assert read_facts(opened(source, tmp_path), Counted().probes, tmp_path / "cache").bad.tolist() == [3]
+        assert read_facts(
+            opened(source, tmp_path), Counted().probes, tmp_path / "cache"
+        ).bad.tolist() == [3]
 
 
 @pytest.mark.parametrize("extra", [0, 30_000])
@@ -327,7 +377,11 @@ def test_a_long_header_is_read_on_from_where_it_stops(tmp_path: Path, extra: int
     site = write(tmp_path / "site", {"a.jpg": image[:2] + comment + image[2:] + bytes(500_000)})
     path = lines(tmp_path / "d.jsonl", [asked("<image>", image="a.jpg")])
     with served(site) as server:
-        facts = read_facts(opened(LlavaSource(path, images=server.url), tmp_path), Counted().probes, tmp_path / "cache")
+        facts = read_facts(
+            opened(LlavaSource(path, images=server.url), tmp_path),
+            Counted().probes,
+            tmp_path / "cache",
+        )
         assert facts.size.tolist() == [[20, 30]]
         assert server.given < 4 * (extra + 10_000)
 

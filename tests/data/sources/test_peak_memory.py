@@ -56,7 +56,10 @@ print([line.split()[1] for line in open("/proc/self/status") if line.startswith(
 
 def compressed_shard(path: Path) -> None:
     """Four members of 1 GiB."""
-    with gzip.open(path, "wb", compresslevel=1) as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
+    with (
+        gzip.open(path, "wb", compresslevel=1) as packed,
+        tarfile.open(fileobj=packed, mode="w|") as archive,
+    ):
         for name in ("0.jpg", "0.txt", "1.mp4", "1.json"):
             member = tarfile.TarInfo(name)
             member.size = GIB
@@ -81,7 +84,10 @@ def many_members(path: Path) -> None:
 
 
 def zip_of_one(path: Path) -> None:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("a.png", "w") as member:
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("a.png", "w") as member,
+    ):
         for _ in range(500):
             member.write(bytes(1_000_000))
 
@@ -97,7 +103,9 @@ def dictionary(path: Path) -> None:
     indices = pyarrow.array(np.zeros(100_000, np.int32))
     text = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["x" * 1_000_000]))
     image = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array([b"x" * 1_000_000]))
-    pyarrow.parquet.write_table(pyarrow.table({"q": text[:300], "a": text[:300], "i": image[:300]}), path)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"q": text[:300], "a": text[:300], "i": image[:300]}), path
+    )
 
 
 def picture(kind: str, **options: object) -> Callable[[Path], None]:
@@ -116,7 +124,11 @@ def text_chunk(path: Path) -> None:
     Image.new("RGB", (10, 10)).save(file, "PNG")
     data = file.getvalue()
     pack = zlib.compressobj(9)
-    body = b"zTXtComment\0\0" + b"".join(pack.compress(bytes(1_000_000)) for _ in range(1000)) + pack.flush()
+    body = (
+        b"zTXtComment\0\0"
+        + b"".join(pack.compress(bytes(1_000_000)) for _ in range(1000))
+        + pack.flush()
+    )
     chunk = (len(body) - 4).to_bytes(4) + body + zlib.crc32(body).to_bytes(4)
     path.write_bytes(data[:33] + chunk + data[33:])
 

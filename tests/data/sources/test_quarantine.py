@@ -15,7 +15,9 @@ SKIP, FATAL = DataConfig(max_bad_share=0.02), DataConfig(on_bad_sample="raise")
 
 
 def named(path: Path) -> list[tuple[str, str]]:
-    return [(line["sample"], line["reason"]) for line in map(json.loads, path.read_text().splitlines())]
+    return [
+        (line["sample"], line["reason"]) for line in map(json.loads, path.read_text().splitlines())
+    ]
 
 
 def test_each_bad_sample_has_one_line_also_after_a_restart(tmp_path: Path) -> None:
@@ -33,13 +35,17 @@ def test_bytes_that_are_no_text_stay_and_the_list_goes_on(tmp_path: Path) -> Non
     path = tmp_path / "quarantine.jsonl"
     path.write_bytes(b"\xff\xfe half a line")
     Quarantine(path, SKIP, 1000).add([BadSampleEntry("a[1]", "is cut off")])
-    assert path.read_bytes() == b'\xff\xfe half a line\n{"sample": "a[1]", "reason": "is cut off"}\n'
+    assert (
+        path.read_bytes() == b'\xff\xfe half a line\n{"sample": "a[1]", "reason": "is cut off"}\n'
+    )
 
 
 def test_a_folder_in_the_place_of_the_list_is_named(tmp_path: Path) -> None:
     (tmp_path / "quarantine.jsonl").mkdir()
     with pytest.raises(UserError, match=r"quarantine\.jsonl is a folder.*remove it"):
-        Quarantine(tmp_path / "quarantine.jsonl", SKIP, 1000).add([BadSampleEntry("a[1]", "is cut off")])
+        Quarantine(tmp_path / "quarantine.jsonl", SKIP, 1000).add(
+            [BadSampleEntry("a[1]", "is cut off")]
+        )
 
 
 def test_what_was_mended_before_a_restart_counts_no_more(tmp_path: Path) -> None:
@@ -79,7 +85,9 @@ def test_more_than_the_share_is_fatal_and_just_as_many_is_not(tmp_path: Path) ->
     assert len(named(tmp_path / "quarantine.jsonl")) == 3
 
 
-def test_a_count_may_be_allowed_instead_of_a_share_and_the_error_says_so_with_the_names(tmp_path: Path) -> None:
+def test_a_count_may_be_allowed_instead_of_a_share_and_the_error_says_so_with_the_names(
+    tmp_path: Path,
+) -> None:
     bad = [BadSampleEntry(f"a[{k}]", "is cut off") for k in range(8)]
     with pytest.raises(UserError) as refused:
         Quarantine(tmp_path / "share.jsonl", DataConfig(), 20).add(bad, starting=True)
@@ -89,5 +97,7 @@ def test_a_count_may_be_allowed_instead_of_a_share_and_the_error_says_so_with_th
         "data.max_bad=8; python -m mmjax.index lists all of them"
     )
     assert len(Quarantine(tmp_path / "count.jsonl", DataConfig(max_bad=8), 20).add(bad)) == 8
-    with pytest.raises(UserError, match=r"more than data\.max_bad=7 allows, which is 7; .*all are in .*less\.jsonl"):
+    with pytest.raises(
+        UserError, match=r"more than data\.max_bad=7 allows, which is 7; .*all are in .*less\.jsonl"
+    ):
         Quarantine(tmp_path / "less.jsonl", DataConfig(max_bad=7), 10_000).add(bad)

@@ -33,10 +33,17 @@ MANIFEST = partial(parse_manifest_line, prompt="Transcribe.")
 ASKED = {"question": "What?", "answer": "a cat"}
 SPOKEN = {"audio_filepath": "a.wav", "text": "hello"}
 PAIR = {"prompt": "What?", "chosen": "A cat.", "rejected": "A dog."}
-DRAWN = {"prompt": "What?", "completion_ids": [[7, 8], [9]], "logprobs": [[-1.0, -2.0], [-0.5]], "advantages": [1, -1]}
+DRAWN = {
+    "prompt": "What?",
+    "completion_ids": [[7, 8], [9]],
+    "logprobs": [[-1.0, -2.0], [-0.5]],
+    "advantages": [1, -1],
+}
 
 
-def said(user: dict[str, Any] | None = None, assistant: dict[str, Any] | None = None, **beside: Any) -> dict[str, Any]:
+def said(
+    user: dict[str, Any] | None = None, assistant: dict[str, Any] | None = None, **beside: Any
+) -> dict[str, Any]:
     """A record of messages, with more keys in the user's, in the assistant's, and beside them."""
     turns = [
         {"role": "user", "content": "What?"} | (user or {}),
@@ -95,7 +102,11 @@ ORDERS: list[tuple[Callable[[Any], Record], dict[str, Any], str]] = [
     (MESSAGES, said(assistant={"reasoning_content": ["because"]}), "reasoning_content"),
     (MESSAGES, said(assistant={"prefix": True}), "prefix"),
     (MESSAGES, said(assistant={"loss_mask": 0}), "loss_mask"),
-    (MESSAGES, said(assistant={"train_detail": [{"begin": 0, "end": 3, "train": False}]}), "train_detail"),
+    (
+        MESSAGES,
+        said(assistant={"train_detail": [{"begin": 0, "end": 3, "train": False}]}),
+        "train_detail",
+    ),
     (MESSAGES, said({"image": "a.png"}), "image"),
     (MESSAGES, said({"images": ["a.png"]}), "images"),
     (MESSAGES, said({"fps": 2}), "fps"),
@@ -123,8 +134,21 @@ ORDERS: list[tuple[Callable[[Any], Record], dict[str, Any], str]] = [
     *(
         (MESSAGES, part(type="video", video="a.mp4", **{key: value}), key)
         for key, value in {
-            **{"video_start": 3.0, "video_end": 4.0, "fps": 1.0, "nframes": 4, "max_pixels": 1024, "min_pixels": 16},
-            **{"total_pixels": 10_000, "resized_height": 64, "resized_width": 64, "max_frames": 8, "weight": 0},
+            **{
+                "video_start": 3.0,
+                "video_end": 4.0,
+                "fps": 1.0,
+                "nframes": 4,
+                "max_pixels": 1024,
+                "min_pixels": 16,
+            },
+            **{
+                "total_pixels": 10_000,
+                "resized_height": 64,
+                "resized_width": 64,
+                "max_frames": 8,
+                "weight": 0,
+            },
         }.items()
     ),
     (MESSAGES, part(type="image", image="a.png", max_pixels=256), "max_pixels"),
@@ -147,7 +171,11 @@ ORDERS: list[tuple[Callable[[Any], Record], dict[str, Any], str]] = [
     (MANIFEST, SPOKEN | {"start": 1.5}, "start"),
     (parse_preference, PAIR | {"margin": 0.5}, "margin"),
     (parse_preference, PAIR | {"ref_chosen_logps": 3.0}, "has 3 in ref_chosen_logps"),
-    (parse_preference, PAIR | {"rejected": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "weight=0.5"),
+    (
+        parse_preference,
+        PAIR | {"rejected": [{"role": "assistant", "content": "x", "weight": 0.5}]},
+        "weight=0.5",
+    ),
     (
         parse_preference,
         PAIR | {"prompt": [*said(assistant={"weight": 2})["messages"], *said()["messages"][:1]]},
@@ -158,7 +186,11 @@ ORDERS: list[tuple[Callable[[Any], Record], dict[str, Any], str]] = [
     (parse_preference, PAIR | {"reference_chosen_logps": -1.0}, "reference_chosen_logps"),
     (parse_preference, PAIR | {"weight": 0.5}, "weight"),
     (parse_rollouts, DRAWN | {"response_mask": [[1, 0], [1]]}, "response_mask"),
-    (parse_rollouts, DRAWN | {"old_per_token_logps": [[-1.0, -2.0], [-0.5]]}, "old_per_token_logps"),
+    (
+        parse_rollouts,
+        DRAWN | {"old_per_token_logps": [[-1.0, -2.0], [-0.5]]},
+        "old_per_token_logps",
+    ),
     (parse_rollouts, DRAWN | {"completion_mask": [[1], [1]]}, "completion_mask"),
     (parse_rollouts, DRAWN | {"completion_mask": [[1, 2], [1]]}, "completion_mask"),
     (parse_rollouts, DRAWN | {"completion_mask": [[0, 0], [0]]}, "completion_mask"),
@@ -166,7 +198,9 @@ ORDERS: list[tuple[Callable[[Any], Record], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("parse", "record", "key"), ORDERS, ids=[f"{k}-{o[2]}" for k, o in enumerate(ORDERS)])
+@pytest.mark.parametrize(
+    ("parse", "record", "key"), ORDERS, ids=[f"{k}-{o[2]}" for k, o in enumerate(ORDERS)]
+)
 def test_what_other_stacks_obey_is_refused_by_its_name(parse, record, key) -> None:
     with pytest.raises(BadSample) as bad:
         parse(record)
@@ -189,7 +223,8 @@ def test_a_key_that_says_nothing_is_as_if_it_were_not_there(key: str, nothing: A
 
 
 @pytest.mark.parametrize(
-    "file", [{"path": "a.png", "url": "b.png"}, {"bytes": b"x", "url": "b.png"}, {"data": "", "url": 3}]
+    "file",
+    [{"path": "a.png", "url": "b.png"}, {"bytes": b"x", "url": "b.png"}, {"data": "", "url": 3}],
 )
 def test_a_file_that_is_named_twice_or_by_nothing_that_is_read_is_bad(file, tmp_path: Path) -> None:
     folder = MediaFolder(str(tmp_path), "refuse", tmp_path)
@@ -212,16 +247,31 @@ def test_loss_train_and_masked_of_a_message_are_its_weight() -> None:
         first = {"role": "assistant", "content": "A cat."} | keys
         turns = [{"role": "user", "content": "What?"}, first, *said()["messages"]]
         assert MESSAGES({"messages": turns}).conversation.messages[1].weight == weight
-    assert MESSAGES(said({"loss": False, "name": "Bob"})).conversation.messages[0].fields == (("name", "Bob"),)
+    assert MESSAGES(said({"loss": False, "name": "Bob"})).conversation.messages[0].fields == (
+        ("name", "Bob"),
+    )
 
 
 def test_descriptions_are_not_counted_and_other_keys_once_a_record(tmp_path: Path) -> None:
     note = {"note": "x"}
-    typed = said({"content": [{"type": "text", "text": "What?", "foo": 1}, {"type": "text", "text": "!", "foo": 2}]})
-    assert MESSAGES(said(note, note, id=3, source="web", foo=0)).conversation.unread == ("foo", "message.note")
+    typed = said(
+        {
+            "content": [
+                {"type": "text", "text": "What?", "foo": 1},
+                {"type": "text", "text": "!", "foo": 2},
+            ]
+        }
+    )
+    assert MESSAGES(said(note, note, id=3, source="web", foo=0)).conversation.unread == (
+        "foo",
+        "message.note",
+    )
     assert MESSAGES(typed).conversation.unread == ("part.foo",)
     assert MANIFEST(SPOKEN | {"mood": "sad", "speaker": "me"}).conversation.unread == ("mood",)
-    records = [asked("What?", foo=k, id=k) for k in range(3)] + [asked("What?", bar="x"), asked("<image>", foo=1)]
+    records = [asked("What?", foo=k, id=k) for k in range(3)] + [
+        asked("What?", bar="x"),
+        asked("<image>", foo=1),
+    ]
     source = LlavaSource(lines(tmp_path / "d.jsonl", records))
     opened = open_conversations(source, "train", tmp_path / "cache", "data.sources.mine")
     facts = read_facts(opened, {}, tmp_path / "cache")
@@ -235,7 +285,10 @@ def test_no_key_is_both_read_and_refused_and_none_is_refused_twice_for_one_value
         keys = [key for refusal in refusals for key in refusal.keys.split()]
         assert len(keys) == len(set(keys)), level
         assert not set(keys) & DESCRIPTIONS[level]
-    assert not {key for refusal in REFUSED["message"] for key in refusal.keys.split()} & READ["message"]
+    assert (
+        not {key for refusal in REFUSED["message"] for key in refusal.keys.split()}
+        & READ["message"]
+    )
     assert unread_keys({"fps": None}, "record", READ["llava"]) == []
 
 
@@ -253,9 +306,12 @@ def page() -> str:
         'under `"ignored_keys"`. Keys of messages are `message.foo` there, of parts `part.foo`.\n\n'
         "## Read\n\n| of | keys |\n|---|---|\n"
     )
-    of_answers = {f"{form.source.kind} ({form.key})": KEYS[answers] for answers, form in FORMS.items()}
+    of_answers = {
+        f"{form.source.kind} ({form.key})": KEYS[answers] for answers, form in FORMS.items()
+    }
     text += "".join(
-        f"| {of} | {' '.join(f'`{key}`' for key in sorted(keys))} |\n" for of, keys in (READ | of_answers).items()
+        f"| {of} | {' '.join(f'`{key}`' for key in sorted(keys))} |\n"
+        for of, keys in (READ | of_answers).items()
     )
     text += (
         "\nOf a message `loss`, `train` and `training` are `true` or `false`: whether it is trained on; `masked` says "
@@ -266,11 +322,11 @@ def page() -> str:
         for refusal in refusals:
             keys = " ".join(f"`{key}`" for key in refusal.keys.split())
             text += f"| {keys} | {refusal.obeyed} | {refusal.remedy} |\n"
-    text += (
-        "\n## Descriptions\n\nThese change nothing elsewhere either, and are not counted.\n\n| of | keys |\n|---|---|\n"
-    )
+    text += "\n## Descriptions\n\nThese change nothing elsewhere either, and are not counted.\n\n"
+    text += "| of | keys |\n|---|---|\n"
     return text + "".join(
-        f"| {of} | {' '.join(f'`{k}`' for k in sorted(keys))} |\n" for of, keys in DESCRIPTIONS.items()
+        f"| {of} | {' '.join(f'`{k}`' for k in sorted(keys))} |\n"
+        for of, keys in DESCRIPTIONS.items()
     )
 
 

@@ -55,7 +55,9 @@ def open_source(folder: Path, source: FileSource, how=HOW) -> ChatSource:
     )
     headers = folder / "cache"
     reopen = partial(open_conversations, source, "train", headers, "data.sources.x")
-    return ChatSource(reopen, load_chat(ChatFormat(str(folder / "words"))), {"vision": vision(how)}, headers)
+    return ChatSource(
+        reopen, load_chat(ChatFormat(str(folder / "words"))), {"vision": vision(how)}, headers
+    )
 
 
 def write_json(path: Path, records: list[dict]) -> str:
@@ -96,8 +98,17 @@ def test_videos_are_named_as_data_sets_name_them(clips: Path, tmp_path: Path) ->
     path = write_json(tmp_path / "d.json", records)
     for kind in (LlavaSource, ShareGptSource):
         source = open_source(tmp_path, kind(path, videos=str(clips), images=str(clips)))
-        kinds = [[place.kind for place in source.conversations.conversation(k).media()] for k in range(6)]
-        assert kinds == [["video"], ["video"], ["video", "video"], ["video"], ["video"], ["image", "video"]]
+        kinds = [
+            [place.kind for place in source.conversations.conversation(k).media()] for k in range(6)
+        ]
+        assert kinds == [
+            ["video"],
+            ["video"],
+            ["video", "video"],
+            ["video"],
+            ["video"],
+            ["image", "video"],
+        ]
         assert isinstance(source.conversations.media(3)[0], FrameFiles)
         assert source.read_headers().bad.tolist() == []
     messages = [
@@ -107,11 +118,23 @@ def test_videos_are_named_as_data_sets_name_them(clips: Path, tmp_path: Path) ->
         {"type": "video", "video": FRAMES},
         {"type": "text", "text": "What?"},
     ]
-    talk = {"messages": [{"role": "user", "content": messages}, {"role": "assistant", "content": "Hm."}]}
-    source = open_source(tmp_path, MessagesSource(write_json(tmp_path / "m.json", [talk]), videos=str(clips)))
-    assert source.conversations.conversation(0).messages[0].parts == (VIDEO, VIDEO, VIDEO, VIDEO, "What?")
+    talk = {
+        "messages": [{"role": "user", "content": messages}, {"role": "assistant", "content": "Hm."}]
+    }
+    source = open_source(
+        tmp_path, MessagesSource(write_json(tmp_path / "m.json", [talk]), videos=str(clips))
+    )
+    assert source.conversations.conversation(0).messages[0].parts == (
+        VIDEO,
+        VIDEO,
+        VIDEO,
+        VIDEO,
+        "What?",
+    )
     question = {"video": "a.mp4", "question": "What?", "answer": "A cat."}
-    source = open_source(tmp_path, QuestionsSource(write_json(tmp_path / "q.json", [question]), videos=str(clips)))
+    source = open_source(
+        tmp_path, QuestionsSource(write_json(tmp_path / "q.json", [question]), videos=str(clips))
+    )
     assert source.conversations.conversation(0).messages[0].parts == (VIDEO, "What?")
 
 
@@ -119,11 +142,19 @@ def test_videos_are_named_as_data_sets_name_them(clips: Path, tmp_path: Path) ->
 def test_samples_are_as_long_as_their_headers_say_and_the_same_from_array_records(
     how: Qwen2Video | Qwen3Video, clips: Path, tmp_path: Path
 ) -> None:
-    records = [asked("<video>\nWhat?", video="a.mp4"), asked("What <video><video>", videos=[FRAMES, "b.mkv"])]
-    source = open_source(tmp_path, LlavaSource(write_json(tmp_path / "d.json", records), videos=str(clips)), how)
+    records = [
+        asked("<video>\nWhat?", video="a.mp4"),
+        asked("What <video><video>", videos=[FRAMES, "b.mkv"]),
+    ]
+    source = open_source(
+        tmp_path, LlavaSource(write_json(tmp_path / "d.json", records), videos=str(clips)), how
+    )
     out = tmp_path / "fast"
     write_array_records(
-        source.conversations, read_facts(source.conversations, PROBES, tmp_path / "cache"), out, lambda done: None
+        source.conversations,
+        read_facts(source.conversations, PROBES, tmp_path / "cache"),
+        out,
+        lambda done: None,
     )
     from mmjax.config import ArrayRecordSource
 
@@ -146,11 +177,15 @@ def test_samples_are_as_long_as_their_headers_say_and_the_same_from_array_record
             assert [place.patch for place in places][:4] == list(range(4))
             assert places[1].time == int(4.0 * 2 / 4.0)
         else:
-            words = source.decode([t for s in sample.segments if not isinstance(s, Item) for t in s.tokens])
+            words = source.decode(
+                [t for s in sample.segments if not isinstance(s, Item) for t in s.tokens]
+            )
             assert words
 
 
-def test_bad_videos_are_bad_samples_with_a_reason_and_the_others_stay(clips: Path, tmp_path: Path) -> None:
+def test_bad_videos_are_bad_samples_with_a_reason_and_the_others_stay(
+    clips: Path, tmp_path: Path
+) -> None:
     whole = (clips / "a.mp4").read_bytes()
     (clips / "cut.mp4").write_bytes(whole[: len(whole) // 2])
     (clips / "empty.mp4").write_bytes(b"")
@@ -158,8 +193,13 @@ def test_bad_videos_are_bad_samples_with_a_reason_and_the_others_stay(clips: Pat
     frames = frames_of(np.random.default_rng(0), 3, 16, 16)
     write_video(clips / "long.avi", frames, 1, times=[0, 1, 36_000])
     names = ["a.mp4", "cut.mp4", "empty.mp4", "text.mp4", "long.avi", "missing.mp4", "../a.mp4"]
-    records = [asked("<video>", video=name) for name in names] + [asked("<video>", videos=[[]]), asked("<video>")]
-    source = open_source(tmp_path, LlavaSource(write_json(tmp_path / "d.json", records), videos=str(clips)))
+    records = [asked("<video>", video=name) for name in names] + [
+        asked("<video>", videos=[[]]),
+        asked("<video>"),
+    ]
+    source = open_source(
+        tmp_path, LlavaSource(write_json(tmp_path / "d.json", records), videos=str(clips))
+    )
     facts = source.read_headers()
     reasons = dict(zip(facts.bad.tolist(), facts.reason.tolist(), strict=True))
     assert sorted(reasons) == [1, 2, 3, 4, 5, 6, 7, 8], reasons
@@ -173,11 +213,20 @@ def test_bad_videos_are_bad_samples_with_a_reason_and_the_others_stay(clips: Pat
     assert len(source.facts(0).items) == 4
 
 
-def test_a_video_that_turns_out_corrupt_is_named_when_it_is_decoded(clips: Path, tmp_path: Path) -> None:
-    content = bytearray(write_video(clips / "c.mkv", frames_of(np.random.default_rng(0), 60, 32, 32), 10).read_bytes())
+def test_a_video_that_turns_out_corrupt_is_named_when_it_is_decoded(
+    clips: Path, tmp_path: Path
+) -> None:
+    content = bytearray(
+        write_video(
+            clips / "c.mkv", frames_of(np.random.default_rng(0), 60, 32, 32), 10
+        ).read_bytes()
+    )
     (clips / "c.mkv").write_bytes(content[: len(content) // 2])
     source = open_source(
-        tmp_path, LlavaSource(write_json(tmp_path / "d.json", [asked("<video>", video="c.mkv")]), videos=str(clips))
+        tmp_path,
+        LlavaSource(
+            write_json(tmp_path / "d.json", [asked("<video>", video="c.mkv")]), videos=str(clips)
+        ),
     )
     assert source.facts(0).items
     with pytest.raises(ValueError, match="truncated video"):
@@ -192,9 +241,13 @@ def test_an_encoder_without_videos_and_a_missing_decoder_are_said_in_one_line(
     path = write_json(tmp_path / "d.json", [asked("<video>", video="a.mp4")])
     source = open_source(tmp_path, LlavaSource(path, videos=str(clips)), NoVideo())
     source.read_headers()
-    with pytest.raises(UserError, match=r"media of the kind video, but no model\.encoders takes them"):
+    with pytest.raises(
+        UserError, match=r"media of the kind video, but no model\.encoders takes them"
+    ):
         source.facts(0)
     monkeypatch.setitem(sys.modules, "av", None)  # as where it is not installed
     other = open_source(tmp_path / "other", LlavaSource(path, videos=str(clips)))
-    with pytest.raises(UserError, match=r'the data has videos, which PyAV decodes: pip install "mmjax\[video\]"'):
+    with pytest.raises(
+        UserError, match=r'the data has videos, which PyAV decodes: pip install "mmjax\[video\]"'
+    ):
         other.read_headers()

@@ -58,7 +58,9 @@ def test_images_with_captions_over_many_shards_one_of_them_empty(tmp_path: Path)
         shard(tmp_path / f"d-{k:03d}.tar", captions(first, count))
     for path in (tmp_path / "d-*.tar", tmp_path / "d-{000..002}.tar"):
         got = opened(path, tmp_path, prompt="What is it?")
-        assert got.files() == [(str(tmp_path / f"d-{k:03d}.tar"), n) for k, n in enumerate([3, 0, 4])]
+        assert got.files() == [
+            (str(tmp_path / f"d-{k:03d}.tar"), n) for k, n in enumerate([3, 0, 4])
+        ]
         for index in (6, 0, 3, 2):
             user, assistant = got.conversation(index).messages
             assert user.parts == (IMAGE, "What is it?")
@@ -68,8 +70,13 @@ def test_images_with_captions_over_many_shards_one_of_them_empty(tmp_path: Path)
             assert file.name.endswith(f"::{index:04d}.jpg")
 
 
-def test_a_json_is_a_conversation_or_a_question_and_its_media_are_the_members_in_order(tmp_path: Path) -> None:
-    turns = [{"from": "human", "value": "<image> and <image><audio>?"}, {"from": "gpt", "value": "both"}]
+def test_a_json_is_a_conversation_or_a_question_and_its_media_are_the_members_in_order(
+    tmp_path: Path,
+) -> None:
+    turns = [
+        {"from": "human", "value": "<image> and <image><audio>?"},
+        {"from": "gpt", "value": "both"},
+    ]
     members = {
         "a/1.json": {"conversations": turns, "image": ["left.png", "right.png"]},
         "a/1.0.png": picture(colour=1),
@@ -92,7 +99,9 @@ def test_shards_behind_a_url_are_read_by_ranges(tmp_path: Path) -> None:
     shard(tmp_path / "served" / "d-1.tar", captions(2, 2))
     with served(tmp_path / "served") as server:
         got = opened(f"{server.url}/d-{{0..1}}.tar", tmp_path)
-        assert [got.conversation(k).messages[1].parts for k in range(4)] == [(f"number {k}",) for k in range(4)]
+        assert [got.conversation(k).messages[1].parts for k in range(4)] == [
+            (f"number {k}",) for k in range(4)
+        ]
         assert got.media(3)[0].read() == picture(colour=3)
 
 
@@ -103,10 +112,17 @@ def test_shards_behind_a_url_are_read_by_ranges(tmp_path: Path) -> None:
         ("VQASample", {"context": "q", "answers": "txt"}),
     ],
 )
-def test_a_folder_that_energon_has_prepared_is_read_by_its_splits_and_fields(kind, fields, tmp_path: Path) -> None:
+def test_a_folder_that_energon_has_prepared_is_read_by_its_splits_and_fields(
+    kind, fields, tmp_path: Path
+) -> None:
     folder = tmp_path / "energon"
     for k in range(3):
-        members = {"0.jpg": picture(colour=k), "0.json": {"texts": [f"text {k}"]}, "0.q": "Why?", "0.txt": f"text {k}"}
+        members = {
+            "0.jpg": picture(colour=k),
+            "0.json": {"texts": [f"text {k}"]},
+            "0.q": "Why?",
+            "0.txt": f"text {k}",
+        }
         shard(folder / f"shards/{k}.tar", members)
     (folder / ".nv-meta").mkdir()
     split = {"split_parts": {"train": ["shards/{0..1}.tar"], "val": ["shards/2.tar"], "test": []}}
@@ -127,11 +143,16 @@ def test_a_folder_that_energon_has_prepared_is_read_by_its_splits_and_fields(kin
         opened(folder, tmp_path)
 
 
-ENERGON = {"sample_type": {"__class__": "CaptioningSample"}, "field_map": {"image": "jpg", "caption": "txt"}}
+ENERGON = {
+    "sample_type": {"__class__": "CaptioningSample"},
+    "field_map": {"image": "jpg", "caption": "txt"},
+}
 VQA = {"sample_type": {"__class__": "VQASample"}}
 
 
-def prepared(folder: Path, described: dict, splits: dict | None = None, members: Mapping | None = None) -> Path:
+def prepared(
+    folder: Path, described: dict, splits: dict | None = None, members: Mapping | None = None
+) -> Path:
     """A folder of one shard as Energon prepares it."""
     shard(folder / "a.tar", members or captions(0, 1))
     (folder / ".nv-meta").mkdir()
@@ -144,13 +165,33 @@ def prepared(folder: Path, described: dict, splits: dict | None = None, members:
 @pytest.mark.parametrize(
     ("described", "splits", "message"),
     [
-        (ENERGON, {"exclude": ["a.tar"]}, r"split\.yaml has exclude, which is not read; prepare a folder without it"),
+        (
+            ENERGON,
+            {"exclude": ["a.tar"]},
+            r"split\.yaml has exclude, which is not read; prepare a folder without it",
+        ),
         (ENERGON, {"blend": 2}, r"split\.yaml has blend, which is not read"),
-        (ENERGON | {"sample_loader": "x.py:f"}, {}, r"dataset\.yaml has sample_loader, which is not read"),
-        (ENERGON | {"part_filter": "x.py:f"}, {}, r"dataset\.yaml has part_filter, which is not read"),
-        (ENERGON | {"shuffle_over_epochs": 3}, {}, r"dataset\.yaml has shuffle_over_epochs, which is not read"),
+        (
+            ENERGON | {"sample_loader": "x.py:f"},
+            {},
+            r"dataset\.yaml has sample_loader, which is not read",
+        ),
+        (
+            ENERGON | {"part_filter": "x.py:f"},
+            {},
+            r"dataset\.yaml has part_filter, which is not read",
+        ),
+        (
+            ENERGON | {"shuffle_over_epochs": 3},
+            {},
+            r"dataset\.yaml has shuffle_over_epochs, which is not read",
+        ),
         (ENERGON | {"sample_type": {"__class__": "OCRSample"}}, {}, r"the sample type 'OCRSample'"),
-        (ENERGON | {"field_map": {"image": "jpg"}}, {}, r"read are CaptioningSample with image, caption"),
+        (
+            ENERGON | {"field_map": {"image": "jpg"}},
+            {},
+            r"read are CaptioningSample with image, caption",
+        ),
         (
             ENERGON | {"field_map": {"image": ["jpg"], "caption": "txt"}},
             {},
@@ -163,12 +204,16 @@ def prepared(folder: Path, described: dict, splits: dict | None = None, members:
         ),
     ],
 )
-def test_what_energons_files_order_and_is_not_read_is_refused_by_name(described, splits, message, tmp_path) -> None:
+def test_what_energons_files_order_and_is_not_read_is_refused_by_name(
+    described, splits, message, tmp_path
+) -> None:
     with pytest.raises(UserError, match=message):
         opened(prepared(tmp_path / "energon", described, splits), tmp_path)
 
 
-def test_energons_image_is_the_member_that_its_field_names_and_others_are_counted(tmp_path: Path) -> None:
+def test_energons_image_is_the_member_that_its_field_names_and_others_are_counted(
+    tmp_path: Path,
+) -> None:
     members = {
         "0.png": picture(colour=1),
         "0.jpg": picture(colour=2),
@@ -176,7 +221,9 @@ def test_energons_image_is_the_member_that_its_field_names_and_others_are_counte
         "1.png": picture(),
         "1.txt": "one",
     }
-    got = opened(prepared(tmp_path / "jpg", ENERGON | {"subflavors": {"a": 1}}, members=members), tmp_path)
+    got = opened(
+        prepared(tmp_path / "jpg", ENERGON | {"subflavors": {"a": 1}}, members=members), tmp_path
+    )
     assert [file.read() for file in got.media(0)] == [picture(colour=2)]
     assert got.conversation(0).unread == (".png",)
     with pytest.raises(BadSample, match=r"has no \.jpg; its members are png, txt"):
@@ -190,7 +237,9 @@ def test_energons_image_is_the_member_that_its_field_names_and_others_are_counte
 def test_files_that_a_json_names_are_members_in_its_order_and_as_many(tmp_path: Path) -> None:
     ask = {"question": "Which?", "answer": "both"}
     members: dict = {}
-    for key, names in enumerate((["0.b.png", "0.a.png"], ["x.png"], ["2.a.png", "x.png"], ["data:image/png;base64,A"])):
+    for key, names in enumerate(
+        (["0.b.png", "0.a.png"], ["x.png"], ["2.a.png", "x.png"], ["data:image/png;base64,A"])
+    ):
         members |= {f"{key}.a.png": picture(colour=1)} if key < 3 else {}
         members |= {f"{key}.b.png": picture(colour=2)} if key in (0, 2) else {}
         members[f"{key}.json"] = ask | {"images": names}
@@ -199,7 +248,8 @@ def test_files_that_a_json_names_are_members_in_its_order_and_as_many(tmp_path: 
     members["6.json"] = {"question": "Which?", "answers": ["red", "dark red"]}
     got = opened(shard(tmp_path / "d.tar", members), tmp_path)
     assert [file.read() for file in got.media(0)] == [picture(colour=2), picture(colour=1)]
-    assert [file.read() for file in got.media(1)] == [picture(colour=1)]  # by another name that it had
+    # by another name that it had
+    assert [file.read() for file in got.media(1)] == [picture(colour=1)]
     for index, reason in {
         2: r"names the image file 'x\.png'; its members are 2\.a\.png, 2\.b\.png",
         3: r"names 1 image file\(s\), and has 0 such member\(s\)",
@@ -211,12 +261,31 @@ def test_files_that_a_json_names_are_members_in_its_order_and_as_many(tmp_path: 
     assert got.conversation(6).answers == ("red", "dark red")
 
 
-def test_keys_and_members_of_a_shard_that_nothing_reads_are_counted_and_no_image_is_one_of_them(tmp_path) -> None:
+def test_keys_and_members_of_a_shard_that_nothing_reads_are_counted_and_no_image_is_one_of_them(
+    tmp_path,
+) -> None:
     ask = {"question": "Which?", "answer": "both"}
     members = {"0.png": picture(), "0.json": ask | {"foo": 1, "id": 2}, "0.npy": "x", "0.cls": "3"}
-    members |= {"1.png": picture(), "1.txt": "one", "1.json": {}, "2.AVIF": picture(), "2.txt": "two"}
-    members |= {"3.npy": "x", "3.txt": "three", "4.png": picture(), "4.txt": "four", "4.caption": "4"}
-    members |= {"5.png": picture(), "5.json": ask | {"tools": [{}]}, "6.svg": "<svg/>", "6.txt": "six"}
+    members |= {
+        "1.png": picture(),
+        "1.txt": "one",
+        "1.json": {},
+        "2.AVIF": picture(),
+        "2.txt": "two",
+    }
+    members |= {
+        "3.npy": "x",
+        "3.txt": "three",
+        "4.png": picture(),
+        "4.txt": "four",
+        "4.caption": "4",
+    }
+    members |= {
+        "5.png": picture(),
+        "5.json": ask | {"tools": [{}]},
+        "6.svg": "<svg/>",
+        "6.txt": "six",
+    }
     got = opened(shard(tmp_path / "d.tar", members), tmp_path)
     facts = read_facts(got, PROBES, tmp_path / "cache")
     assert facts.unread == {".cls": 1, ".json": 1, ".npy": 1, "foo": 1}
@@ -276,7 +345,9 @@ def test_what_energons_files_name_is_a_file_of_their_folder_and_never_a_command_
     (folder / ".nv-meta/split.yaml").write_text("a: " + "[" * 500)
     with pytest.raises(UserError, match=r"split\.yaml is not YAML: "):
         opened(".", tmp_path, window=4)
-    (folder / ".nv-meta/split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": ["a.tar"]}}))
+    (folder / ".nv-meta/split.yaml").write_text(
+        yaml.safe_dump({"split_parts": {"train": ["a.tar"]}})
+    )
     assert len(opened(".", tmp_path)) == 2
 
 
@@ -298,7 +369,9 @@ def test_a_shard_that_is_cut_off_is_refused_by_name(cut, tmp_path: Path) -> None
         last = archive.getmembers()[-1]
     path.write_bytes(
         path.read_bytes()[
-            : {"in a member": last.offset_data + 2, "in a header": last.offset + 100}.get(cut, last.offset)
+            : {"in a member": last.offset_data + 2, "in a header": last.offset + 100}.get(
+                cut, last.offset
+            )
         ]
     )
     with pytest.raises(UserError, match=r"d\.tar .*(cut off|cannot be read as a \.tar)"):
@@ -337,7 +410,9 @@ def test_a_shard_that_changes_or_goes_in_mid_run_ends_the_run(tmp_path: Path) ->
     shard(path, captions(1, 3))
     os.utime(path, ns=(1, 1))
     for read in (file.read, lambda: got.conversation(1)):
-        with pytest.raises(UserError, match=r"d\.tar has changed since it was opened; .*--new-data"):
+        with pytest.raises(
+            UserError, match=r"d\.tar has changed since it was opened; .*--new-data"
+        ):
             read()
     assert got.place(1) == f"{path}::{file.member.partition('.')[0]}"
     again = opened(path, tmp_path)
@@ -357,7 +432,9 @@ def streams(folder: Path, url: str) -> dict[str, str]:
     }
 
 
-def test_streams_are_read_once_for_texts_and_headers_and_then_through_copies_of_bounded_size(tmp_path: Path) -> None:
+def test_streams_are_read_once_for_texts_and_headers_and_then_through_copies_of_bounded_size(
+    tmp_path: Path,
+) -> None:
     """Three shards of 10,240 bytes, of which two fit."""
     folder = tmp_path / "shards"
     for k in range(3):
@@ -381,7 +458,9 @@ def test_streams_are_read_once_for_texts_and_headers_and_then_through_copies_of_
             assert server.asked["GET"] == (7 if "URL" in name else 0)
 
 
-def test_a_stream_that_is_cut_off_fails_or_does_not_fit_is_named_before_anything_is_trained_on(tmp_path: Path) -> None:
+def test_a_stream_that_is_cut_off_fails_or_does_not_fit_is_named_before_anything_is_trained_on(
+    tmp_path: Path,
+) -> None:
     path = shard(tmp_path / "d.tar", captions(0, 3))
     end = 3 * 2 * 1024  # of the last member
     for command, message in (
@@ -393,18 +472,25 @@ def test_a_stream_that_is_cut_off_fails_or_does_not_fit_is_named_before_anything
         with pytest.raises(UserError, match=message):
             opened(f"pipe:{command}", tmp_path, window=4)
     with pytest.raises(
-        UserError, match=r"can only be read from its beginning on; .* data\.sources\.mine\.window=10000"
+        UserError,
+        match=r"can only be read from its beginning on; .* data\.sources\.mine\.window=10000",
     ):
         opened(f"pipe:cat {path}", tmp_path)
-    with pytest.raises(UserError, match=r"pipe:cat .*d\.tar has .* GB, and data\.window_space=5e-06 GB is all"):
+    with pytest.raises(
+        UserError, match=r"pipe:cat .*d\.tar has .* GB, and data\.window_space=5e-06 GB is all"
+    ):
         opened(f"pipe:cat {path}", tmp_path, window=4, space=5e-6)
     for k in range(2):
         shard(tmp_path / f"{k}.tar", captions(3 * k, 3))
-    with pytest.raises(UserError, match=r"mine\.window=4: two windows take .* GB, and data\.window_space=1\.5e-05"):
+    with pytest.raises(
+        UserError, match=r"mine\.window=4: two windows take .* GB, and data\.window_space=1\.5e-05"
+    ):
         opened(f"pipe:cat {tmp_path}/{{0..1}}.tar", tmp_path, window=4, space=15e-6)
 
 
-def test_a_stream_that_changes_in_mid_run_ends_it_and_is_indexed_again_when_it_stays_so(tmp_path: Path) -> None:
+def test_a_stream_that_changes_in_mid_run_ends_it_and_is_indexed_again_when_it_stays_so(
+    tmp_path: Path,
+) -> None:
     path = shard(tmp_path / "d.tar", captions(0, 3))
     command = f"pipe:cat {path}"
     first = opened(command, tmp_path, window=4)
@@ -413,7 +499,9 @@ def test_a_stream_that_changes_in_mid_run_ends_it_and_is_indexed_again_when_it_s
         got = opened(command, tmp_path, window=4)
         assert got.fingerprint() == first.fingerprint()
         path.write_bytes(torn)
-        with pytest.raises(UserError, match=r"d\.tar has changed since it was indexed, or is cut off; .*--new-data"):
+        with pytest.raises(
+            UserError, match=r"d\.tar has changed since it was indexed, or is cut off; .*--new-data"
+        ):
             got.media(1)[0].read()
         path.write_bytes(whole)
         assert got.media(1)[0].read() == picture(colour=1)  # and goes on where it was mended
@@ -438,7 +526,9 @@ def test_what_a_compressed_shard_unpacks_to_is_bounded_member_by_member(tmp_path
     (tmp_path / "d.tar.gz").write_bytes(gzip.compress(path.read_bytes(), 1))
     got = opened(tmp_path / "d.tar.gz", tmp_path, window=4)
     assert got.conversation(0).messages[1].parts == ("short",)
-    with pytest.raises(BadSample, match=r"d\.tar\.gz::1\.txt has 67,108,865 bytes, more than the 67,108,864"):
+    with pytest.raises(
+        BadSample, match=r"d\.tar\.gz::1\.txt has 67,108,865 bytes, more than the 67,108,864"
+    ):
         got.conversation(1)
     with pytest.raises(BadSample, match=r"has more than 4,194,304 values"):
         got.conversation(2)

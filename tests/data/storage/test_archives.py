@@ -29,7 +29,10 @@ def refused(inside: MediaFolder, reference: str) -> str:
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """A folder with an image, a secret beside it, and links to both."""
-    write(tmp_path, {"photos/a.png": picture(), "photos/sub/b.png": picture(colour=2), "secret.png": b"secret"})
+    write(
+        tmp_path,
+        {"photos/a.png": picture(), "photos/sub/b.png": picture(colour=2), "secret.png": b"secret"},
+    )
     os.symlink(tmp_path / "secret.png", tmp_path / "photos" / "link.png")
     os.symlink(tmp_path, tmp_path / "photos" / "up")
     os.symlink("a.png", tmp_path / "photos" / "same.png")
@@ -38,9 +41,18 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "reference",
-    ["../secret.png", "sub/../../secret.png", "/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/x", ".."],
+    [
+        "../secret.png",
+        "sub/../../secret.png",
+        "/etc/passwd",
+        "file:///etc/passwd",
+        "http://127.0.0.1/x",
+        "..",
+    ],
 )
-def test_what_points_outside_is_refused_by_name(photos: Path, tmp_path: Path, reference: str) -> None:
+def test_what_points_outside_is_refused_by_name(
+    photos: Path, tmp_path: Path, reference: str
+) -> None:
     told = refused(folder(photos, tmp_path), reference)
     assert reference in told
     assert "points outside" in told
@@ -62,7 +74,11 @@ def test_outside_allowed_reads_absolute_paths_and_urls(photos: Path, tmp_path: P
     open_to_all = folder(photos, tmp_path, "allow")
     with pytest.raises(BadSample, match="nosuch://here: fsspec cannot open it"):
         open_to_all.find("nosuch://here/a.png").read()
-    for reference in ("../secret.png", str(tmp_path / "secret.png"), f"file://{tmp_path}/secret.png"):
+    for reference in (
+        "../secret.png",
+        str(tmp_path / "secret.png"),
+        f"file://{tmp_path}/secret.png",
+    ):
         assert open_to_all.find(reference).read() == b"secret"
 
 
@@ -95,7 +111,11 @@ def make_zip(path: Path) -> Path:
 
 def make_tar(path: Path) -> Path:
     with tarfile.open(path, "w") as archive:
-        for name, content in (("a.png", picture()), ("./sub/b.png", picture(60, 60)), ("../out.png", b"outside")):
+        for name, content in (
+            ("a.png", picture()),
+            ("./sub/b.png", picture(60, 60)),
+            ("../out.png", b"outside"),
+        ):
             member = tarfile.TarInfo(name)
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
@@ -110,7 +130,11 @@ def test_members_of_an_archive_are_read_where_they_lie(tmp_path: Path, make, nam
     make(tmp_path / name)
     for _ in range(2):  # the second finds the index of the first
         inside = folder(tmp_path / name, tmp_path)
-        for reference, content in (("a.png", picture()), ("sub/b.png", picture(60, 60)), ("sub/../a.png", picture())):
+        for reference, content in (
+            ("a.png", picture()),
+            ("sub/b.png", picture(60, 60)),
+            ("sub/../a.png", picture()),
+        ):
             assert inside.find(reference).read() == content
             with inside.find(reference).open() as file:
                 assert file.read(20) == content[:20]
@@ -125,7 +149,9 @@ def test_members_of_an_archive_are_read_where_they_lie(tmp_path: Path, make, nam
 
 
 @pytest.mark.parametrize(("make", "name"), [(make_zip, "p.zip"), (make_tar, "p.tar")])
-def test_an_archive_behind_http_gives_one_member_without_the_rest(tmp_path: Path, make, name: str) -> None:
+def test_an_archive_behind_http_gives_one_member_without_the_rest(
+    tmp_path: Path, make, name: str
+) -> None:
     write(tmp_path / "site", {})
     (tmp_path / "site").mkdir(exist_ok=True)
     make(tmp_path / "site" / name)
@@ -145,26 +171,38 @@ def test_a_member_that_inflates_to_more_than_it_says_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_a_zip_member_that_does_not_go_with_its_checksum_is_refused_as_by_unzip(tmp_path: Path, method: int) -> None:
+def test_a_zip_member_that_does_not_go_with_its_checksum_is_refused_as_by_unzip(
+    tmp_path: Path, method: int
+) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("a.png", picture(), method)
         crc = archive.getinfo("a.png").CRC.to_bytes(4, "little")
     spoiled = (tmp_path / "a.zip").read_bytes().replace(crc, bytes(4))
     (tmp_path / "a.zip").write_bytes(spoiled)
-    assert "a.zip::a.png is corrupt: its bytes do not go" in refused(folder(tmp_path / "a.zip", tmp_path), "a.png")
+    assert "a.zip::a.png is corrupt: its bytes do not go" in refused(
+        folder(tmp_path / "a.zip", tmp_path), "a.png"
+    )
 
 
 def zipfile_with_wrong_size(path: Path) -> bytes:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bomb.png", bytes(5_000_000))
-    content = path.read_bytes().replace((5_000_000).to_bytes(4, "little"), (100).to_bytes(4, "little"))
+    content = path.read_bytes().replace(
+        (5_000_000).to_bytes(4, "little"), (100).to_bytes(4, "little")
+    )
     path.write_bytes(content)
     return content
 
 
-def test_a_member_that_claims_more_than_is_read_of_one_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+def test_a_member_that_claims_more_than_is_read_of_one_is_refused_before_it_is_unpacked(
+    tmp_path: Path,
+) -> None:
     zipfile_with_wrong_size(tmp_path / "a.zip")
-    claimed = (tmp_path / "a.zip").read_bytes().replace((100).to_bytes(4, "little"), (1 << 30).to_bytes(4, "little"))
+    claimed = (
+        (tmp_path / "a.zip")
+        .read_bytes()
+        .replace((100).to_bytes(4, "little"), (1 << 30).to_bytes(4, "little"))
+    )
     (tmp_path / "a.zip").write_bytes(claimed)
     with tarfile.open(tmp_path / "b.tar", "w") as archive:
         member = tarfile.TarInfo("bomb.png")
@@ -174,21 +212,35 @@ def test_a_member_that_claims_more_than_is_read_of_one_is_refused_before_it_is_u
         archive.fileobj.seek(0, io.SEEK_END)
     for name in ("a.zip", "b.tar"):
         told = refused(folder(tmp_path / name, tmp_path), "bomb.png")
-        assert f"{name}::bomb.png has 1,073,741,824 bytes, more than the 536,870,912 that are read of one" in told
+        assert (
+            f"{name}::bomb.png has 1,073,741,824 bytes, more than the 536,870,912 that are read of one"
+            in told
+        )
 
 
 def test_a_broken_or_compressed_archive_is_fatal(tmp_path: Path) -> None:
     write(tmp_path, {"a.zip": b"PK\x03\x04 no", "b.tar": b"1" * 600, "c.tar.gz": b"\x1f\x8b"})
-    for name, told in (("a.zip", "cannot be read"), ("b.tar", "cannot be read"), ("c.tar.gz", "unpack it")):
+    for name, told in (
+        ("a.zip", "cannot be read"),
+        ("b.tar", "cannot be read"),
+        ("c.tar.gz", "unpack it"),
+    ):
         with pytest.raises(UserError, match=told) as error:
             folder(tmp_path / name, tmp_path).find("x.png")
         assert name in str(error.value)
 
 
-def test_an_absolute_path_into_the_folder_is_inside_and_others_name_the_key_that_allows_them(photos, tmp_path) -> None:
+def test_an_absolute_path_into_the_folder_is_inside_and_others_name_the_key_that_allows_them(
+    photos, tmp_path
+) -> None:
     inside = MediaFolder(str(photos), "refuse", tmp_path / "cache", "data.sources.mine.outside")
     for path in (photos / "a.png", photos / "sub" / ".." / "a.png", photos / "same.png"):
         assert inside.find(str(path)).read() == picture()
-    for path in (tmp_path / "secret.png", photos / "link.png", f"{photos}/../secret.png", f"{photos}2/a.png"):
+    for path in (
+        tmp_path / "secret.png",
+        photos / "link.png",
+        f"{photos}/../secret.png",
+        f"{photos}2/a.png",
+    ):
         told = refused(inside, str(path))
         assert told.endswith("(data.sources.mine.outside=allow reads it)")

@@ -90,6 +90,8 @@ def test_a_device_in_the_place_of_a_file_is_not_read(tmp_path: Path, name: str) 
 
 def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/folder cannot be written: Not a directory; make room there"):
+    with pytest.raises(
+        UserError, match=r"file/folder cannot be written: Not a directory; make room there"
+    ):
         save_arrays(tmp_path / "file" / "folder", {"a": np.zeros(3)})
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

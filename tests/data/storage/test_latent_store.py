@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from mmjax.config import FixedSize, VaeLatents
-from mmjax.data.storage.latent_store import BadImages, LatentStore, MadeOf, Moments, StoredLatents, shard_folder
+from mmjax.data.storage.latent_store import (
+    BadImages,
+    LatentStore,
+    MadeOf,
+    Moments,
+    StoredLatents,
+    shard_folder,
+)
 from mmjax.errors import BadMedia, UserError
 
 MADE_OF = MadeOf("mine", "draw", "records", repr(FixedSize(8)), "vae")
@@ -17,7 +24,9 @@ MADE_OF = MadeOf("mine", "draw", "records", repr(FixedSize(8)), "vae")
 
 def moments(rng: np.random.Generator) -> Moments:
     shape = (*rng.integers(1, 5, 2), 4)
-    return Moments(rng.normal(size=shape).astype(np.float16), rng.normal(-9, 1, shape).astype(np.float16))
+    return Moments(
+        rng.normal(size=shape).astype(np.float16), rng.normal(-9, 1, shape).astype(np.float16)
+    )
 
 
 @pytest.fixture
@@ -25,7 +34,11 @@ def made(tmp_path: Path) -> tuple[LatentStore, dict[tuple[int, int], Moments]]:
     """Three shards of 10 samples with up to three images each, of which sample 3 is bad and 5 could not be read."""
     rng = np.random.default_rng(0)
     store = LatentStore(tmp_path / "latents", 10)
-    images = {(sample, int(n)): moments(rng) for sample in range(10) for n in rng.permutation(5)[: sample % 4]}
+    images = {
+        (sample, int(n)): moments(rng)
+        for sample in range(10)
+        for n in rng.permutation(5)[: sample % 4]
+    }
     images = {key: value for key, value in images.items() if key[0] not in (3, 5)}
     bad = {3: BadImages(3, "it is bad"), 5: BadImages(5, "it is missing", retry=True)}
     for samples in (range(4), range(4, 6), range(6, 10)):
@@ -57,7 +70,10 @@ def test_what_is_missing_damaged_or_could_not_be_read_is_made_again(made, capsys
     assert store.remaining() == [range(4, 10)]
     assert "values.npy is not what was written; it is made again" in capsys.readouterr().err
     assert [path.name for path in store.folder.iterdir()] == ["0000000000-0000000004"]
-    with pytest.raises(UserError, match=r"mine are missing for 6 of 10 samples \(in .*\); make them with .*--latents"):
+    with pytest.raises(
+        UserError,
+        match=r"mine are missing for 6 of 10 samples \(in .*\); make them with .*--latents",
+    ):
         StoredLatents(store.folder, 10, "mine")
     with pytest.raises(UserError, match="mine are missing for 3 of 3 samples"):
         StoredLatents(store.folder / "other", 3, "mine")
@@ -92,7 +108,9 @@ def test_every_byte_of_an_images_latents_counts(tmp_path):
 def test_latents_are_drawn_around_their_mean_and_scaled():
     rng = np.random.default_rng(0)
     latents = VaeLatents(scale=0.5, shift=0.25)
-    drawn = Moments(np.full((100, 100, 4), 2.25, np.float16), np.full((100, 100, 4), np.log(0.04), np.float16))
+    drawn = Moments(
+        np.full((100, 100, 4), 2.25, np.float16), np.full((100, 100, 4), np.log(0.04), np.float16)
+    )
     assert (drawn.draw(latents) == 1.0).all()
     values = drawn.draw(latents, rng)
     assert values.dtype == np.float32
@@ -107,7 +125,10 @@ def test_another_vae_preparation_or_source_has_another_folder_and_says_what_has_
     assert MADE_OF.others(tmp_path) == []
     for changed, what in (
         (MadeOf("mine", "draw", "records", MADE_OF.images, "another"), "the VAE"),
-        (MadeOf("mine", "draw", "records", "another", "another"), "the preparation of images and the VAE"),
+        (
+            MadeOf("mine", "draw", "records", "another", "another"),
+            "the preparation of images and the VAE",
+        ),
         (MadeOf("mine", "draw", "another", MADE_OF.images, "vae"), "the data"),
     ):
         assert changed.folder(tmp_path) != MADE_OF.folder(tmp_path)
@@ -134,7 +155,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_behind(tmp_path):
     images = {(0, 0): Moments(*np.zeros((2, 50, 50, 4), np.float16))}
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))  # bytes that a file may have
     try:
-        with pytest.raises(UserError, match=r"0000000000-0000000001 cannot be written: .*; make room there"):
+        with pytest.raises(
+            UserError, match=r"0000000000-0000000001 cannot be written: .*; make room there"
+        ):
             LatentStore(tmp_path, 1).write(range(1), images, [])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)

@@ -63,7 +63,9 @@ def used(folder: Path) -> int:
     return total
 
 
-def test_processes_share_copies_that_never_take_more_than_their_space_though_one_is_killed(tmp_path: Path) -> None:
+def test_processes_share_copies_that_never_take_more_than_their_space_though_one_is_killed(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "copies").mkdir()
     most: list[int] = []
     done = threading.Event()
@@ -84,7 +86,8 @@ def test_processes_share_copies_that_never_take_more_than_their_space_though_one
         killed.kill()
         killed.wait()
         read_together(tmp_path, "abc")
-        assert sorted(made.read_text()) == ["a", "b", "c"]  # they fit, so that nobody copies one again
+        # they fit, so that nobody copies one again
+        assert sorted(made.read_text()) == ["a", "b", "c"]
         read_together(tmp_path, "abcdefghij")
     finally:
         done.set()
@@ -94,7 +97,9 @@ def test_processes_share_copies_that_never_take_more_than_their_space_though_one
     assert not list((tmp_path / "copies").glob("*.partial"))
 
 
-def test_a_copy_is_read_to_its_end_when_it_has_made_room_and_one_that_can_never_fit_is_named(tmp_path: Path) -> None:
+def test_a_copy_is_read_to_its_end_when_it_has_made_room_and_one_that_can_never_fit_is_named(
+    tmp_path: Path,
+) -> None:
     spool = Spool(tmp_path, SPACE)
 
     def write(content: bytes):
@@ -109,7 +114,9 @@ def test_a_copy_is_read_to_its_end_when_it_has_made_room_and_one_that_can_never_
         assert second.read() == b"2" * 6000
     assert first.read() == b"1" * 6000
     first.close()
-    with pytest.raises(UserError, match=r"huge has 1\.1e-05 GB, and data\.window_space=1e-05 GB is all"):
+    with pytest.raises(
+        UserError, match=r"huge has 1\.1e-05 GB, and data\.window_space=1e-05 GB is all"
+    ):
         spool.open("huge", write(b"3" * 11_000))
 
     def fails(file, reserve):

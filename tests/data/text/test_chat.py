@@ -52,7 +52,16 @@ from mmjax.data.loading.text_rows import Arrays
 from mmjax.data.media.image_transforms import prepared_sizes
 from mmjax.data.media.patches import item_size
 from mmjax.data.media.preparations import before_encoder, pan_and_scan
-from mmjax.data.sample import BadSample, Conversation, Item, MediaPlace, Message, Sample, Text, split_markers
+from mmjax.data.sample import (
+    BadSample,
+    Conversation,
+    Item,
+    MediaPlace,
+    Message,
+    Sample,
+    Text,
+    split_markers,
+)
 from mmjax.data.sources.chat_records import parse_chat
 from mmjax.data.text import chat as chat_module
 from mmjax.data.text.chat import Chat
@@ -67,7 +76,9 @@ GEMMA = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_
 
 
 def said(*turns: tuple[str, Any]) -> Conversation:
-    return Conversation(tuple(Message(role, (of,) if isinstance(of, str) else tuple(of)) for role, of in turns))
+    return Conversation(
+        tuple(Message(role, (of,) if isinstance(of, str) else tuple(of)) for role, of in turns)
+    )
 
 
 def qwen(folder: Path, source: str = checkpoints.QWEN2, **form: Any) -> Chat:
@@ -75,7 +86,9 @@ def qwen(folder: Path, source: str = checkpoints.QWEN2, **form: Any) -> Chat:
     return load_chat(ChatFormat(str(folder), **form))
 
 
-def flat(sample: Sample, positions: Sequence[int] = (), stand_in: int = -1) -> tuple[list[int], list[float]]:
+def flat(
+    sample: Sample, positions: Sequence[int] = (), stand_in: int = -1
+) -> tuple[list[int], list[float]]:
     """Ids and weights of a sample, an item as many stand-ins as it has positions."""
     ids, weights = [], []
     for segment in sample.segments:
@@ -95,7 +108,8 @@ def trained(chat: Chat, sample: Sample) -> list[str]:
     return [chat.tokenizer.decode([i for i, _ in stretch]) for on, stretch in stretches if on]
 
 
-# ------------------------------------------------------------------------------------------------------------- text
+# --------------------------------------------------------------------------------------------------
+# text
 
 TALKS = [
     said(("user", "How many apples are there?"), ("assistant", "There are 12 apples.")),
@@ -112,11 +126,16 @@ TALKS = [
 @pytest.mark.parametrize("source", [checkpoints.QWEN2, checkpoints.MARKED])
 def test_tokens_of_an_answer_have_the_weight_of_its_message(tmp_path: Path, source: str) -> None:
     said_with = [("a", "one two", 0.0), ("b", "three", 0.25), ("c", "four", 1.0)]
-    turns = [m for q, a, w in said_with for m in (Message("user", (q,)), Message("assistant", (a,), w))]
+    turns = [
+        m for q, a, w in said_with for m in (Message("user", (q,)), Message("assistant", (a,), w))
+    ]
     chat = qwen(tmp_path, source)
     ids, weights = flat(chat.sample(Conversation(tuple(turns))))
     assert set(weights) == {0, 0.25, 1}
-    text = {w: chat.tokenizer.decode([i for i, of in zip(ids, weights, strict=True) if of == w]) for w in (0.25, 1)}
+    text = {
+        w: chat.tokenizer.decode([i for i, of in zip(ids, weights, strict=True) if of == w])
+        for w in (0.25, 1)
+    }
     assert text == {0.25: "three<|im_end|>", 1: "four<|im_end|>"}
     turns[-1] = replace(turns[-1], weight=0.0)
     last = replace(chat, form=replace(chat.form, train_on="last_assistant"))
@@ -127,7 +146,11 @@ def test_tokens_of_an_answer_have_the_weight_of_its_message(tmp_path: Path, sour
 BACKENDS = {
     "qwen2": (lambda: checkpoints.byte_level(checkpoints.QWEN_VL), checkpoints.QWEN2, CHATML),
     "qwen3": (lambda: checkpoints.byte_level(checkpoints.QWEN_VL), checkpoints.QWEN3, CHATML),
-    "marked": (lambda: checkpoints.byte_level(checkpoints.QWEN_VL, trim=False), checkpoints.MARKED, CHATML),
+    "marked": (
+        lambda: checkpoints.byte_level(checkpoints.QWEN_VL, trim=False),
+        checkpoints.MARKED,
+        CHATML,
+    ),
     "llama3": (
         lambda: checkpoints.byte_level(checkpoints.LLAMA3, "<|begin_of_text|>"),
         checkpoints.LLAMA3_1,
@@ -158,9 +181,14 @@ def test_tokens_are_those_of_the_whole_text(tmp_path: Path, name: str) -> None:
         ids, weights = flat(chat.sample(talk))
         options = {"return_dict": True, "date_string": "1 May 2025"}
         assert ids == theirs.apply_chat_template(messages, **options)["input_ids"]
-        prompt = theirs.apply_chat_template(messages[:1], add_generation_prompt=True, **options)["input_ids"]
+        prompt = theirs.apply_chat_template(messages[:1], add_generation_prompt=True, **options)[
+            "input_ids"
+        ]
         if messages[0]["role"] == "user":
-            assert flat(chat.prompt(Conversation(talk.messages[:1]))) == (prompt, [0.0] * len(prompt))
+            assert flat(chat.prompt(Conversation(talk.messages[:1]))) == (
+                prompt,
+                [0.0] * len(prompt),
+            )
         if name == "marked":
             options["return_assistant_tokens_mask"] = True
             assert weights == theirs.apply_chat_template(messages, **options)["assistant_masks"]
@@ -174,8 +202,15 @@ def test_tokens_are_those_of_the_whole_text(tmp_path: Path, name: str) -> None:
 def test_exactly_the_answers_and_the_ends_of_their_turns_train(tmp_path: Path, name: str) -> None:
     backend, source, named = BACKENDS[name]
     checkpoints.save(tmp_path, backend(), source, **named)
-    turns = [("user", "How many?"), ("assistant", "There are 12."), ("user", "And green?"), ("assistant", "3 of them.")]
-    end = {"llama3": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>"}.get(name, "<|im_end|>")
+    turns = [
+        ("user", "How many?"),
+        ("assistant", "There are 12."),
+        ("user", "And green?"),
+        ("assistant", "3 of them."),
+    ]
+    end = {"llama3": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>"}.get(
+        name, "<|im_end|>"
+    )
     chat = load_chat(ChatFormat(str(tmp_path)))
     assert trained(chat, chat.sample(said(*turns))) == [f"There are 12.{end}", f"3 of them.{end}"]
     assert chat.notes == ()
@@ -190,7 +225,9 @@ def test_what_comes_after_the_last_answer_does_not_train(tmp_path: Path) -> None
     assert trained(chat, sample) == ["b<|im_end|>"]
 
 
-def test_a_token_over_the_border_of_an_answer_trains_where_it_holds_more_of_it_than_white_space(tmp_path: Path) -> None:
+def test_a_token_over_the_border_of_an_answer_trains_where_it_holds_more_of_it_than_white_space(
+    tmp_path: Path,
+) -> None:
     source = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content }}{% else %}{{ ' ASSISTANT: ' }}"
         "{% generation %}{{ m.content + ' ' }}{% endgeneration %}{% endif %}{% endfor %}"
@@ -198,15 +235,21 @@ def test_a_token_over_the_border_of_an_answer_trains_where_it_holds_more_of_it_t
     checkpoints.save(tmp_path, checkpoints.llama2(), source, **LLAMA)
     chat = load_chat(ChatFormat(str(tmp_path)))
     ids, weights = flat(
-        chat.sample(said(("user", "hello"), ("assistant", "cat"), ("user", "hi"), ("assistant", "dog")))
+        chat.sample(
+            said(("user", "hello"), ("assistant", "cat"), ("user", "hi"), ("assistant", "dog"))
+        )
     )
     tokens = [chat.tokenizer.backend.id_to_token(i) for i in ids]
-    assert "▁USER:" in tokens[1:], "the space behind the answer and the next turn are one token here"
+    assert "▁USER:" in tokens[1:], (
+        "the space behind the answer and the next turn are one token here"
+    )
     on = [token for token, weight in zip(tokens, weights, strict=True) if weight]
     assert "".join(on).split("▁") == ["", "cat", "dog", ""]
 
 
-def test_an_answer_whose_first_characters_are_one_token_with_its_prompt_is_refused(tmp_path: Path) -> None:
+def test_an_answer_whose_first_characters_are_one_token_with_its_prompt_is_refused(
+    tmp_path: Path,
+) -> None:
     """A model that is asked never sees that token: its prompt ends before."""
     chat = qwen(tmp_path)
     talk = said(("user", "a"), ("assistant", "\nb"))
@@ -223,15 +266,21 @@ SPACED = (
 
 
 @pytest.mark.parametrize("trim", [True, False])
-def test_a_generation_prompt_that_ends_inside_a_token_of_the_answer_is_refused_also_with_marks(tmp_path, trim):
+def test_a_generation_prompt_that_ends_inside_a_token_of_the_answer_is_refused_also_with_marks(
+    tmp_path, trim
+):
     """As a model is asked is not how it was trained: the space and the first letters of the answer are one token."""
     backend = checkpoints.byte_level(checkpoints.QWEN_VL, trim=trim)
     checkpoints.save(tmp_path, backend, SPACED, **CHATML)
     talk = said(("user", "What?"), ("assistant", "a cat"))
     assert backend.encode(": a cat").tokens[1] == "Ġa"
-    with pytest.raises(UserError, match=r"one token; drop the white space at the end of the template's generation"):
+    with pytest.raises(
+        UserError, match=r"one token; drop the white space at the end of the template's generation"
+    ):
         load_chat(ChatFormat(str(tmp_path)))
-    (tmp_path / "own.jinja").write_text(SPACED.replace("'ASSISTANT: ' }}{% endif", "'ASSISTANT:' }}{% endif"))
+    (tmp_path / "own.jinja").write_text(
+        SPACED.replace("'ASSISTANT: ' }}{% endif", "'ASSISTANT:' }}{% endif")
+    )
     mended = load_chat(ChatFormat(str(tmp_path), template=str(tmp_path / "own.jinja")))
     ids, weights = flat(mended.sample(talk))
     prompt, _ = flat(mended.prompt(Conversation(talk.messages[:1])))
@@ -245,13 +294,19 @@ def test_a_prompt_whose_spaces_are_other_tokens_before_an_answer_is_refused(tmp_
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer, trained.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trained.train_from_iterator(["\n\n"] * 9, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    trained.train_from_iterator(
+        ["\n\n"] * 9, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
+    )
     trained.add_special_tokens(checkpoints.special(*checkpoints.QWEN_VL))
     trained.post_processor = processors.ByteLevel(trim_offsets=False)
-    assert (trained.encode(":\n\n").tokens, trained.encode(":\n\nT").tokens) == ([":", "ĊĊ"], [":", "Ċ", "Ċ", "T"])
+    assert (trained.encode(":\n\n").tokens, trained.encode(":\n\nT").tokens) == (
+        [":", "ĊĊ"],
+        [":", "Ċ", "Ċ", "T"],
+    )
     checkpoints.save(tmp_path, trained, source, **CHATML)
     with pytest.raises(
-        UserError, match=r"can't be trained with.* its prompt has other tokens with the answer behind it"
+        UserError,
+        match=r"can't be trained with.* its prompt has other tokens with the answer behind it",
     ):
         load_chat(ChatFormat(str(tmp_path)))
 
@@ -259,7 +314,9 @@ def test_a_prompt_whose_spaces_are_other_tokens_before_an_answer_is_refused(tmp_
 def test_a_generation_prompt_that_the_trained_text_does_not_have_is_refused(tmp_path: Path) -> None:
     other = SPACED.replace("'ASSISTANT: ' }}{% endif", "'Assistant:' }}{% endif")
     checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.QWEN_VL), other, **CHATML)
-    with pytest.raises(UserError, match=r"asks for its answer with a prompt that ends in .*Assistant:"):
+    with pytest.raises(
+        UserError, match=r"asks for its answer with a prompt that ends in .*Assistant:"
+    ):
         load_chat(ChatFormat(str(tmp_path)))
 
 
@@ -267,9 +324,13 @@ def test_a_template_that_can_not_be_trained_with_writes_prompts(tmp_path: Path) 
     checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.QWEN_VL), SPACED, **CHATML)
     with pytest.raises(UserError, match="can't be trained with"):
         load_chat(ChatFormat(str(tmp_path)))
-    asked, weights = flat(load_prompt_chat(ChatFormat(str(tmp_path))).prompt(said(("user", "What?"))))
+    asked, weights = flat(
+        load_prompt_chat(ChatFormat(str(tmp_path))).prompt(said(("user", "What?")))
+    )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    there = tokenizer.apply_chat_template([{"role": "user", "content": "What?"}], add_generation_prompt=True)
+    there = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What?"}], add_generation_prompt=True
+    )
     assert list(asked) == list(there["input_ids"])
     assert not any(weights)
 
@@ -310,7 +371,9 @@ def test_a_template_whose_every_answer_begins_within_a_token_is_refused(tmp_path
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     checkpoints.save(tmp_path, checkpoints.llama2(), source, **LLAMA)
-    with pytest.raises(UserError, match=r"can't be trained with.*drop the white space.*chat\.template"):
+    with pytest.raises(
+        UserError, match=r"can't be trained with.*drop the white space.*chat\.template"
+    ):
         load_chat(ChatFormat(str(tmp_path)))
 
 
@@ -322,11 +385,14 @@ def test_a_template_that_ends_no_answer_is_noted(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, checkpoints.llama2(), source, **LLAMA)
     (note,) = load_chat(ChatFormat(str(tmp_path))).notes
     assert "nothing teaches the model to stop" in note
-    (tmp_path / "own.jinja").write_text(source.replace("' ' + m.content }}", "' ' + m.content + eos_token }}", 1))
+    (tmp_path / "own.jinja").write_text(
+        source.replace("' ' + m.content }}", "' ' + m.content + eos_token }}", 1)
+    )
     assert load_chat(ChatFormat(str(tmp_path), template=str(tmp_path / "own.jinja"))).notes == ()
 
 
-# ---------------------------------------------------------------------------------------------------------- weights
+# --------------------------------------------------------------------------------------------------
+# weights
 
 
 def test_a_step_loss_of_weights_is_the_mean_that_the_reduction_says(tmp_path: Path) -> None:
@@ -341,25 +407,33 @@ def test_a_step_loss_of_weights_is_the_mean_that_the_reduction_says(tmp_path: Pa
             on = weights > 0
             loss = np.resize(losses, len(weights))
             top, bottom = top + float(weights @ loss), bottom + float(weights.sum())
-            expected, total = expected + on.sum() ** power * loss[on].mean(), total + on.sum() ** power
+            expected, total = (
+                expected + on.sum() ** power * loss[on].mean(),
+                total + on.sum() ** power,
+            )
             assert weights.sum() == pytest.approx(on.sum() ** power, rel=1e-6)
         assert top / bottom == pytest.approx(expected / total, rel=1e-6)
 
 
 def test_weights_are_as_exact_as_float32(tmp_path: Path) -> None:
     chat = qwen(tmp_path, loss_reduction="sample")
-    weights = np.concatenate([s.weights for s in chat.sample(TALKS[0]).segments if isinstance(s, Text)])
+    weights = np.concatenate(
+        [s.weights for s in chat.sample(TALKS[0]).segments if isinstance(s, Text)]
+    )
     count = int((weights > 0).sum())
     assert {Fraction(float(w)) for w in weights if w} == {Fraction(float(np.float32(1 / count)))}
 
 
-# ------------------------------------------------------------------------------------------------------------ media
+# --------------------------------------------------------------------------------------------------
+# media
 
 
 def without_video(processor: type) -> type:
     """A processor as it is, but for videos, whose part needs torchvision."""
     return type(
-        processor.__name__, (processor,), {"check_argument_for_proper_class": lambda self, name, part: type(part)}
+        processor.__name__,
+        (processor,),
+        {"check_argument_for_proper_class": lambda self, name, part: type(part)},
     )
 
 
@@ -367,7 +441,9 @@ def save_processor(folder: Path, processor: Any) -> None:
     """A processor's folder, also of one without video."""
     processor.tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(processor.chat_template)
-    (folder / "processor_config.json").write_text(json.dumps({"processor_class": type(processor).__name__}))
+    (folder / "processor_config.json").write_text(
+        json.dumps({"processor_class": type(processor).__name__})
+    )
 
 
 def tokenizer(backend: Any, **named: Any) -> TokenizersBackend:
@@ -377,22 +453,36 @@ def tokenizer(backend: Any, **named: Any) -> TokenizersBackend:
 def llava_processor() -> tuple[Any, Any]:
     sizes = {"size": {"shortest_edge": 42}, "crop_size": {"height": 42, "width": 42}}
     text = tokenizer(checkpoints.llama2(("<image>",)), **LLAMA)
-    options = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return LlavaProcessor(CLIPImageProcessorPil(**sizes), text, chat_template=checkpoints.LLAVA, **options), [9] * 3
+    options = {
+        "patch_size": 14,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
+    return LlavaProcessor(
+        CLIPImageProcessorPil(**sizes), text, chat_template=checkpoints.LLAVA, **options
+    ), [9] * 3
 
 
 def qwen_processor() -> tuple[Any, Any]:
     text = tokenizer(checkpoints.byte_level(checkpoints.QWEN_VL), **CHATML)
     images = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 16)
-    processor = without_video(Qwen2_5_VLProcessor)(images, text, None, chat_template=checkpoints.QWEN2_VL)
+    processor = without_video(Qwen2_5_VLProcessor)(
+        images, text, None, chat_template=checkpoints.QWEN2_VL
+    )
     return processor, lambda out: (out["image_grid_thw"].prod(-1) // 4).tolist()
 
 
 def internvl_processor() -> tuple[Any, Any]:
-    names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+    names = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+    }
     extra = {"extra_special_tokens": {**names, "video_token": "<video>"}}
     text = tokenizer(checkpoints.byte_level(checkpoints.INTERNVL), **CHATML, **extra)
-    images = GotOcr2ImageProcessorPil(size={"height": 28, "width": 28}, min_patches=1, max_patches=6)
+    images = GotOcr2ImageProcessorPil(
+        size={"height": 28, "width": 28}, min_patches=1, max_patches=6
+    )
     options = {"image_seq_length": 4, "chat_template": checkpoints.INTERNVL_HF}
     return without_video(InternVLProcessor)(images, text, None, **options), None
 
@@ -402,7 +492,9 @@ def gemma_processor() -> tuple[Any, Any]:
     extra = {"extra_special_tokens": {"boi_token": begin, "eoi_token": end, "image_token": image}}
     text = tokenizer(checkpoints.gemma(checkpoints.GEMMA_IMAGES), **GEMMA, **extra)
     images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
-    return Gemma3Processor(images, text, chat_template=checkpoints.GEMMA3, image_seq_length=4), [4] * 3
+    return Gemma3Processor(images, text, chat_template=checkpoints.GEMMA3, image_seq_length=4), [
+        4
+    ] * 3
 
 
 def audio_processor() -> tuple[Any, Any]:
@@ -420,7 +512,9 @@ def hugging_face(talk: Conversation, media: Sequence[Any]) -> list[dict[str, Any
         {
             "role": m.role,
             "content": [
-                {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind, part.kind: next(left)}
+                {"type": "text", "text": part}
+                if isinstance(part, str)
+                else {"type": part.kind, part.kind: next(left)}
                 for part in m.parts
             ],
         }
@@ -451,14 +545,20 @@ LOOK = said(
         (gemma_processor, "<image_soft_token>"),
     ],
 )
-def test_images_take_the_positions_that_the_processor_gives_them(tmp_path: Path, make: Any, token: str) -> None:
+def test_images_take_the_positions_that_the_processor_gives_them(
+    tmp_path: Path, make: Any, token: str
+) -> None:
     processor, counts = make()
     save_processor(tmp_path, processor)
     messages = hugging_face(LOOK, PICTURES)
-    out = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="np")
+    out = processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="np"
+    )
     chat = load_chat(ChatFormat(str(tmp_path)))
     if counts is None:  # of tiles of four tokens
-        tiles = [processor.image_processor(p, crop_to_patches=True)["num_patches"][0] for p in PICTURES]
+        tiles = [
+            processor.image_processor(p, crop_to_patches=True)["num_patches"][0] for p in PICTURES
+        ]
         assert len(set(tiles)) > 1
         encoders, positions = [["vision"] * int(n) for n in tiles], [4] * int(sum(tiles))
     else:
@@ -468,11 +568,15 @@ def test_images_take_the_positions_that_the_processor_gives_them(tmp_path: Path,
     ids, _ = flat(sample, positions, chat.tokenizer.id(token))
     assert ids == out["input_ids"][0].tolist()
     assert [s.number for s in sample.segments if isinstance(s, Item)] == list(range(len(positions)))
-    assert all(chat.tokenizer.id(token) not in s.tokens for s in sample.segments if isinstance(s, Text))
+    assert all(
+        chat.tokenizer.id(token) not in s.tokens for s in sample.segments if isinstance(s, Text)
+    )
     assert chat.text_tokens([LOOK]) == [len(ids) - sum(positions)]
     end = {"<image>": " ", "<image_soft_token>": "<end_of_turn>"}.get(token, "<|im_end|>")
     assert [said.strip() for said in trained(chat, sample)] == [
-        f"{message.parts[0]}{end}".strip() for message in LOOK.messages if message.role == "assistant"
+        f"{message.parts[0]}{end}".strip()
+        for message in LOOK.messages
+        if message.role == "assistant"
     ]
     asked = Conversation(LOOK.messages[:1])
     messages = hugging_face(asked, PICTURES)
@@ -480,7 +584,8 @@ def test_images_take_the_positions_that_the_processor_gives_them(tmp_path: Path,
         messages, tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="np"
     )
     assert (
-        flat(chat.prompt(asked, encoders[:1]), positions, chat.tokenizer.id(token))[0] == out["input_ids"][0].tolist()
+        flat(chat.prompt(asked, encoders[:1]), positions, chat.tokenizer.id(token))[0]
+        == out["input_ids"][0].tolist()
     )
 
 
@@ -505,36 +610,68 @@ def test_a_line_break_beside_a_marker_is_the_markers_in_records_and_questions() 
         "<image> \r\n What is in the picture?",
     ):
         assert make_prompt(text, {"image": [b""]}).conversation.messages == (question,)
-        record = {"conversations": [{"from": "human", "value": text}, RECORD["conversations"][1]], "image": "a.png"}
+        record = {
+            "conversations": [{"from": "human", "value": text}, RECORD["conversations"][1]],
+            "image": "a.png",
+        }
         assert parse_chat(record, "conversations").conversation.messages[0] == question
-    assert make_prompt("What is in the picture?", {"image": [b""]}).conversation.messages == (question,)
-    assert make_prompt("Is it?\n<image>\n", {"image": [b""]}).conversation.messages[0].parts == ("Is it?", IMAGE)
-    assert split_markers("a <image> b\n\nc <image>\n<audio>") == ["a ", IMAGE, " b\n\nc ", IMAGE, CLIP]
+    assert make_prompt("What is in the picture?", {"image": [b""]}).conversation.messages == (
+        question,
+    )
+    assert make_prompt("Is it?\n<image>\n", {"image": [b""]}).conversation.messages[0].parts == (
+        "Is it?",
+        IMAGE,
+    )
+    assert split_markers("a <image> b\n\nc <image>\n<audio>") == [
+        "a ",
+        IMAGE,
+        " b\n\nc ",
+        IMAGE,
+        CLIP,
+    ]
 
 
 def test_clips_take_the_positions_that_the_processor_gives_them(tmp_path: Path) -> None:
     processor, _ = audio_processor()
     processor.save_pretrained(tmp_path)
     talk = said(
-        ("user", (CLIP, "Describe the sound.")), ("assistant", "Glass."), ("user", ("And?", CLIP)), ("assistant", "b")
+        ("user", (CLIP, "Describe the sound.")),
+        ("assistant", "Glass."),
+        ("user", ("And?", CLIP)),
+        ("assistant", "b"),
     )
     clips = [np.zeros(16000 * n // 10, np.float32) for n in (7, 23)]
     text = processor.apply_chat_template(hugging_face(talk, ["", ""]), tokenize=False)
     out = processor(text=text, audio=clips, sampling_rate=16000)
     chat = load_chat(ChatFormat(str(tmp_path)))
-    encoder = AudioConfig(1, 16, 2, 16, WhisperMel(mels=16), pool=2, connector=ConnectorConfig(merge=1))
+    encoder = AudioConfig(
+        1, 16, 2, 16, WhisperMel(mels=16), pool=2, connector=ConnectorConfig(merge=1)
+    )
     positions = [item_size(encoder, clip.shape).tokens for clip in clips]
     sample = chat.sample(talk, [["audio"], ["audio"]])
-    assert flat(sample, positions, chat.tokenizer.id("<|AUDIO|>"))[0] == np.array(out["input_ids"]).reshape(-1).tolist()
+    assert (
+        flat(sample, positions, chat.tokenizer.id("<|AUDIO|>"))[0]
+        == np.array(out["input_ids"]).reshape(-1).tolist()
+    )
     assert trained(chat, sample) == ["Glass.<|im_end|>", "b<|im_end|>"]
 
 
 def test_packed_samples_predict_exactly_what_trains(tmp_path: Path) -> None:
     """Through the length index and the packer: targets with a weight are the answers' tokens, in order."""
-    chat = pickle.loads(pickle.dumps(qwen(tmp_path, checkpoints.QWEN2_VL, loss_reduction="square", placeholders=PAD)))
-    arrays = [np.zeros((8, 12, 1), np.uint8), np.zeros((4, 4, 1), np.uint8), np.zeros((20, 8, 1), np.uint8)]
+    chat = pickle.loads(
+        pickle.dumps(
+            qwen(tmp_path, checkpoints.QWEN2_VL, loss_reduction="square", placeholders=PAD)
+        )
+    )
+    arrays = [
+        np.zeros((8, 12, 1), np.uint8),
+        np.zeros((4, 4, 1), np.uint8),
+        np.zeros((20, 8, 1), np.uint8),
+    ]
     talks, media = [LOOK, TALKS[0]], [arrays, []]
-    samples = [chat.sample(talk, [["vision"]] * len(of)) for talk, of in zip(talks, media, strict=True)]
+    samples = [
+        chat.sample(talk, [["vision"]] * len(of)) for talk, of in zip(talks, media, strict=True)
+    ]
     source = Made([(sample.segments, of) for sample, of in zip(samples, media, strict=True)])
     index = index_of(source, config())
     assert index.text_tokens.tolist() == chat.text_tokens(talks)
@@ -542,18 +679,26 @@ def test_packed_samples_predict_exactly_what_trains(tmp_path: Path) -> None:
     parts = index.parts(np.arange(2))
     plan = plan_of(parts, np.zeros(len(parts.module), np.int64), lengths, np.arange(2))
     encoders = config().model.encoders
-    packed = pack_microbatch(plan, Arrays(encoders, "causal", len(chat.tokenizer)), reader_of({"made": source}, index))
+    packed = pack_microbatch(
+        plan, Arrays(encoders, "causal", len(chat.tokenizer)), reader_of({"made": source}, index)
+    )
     predicted = packed.text.weight > 0
     expected = [[i for i, w in zip(*flat(s, [1] * 3), strict=True) if w] for s in samples]
-    assert packed.text.target[predicted].tolist() == [token for tokens in expected for token in tokens]
-    np.testing.assert_allclose(packed.text.weight.sum(), sum(len(tokens) ** 0.5 for tokens in expected), rtol=1e-6)
+    assert packed.text.target[predicted].tolist() == [
+        token for tokens in expected for token in tokens
+    ]
+    np.testing.assert_allclose(
+        packed.text.weight.sum(), sum(len(tokens) ** 0.5 for tokens in expected), rtol=1e-6
+    )
 
 
 PAD = {"image": Placeholder("<|image_pad|>")}
 
 
 def test_internvl_chat_writes_images_as_its_own_code_does(tmp_path: Path) -> None:
-    checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.INTERNVL), checkpoints.QWEN2, **CHATML)
+    checkpoints.save(
+        tmp_path, checkpoints.byte_level(checkpoints.INTERNVL), checkpoints.QWEN2, **CHATML
+    )
     (tmp_path / "config.json").write_text('{"model_type": "internvl_chat"}')
     chat = load_chat(ChatFormat(str(tmp_path)))
     talk = said(("user", (IMAGE, "\nWhat is this?")), ("assistant", "A cat."))
@@ -577,13 +722,16 @@ def test_any_token_can_stand_for_media_of_a_text_model(tmp_path: Path) -> None:
     items = [s for s in sample.segments if isinstance(s, Item)]
     assert items == [Item("whisper", 0), Item("clip", 1), Item("clip", 2), Item("whisper", 3)]
     assert "".join(
-        chat.tokenizer.decode(s.tokens) if isinstance(s, Text) else f"[{s.encoder}]" for s in sample.segments
+        chat.tokenizer.decode(s.tokens) if isinstance(s, Text) else f"[{s.encoder}]"
+        for s in sample.segments
     ).endswith(
         "x\n[whisper]\n<|vision_start|>[clip][clip]<|vision_end|>\ny\n[whisper]<|im_end|>\n<|im_start|>assistant\nz<|im_end|>\n"
     )
 
 
-def test_items_keep_their_numbers_where_a_template_writes_media_in_another_order(tmp_path: Path) -> None:
+def test_items_keep_their_numbers_where_a_template_writes_media_in_another_order(
+    tmp_path: Path,
+) -> None:
     source = (
         "{% for m in messages %}{% if m.role == 'user' %}{% for kind in ['audio', 'image', 'text'] %}"
         "{% for part in m.content | selectattr('type', 'equalto', kind) %}{{ part.text or '<|' + kind + '|>' }}"
@@ -591,9 +739,14 @@ def test_items_keep_their_numbers_where_a_template_writes_media_in_another_order
         "{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
     )
-    form = {"image": Placeholder("<|image|>", "<|image_pad|>"), "audio": Placeholder("<|audio|>", "<|video_pad|>")}
+    form = {
+        "image": Placeholder("<|image|>", "<|image_pad|>"),
+        "audio": Placeholder("<|audio|>", "<|video_pad|>"),
+    }
     chat = qwen(tmp_path, source, placeholders=form)
-    sample = chat.sample(said(("user", (IMAGE, "a", CLIP, IMAGE)), ("assistant", "b")), [["v"], ["w"], ["v", "v"]])
+    sample = chat.sample(
+        said(("user", (IMAGE, "a", CLIP, IMAGE)), ("assistant", "b")), [["v"], ["w"], ["v", "v"]]
+    )
     assert [s for s in sample.segments if isinstance(s, Item)] == [
         Item("w", 1),
         Item("v", 0),
@@ -604,29 +757,43 @@ def test_items_keep_their_numbers_where_a_template_writes_media_in_another_order
 
 def test_an_image_that_the_assistant_shows_does_not_train(tmp_path: Path) -> None:
     chat = qwen(
-        tmp_path, placeholders={"image": Placeholder("<i>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>")}
+        tmp_path,
+        placeholders={
+            "image": Placeholder("<i>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+        },
     )
-    sample = chat.sample(said(("user", "a"), ("assistant", ("Look: ", IMAGE, " there"))), [["vision"]])
+    sample = chat.sample(
+        said(("user", "a"), ("assistant", ("Look: ", IMAGE, " there"))), [["vision"]]
+    )
     assert trained(chat, sample) == ["Look: ", " there<|im_end|>"]
 
 
-def test_the_tokenizers_own_first_token_is_written_where_the_processor_writes_it(tmp_path: Path) -> None:
+def test_the_tokenizers_own_first_token_is_written_where_the_processor_writes_it(
+    tmp_path: Path,
+) -> None:
     """A processor puts <s> before a text whose template does not; a tokenizer's apply_chat_template never does."""
     processor, _ = llava_processor()
     processor.save_pretrained(tmp_path)
     talk = said(("user", "hello"), ("assistant", "hi"))
     ids, _ = flat(load_chat(ChatFormat(str(tmp_path))).sample(talk))
     messages = hugging_face(talk, ())
-    out = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="np")
+    out = processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="np"
+    )
     assert ids == out["input_ids"][0].tolist()
     assert ids[0] == processor.tokenizer.bos_token_id
     (tmp_path / "processor_config.json").unlink()
     checkpoints.save(tmp_path, checkpoints.llama2(), checkpoints.LLAVA, **LLAMA)
     text_only, _ = flat(load_chat(ChatFormat(str(tmp_path))).sample(talk))
-    assert text_only == AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages)["input_ids"] == ids[1:]
+    assert (
+        text_only
+        == AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages)["input_ids"]
+        == ids[1:]
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- bad input
+# --------------------------------------------------------------------------------------------------
+# bad input
 
 
 @pytest.mark.parametrize(
@@ -637,10 +804,22 @@ def test_the_tokenizers_own_first_token_is_written_where_the_processor_writes_it
             r"message 0 \(user\) says '<\|im_",
         ),
         (said(("user", "a"), ("assistant", "b<|im_end|>")), r"message 1 \(assistant\) says"),
-        (said(("user", "what is <|image_pad|>?"), ("assistant", "b")), "only the chat template may write"),
-        (said(("user", ("a <|im_", "end|> b")), ("assistant", "b")), "only the chat template may write"),
-        (said(("user", ("a", IMAGE, "<|image_pad|>")), ("assistant", "b")), "only the chat template may write"),
-        (said(("user", "the end <|endoftext|>"), ("assistant", "b")), "only the chat template may write"),
+        (
+            said(("user", "what is <|image_pad|>?"), ("assistant", "b")),
+            "only the chat template may write",
+        ),
+        (
+            said(("user", ("a <|im_", "end|> b")), ("assistant", "b")),
+            "only the chat template may write",
+        ),
+        (
+            said(("user", ("a", IMAGE, "<|image_pad|>")), ("assistant", "b")),
+            "only the chat template may write",
+        ),
+        (
+            said(("user", "the end <|endoftext|>"), ("assistant", "b")),
+            "only the chat template may write",
+        ),
         (said(("user", "a"), ("assistant", " \n")), r"message 1 \(assistant\) is empty"),
         (said(("user", ""), ("assistant", "b")), r"message 0 \(user\) is empty"),
         (said(("user", ()), ("assistant", "b")), r"message 0 \(user\) is empty"),
@@ -654,7 +833,9 @@ def test_the_tokenizers_own_first_token_is_written_where_the_processor_writes_it
 def test_a_conversation_that_cannot_be_trained_on_is_refused_with_its_reason(
     tmp_path: Path, talk: Conversation, reason: str
 ) -> None:
-    chat = qwen(tmp_path, checkpoints.QWEN2_VL, placeholders={"image": Placeholder("<|image_pad|>")})
+    chat = qwen(
+        tmp_path, checkpoints.QWEN2_VL, placeholders={"image": Placeholder("<|image_pad|>")}
+    )
     encoders = [["vision"]] * len(list(talk.media()))
     with pytest.raises(BadSample, match=reason):
         chat.sample(talk, encoders)
@@ -681,7 +862,9 @@ def test_special_tokens_that_no_template_writes_may_stand_in_a_text(tmp_path: Pa
 def test_a_place_without_its_image_and_an_image_without_its_place_are_refused(
     tmp_path: Path, encoders: Any, reason: str
 ) -> None:
-    chat = qwen(tmp_path, checkpoints.QWEN2_VL, placeholders={"image": Placeholder("<|image_pad|>")})
+    chat = qwen(
+        tmp_path, checkpoints.QWEN2_VL, placeholders={"image": Placeholder("<|image_pad|>")}
+    )
     with pytest.raises(BadSample, match=reason):
         chat.sample(said(("user", (IMAGE, "a")), ("assistant", "b")), encoders)
 
@@ -699,13 +882,16 @@ def test_an_image_that_the_template_leaves_out_is_refused(tmp_path: Path) -> Non
 
 def test_media_of_a_kind_that_the_model_has_no_place_for_stop_the_run(tmp_path: Path) -> None:
     chat = qwen(tmp_path)
-    with pytest.raises(UserError, match=r"media of the kind audio.*known: none.*chat.placeholders.audio"):
+    with pytest.raises(
+        UserError, match=r"media of the kind audio.*known: none.*chat.placeholders.audio"
+    ):
         chat.sample(said(("user", (CLIP, "a")), ("assistant", "b")), [["audio"]])
 
 
 def test_a_placeholder_that_is_no_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"tokenizer.json has no special token '<picture>'.*chat.placeholders.image.token"
+        UserError,
+        match=r"tokenizer.json has no special token '<picture>'.*chat.placeholders.image.token",
     ):
         qwen(tmp_path, placeholders={"image": Placeholder("<picture>")})
     with pytest.raises(UserError, match="a medium is image, audio or video"):
@@ -721,7 +907,8 @@ def test_only_a_question_can_be_asked(tmp_path: Path) -> None:
             qwen(tmp_path).prompt(talk)
 
 
-# ------------------------------------------------------------------------------------------------------------- size
+# --------------------------------------------------------------------------------------------------
+# size
 
 
 def test_the_fingerprint_changes_with_what_changes_tokens_or_weights(tmp_path: Path) -> None:
@@ -736,26 +923,36 @@ def test_the_fingerprint_changes_with_what_changes_tokens_or_weights(tmp_path: P
 
 
 @pytest.mark.parametrize("before", ["", "Look: "])
-def test_a_question_and_its_answer_are_tokenized_as_paligemmas_processor_does(tmp_path: Path, before: str) -> None:
+def test_a_question_and_its_answer_are_tokenized_as_paligemmas_processor_does(
+    tmp_path: Path, before: str
+) -> None:
     backend = checkpoints.gemma(("<image>",))
     tokenizer(backend, **GEMMA).save_pretrained(tmp_path)
     (tmp_path / "processor_config.json").write_text('{"processor_class": "PaliGemmaProcessor"}')
     # Its tokenizer adds no <bos> there, and tells an answer's tokens by their type.
-    backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A:0 $B:1", special_tokens=[])
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A", pair="$A:0 $B:1", special_tokens=[]
+    )
     eyes = SiglipImageProcessorPil(size={"height": 28, "width": 28})
     eyes.image_seq_length = 4
     processor = PaliGemmaProcessor(eyes, tokenizer(backend, **GEMMA))
     question, answer = "What is in the picture?", "A cat sits on a mat."
-    out = processor(images=PICTURES[:1], text=f"{before}<image>{question}", suffix=answer, return_tensors="np")
+    out = processor(
+        images=PICTURES[:1], text=f"{before}<image>{question}", suffix=answer, return_tensors="np"
+    )
     chat = load_chat(ChatFormat(str(tmp_path)))
     asked = ("user", (*((before,) if before else ()), IMAGE, question))
     ids, weights = flat(
-        chat.sample(said(asked, ("assistant", answer)), [["vision"]]), [4], chat.tokenizer.id("<image>")
+        chat.sample(said(asked, ("assistant", answer)), [["vision"]]),
+        [4],
+        chat.tokenizer.id("<image>"),
     )
     assert ids == out["input_ids"][0].tolist()
     assert [w > 0 for w in weights] == (out["labels"][0] >= 0).tolist()
     prompt = flat(chat.prompt(said(asked), [["vision"]]), [4], chat.tokenizer.id("<image>"))[0]
-    assert prompt == processor(images=PICTURES[:1], text=f"{before}<image>{question}")["input_ids"][0]
+    assert (
+        prompt == processor(images=PICTURES[:1], text=f"{before}<image>{question}")["input_ids"][0]
+    )
     with pytest.raises(BadSample, match="PaliGemma answers one question"):
         chat.sample(LOOK, [["vision"]] * 3)
 
@@ -763,10 +960,15 @@ def test_a_question_and_its_answer_are_tokenized_as_paligemmas_processor_does(tm
 def test_crops_stand_in_the_text_as_gemmas_processor_writes_them(tmp_path: Path) -> None:
     processor, _ = gemma_processor()
     # There the processor's own options win over the image processor's, as a call's would.
-    processor.images_kwargs = processor.images_kwargs | {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}
+    processor.images_kwargs = processor.images_kwargs | {
+        "do_pan_and_scan": True,
+        "pan_and_scan_min_crop_size": 16,
+    }
     save_processor(tmp_path, processor)
     messages = hugging_face(LOOK, PICTURES)
-    out = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="np")
+    out = processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="np"
+    )
     chat = load_chat(ChatFormat(str(tmp_path)))
     how = PanAndScan((28, 28), 16, 4, 1.2)
     items = [len(prepared_sizes(before_encoder(how), (p.height, p.width))) for p in PICTURES]
@@ -776,12 +978,15 @@ def test_crops_stand_in_the_text_as_gemmas_processor_writes_them(tmp_path: Path)
     sample = chat.sample(LOOK, [["vision"] * n for n in items], texts)
     ids, weights = flat(sample, [4] * sum(items), chat.tokenizer.id("<image_soft_token>"))
     assert ids == out["input_ids"][0].tolist()
-    trained_text = chat.tokenizer.decode([i for i, weight in zip(ids, weights, strict=True) if weight])
+    trained_text = chat.tokenizer.decode(
+        [i for i, weight in zip(ids, weights, strict=True) if weight]
+    )
     assert "crops" not in trained_text
     assert "A cat sits on a mat." in trained_text
 
 
-# As Qwen3's and Qwen3.5's: what was thought before the last question is left out, unless a variable says otherwise.
+# As Qwen3's and Qwen3.5's: what was thought before the last question is left out, unless a variable
+# says otherwise.
 REASONING = """{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}
 {%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
@@ -795,9 +1000,17 @@ def thought(answer: str, reasoning: str) -> Message:
     return Message("assistant", (answer,), fields=(("reasoning_content", reasoning),))
 
 
-def test_what_was_thought_reaches_the_template_in_training_and_in_what_is_asked(tmp_path: Path) -> None:
+def test_what_was_thought_reaches_the_template_in_training_and_in_what_is_asked(
+    tmp_path: Path,
+) -> None:
     chat = qwen(tmp_path, REASONING, variables={"preserve_thinking": True})
-    talk = Conversation((Message("user", ("What?",)), thought("A cat.", "It has ears."), Message("user", ("Sure?",))))
+    talk = Conversation(
+        (
+            Message("user", ("What?",)),
+            thought("A cat.", "It has ears."),
+            Message("user", ("Sure?",)),
+        )
+    )
     whole = replace(talk, messages=(*talk.messages, thought("Yes.", "Ears.")))
     said_of = "<think>\n{}\n</think>\n\n{}<|im_end|>"
     assert trained(chat, chat.sample(whole)) == [
@@ -813,7 +1026,9 @@ def test_what_was_thought_reaches_the_template_in_training_and_in_what_is_asked(
     )
 
 
-def test_a_template_that_drops_earlier_thinking_offers_what_keeps_it_or_the_last_answer_alone(tmp_path: Path) -> None:
+def test_a_template_that_drops_earlier_thinking_offers_what_keeps_it_or_the_last_answer_alone(
+    tmp_path: Path,
+) -> None:
     turns = (Message("user", ("What?",)), Message("assistant", ("A cat.",)))
     twice = Conversation((*turns, *turns))
     chat = qwen(tmp_path, REASONING)
@@ -829,13 +1044,22 @@ def test_a_template_that_drops_earlier_thinking_offers_what_keeps_it_or_the_last
 
 def test_a_thought_that_the_template_does_not_write_is_refused(tmp_path: Path) -> None:
     talk = Conversation((Message("user", ("What?",)), thought("A cat.", "It has ears.")))
-    with pytest.raises(BadSample, match=r"has reasoning_content, which the chat template .* does not write"):
+    with pytest.raises(
+        BadSample, match=r"has reasoning_content, which the chat template .* does not write"
+    ):
         qwen(tmp_path / "plain").sample(talk)
-    dropping = REASONING.replace("(m.reasoning_content | default(''))", "(m.reasoning_content | default(''))[:0]")
+    dropping = REASONING.replace(
+        "(m.reasoning_content | default(''))", "(m.reasoning_content | default(''))[:0]"
+    )
     with pytest.raises(BadSample, match="leaves the reasoning_content of its last answer out"):
         qwen(tmp_path / "dropping", dropping).sample(talk)
-    # A prompt that begins a thought, and an answer without one: the empty thought's line breaks are one token.
-    begun = load_chat(ChatFormat(str(tmp_path / "plain"), str(_saved(tmp_path / "r.jinja")), {"prompt": "<think>\n"}))
+    # A prompt that begins a thought, and an answer without one: the empty thought's line breaks are
+    # one token.
+    begun = load_chat(
+        ChatFormat(
+            str(tmp_path / "plain"), str(_saved(tmp_path / "r.jinja")), {"prompt": "<think>\n"}
+        )
+    )
     assert begun.sample(talk)
     with pytest.raises(BadSample, match="its prompt begins a thought, and the answer has none"):
         begun.sample(said(("user", "What?"), ("assistant", "A cat.")))
@@ -846,15 +1070,31 @@ def _saved(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("source", [checkpoints.QWEN2_VL, checkpoints.QWEN2], ids=["typed parts", "strings"])
-def test_line_breaks_beside_markers_are_text_where_the_config_says_so_as_in_transformers(tmp_path, source) -> None:
-    where = {"image": Placeholder("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>", "<|vision_start|>")}
+@pytest.mark.parametrize(
+    "source", [checkpoints.QWEN2_VL, checkpoints.QWEN2], ids=["typed parts", "strings"]
+)
+def test_line_breaks_beside_markers_are_text_where_the_config_says_so_as_in_transformers(
+    tmp_path, source
+) -> None:
+    where = {
+        "image": Placeholder(
+            "<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>", "<|vision_start|>"
+        )
+    }
     where["image"] = replace(where["image"], after="<|vision_end|>")
     placeholders = where if source == checkpoints.QWEN2 else {"image": Placeholder("<|image_pad|>")}
     chat = qwen(tmp_path, source, line_breaks="text", placeholders=placeholders)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    for question in ("<image>\nWhat?", "What? \n<image>", "<image> \n <image>\nBoth?", "<image>What?<image>"):
-        record = {"images": ["a.png"] * question.count("<image>"), "messages": [{"role": "user", "content": question}]}
+    for question in (
+        "<image>\nWhat?",
+        "What? \n<image>",
+        "<image> \n <image>\nBoth?",
+        "<image>What?<image>",
+    ):
+        record = {
+            "images": ["a.png"] * question.count("<image>"),
+            "messages": [{"role": "user", "content": question}],
+        }
         record["messages"].append({"role": "assistant", "content": "A cat."})
         talk = parse_chat(record, "messages").conversation
         written = question.replace("<image>", where["image"].written)

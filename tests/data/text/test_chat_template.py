@@ -44,7 +44,12 @@ def said(*turns: tuple[str, str]) -> Conversation:
 
 TALKS = [
     said(("user", "What is this? "), ("assistant", " A cat\n\n")),
-    said(("user", "One?"), ("assistant", "1"), ("user", "Two {{ 3 }} & <b>?"), ("assistant", '"2"\\n')),
+    said(
+        ("user", "One?"),
+        ("assistant", "1"),
+        ("user", "Two {{ 3 }} & <b>?"),
+        ("assistant", '"2"\\n'),
+    ),
     said(("system", "Be brief."), ("user", "One?"), ("assistant", "1")),
 ]
 
@@ -65,7 +70,9 @@ def test_a_text_is_the_one_that_transformers_writes(tmp_path: Path, name: str) -
         messages = ours.messages(talk, WRITTEN)
         for some, prompt in ((messages, False), (messages[:-1], True)):
             try:
-                text = theirs.apply_chat_template(some, tokenize=False, add_generation_prompt=prompt, **variables)
+                text = theirs.apply_chat_template(
+                    some, tokenize=False, add_generation_prompt=prompt, **variables
+                )
             except TemplateError as error:
                 with pytest.raises(BadSample, match=f"refuses it: {error}"):
                     ours.render(some, prompt)
@@ -77,7 +84,9 @@ def test_a_text_is_the_one_that_transformers_writes(tmp_path: Path, name: str) -
 
 def test_media_stand_in_a_message_as_parts_or_as_what_is_written_for_them(tmp_path: Path) -> None:
     image, clip = MediaPlace("image"), MediaPlace("audio")
-    talk = Conversation((Message("user", (image, "Look: ", image, clip, "!")), Message("assistant", ("I see.",))))
+    talk = Conversation(
+        (Message("user", (image, "Look: ", image, clip, "!")), Message("assistant", ("I see.",)))
+    )
     parts = template_of(tmp_path / "a", checkpoints.QWEN2_VL).messages(talk, WRITTEN)[0]["content"]
     assert [part["type"] for part in parts] == ["image", "text", "image", "audio", "text"]
     text = template_of(tmp_path / "b", checkpoints.QWEN2).messages(talk, WRITTEN)[0]["content"]
@@ -91,14 +100,20 @@ def test_a_role_that_must_be_a_string_is_one_where_others_are_lists(tmp_path: Pa
     )
     template = template_of(tmp_path, source)
     assert template.lists == {"user"}
-    assert template.rendered(template.messages(TALKS[1], WRITTEN)).text.startswith("U:One?;A:1<|eot_id|>U:Two")
+    assert template.rendered(template.messages(TALKS[1], WRITTEN)).text.startswith(
+        "U:One?;A:1<|eot_id|>U:Two"
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_an_answer_is_what_the_assistant_says_and_the_end_of_its_turn(tmp_path: Path, name: str) -> None:
+def test_an_answer_is_what_the_assistant_says_and_the_end_of_its_turn(
+    tmp_path: Path, name: str
+) -> None:
     source, variables = TEMPLATES[name]
     template = template_of(tmp_path, source, **variables)
-    messages = template.messages(said(("user", "a"), ("assistant", "b c"), ("user", "d"), ("assistant", "e")), WRITTEN)
+    messages = template.messages(
+        said(("user", "a"), ("assistant", "b c"), ("user", "d"), ("assistant", "e")), WRITTEN
+    )
     rendered = template.rendered(messages)
     turn = dict.fromkeys(("gemma", "gemma3"), "<end_of_turn>\n")
     ends = {**turn, "llama3": "<|eot_id|>", "mistral": "<|eot_id|>", "llava": " "}
@@ -112,10 +127,19 @@ def test_an_answer_is_what_the_assistant_says_and_the_end_of_its_turn(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["qwen2", "marked"])
-def test_an_answer_has_the_weight_of_its_message_and_none_with_weight_zero(tmp_path: Path, name: str) -> None:
+def test_an_answer_has_the_weight_of_its_message_and_none_with_weight_zero(
+    tmp_path: Path, name: str
+) -> None:
     source, variables = TEMPLATES[name]
     template = template_of(tmp_path, source, **variables)
-    turns = ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")
+    turns = (
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "c"),
+        ("assistant", "d"),
+        ("user", "e"),
+        ("assistant", "f"),
+    )
     messages = template.messages(said(*turns), WRITTEN)
     whole = template.rendered(messages)
     assert whole.weights == (1, 1, 1)
@@ -128,7 +152,12 @@ def test_an_answer_has_the_weight_of_its_message_and_none_with_weight_zero(tmp_p
 
 
 def test_white_space_behind_the_end_of_a_turn_is_no_part_of_an_answer(tmp_path: Path) -> None:
-    checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.CHATML), checkpoints.QWEN2, eos_token="<|im_end|>")
+    checkpoints.save(
+        tmp_path,
+        checkpoints.byte_level(checkpoints.CHATML),
+        checkpoints.QWEN2,
+        eos_token="<|im_end|>",
+    )
     template = load_template(ChatFormat(str(tmp_path)), load_tokenizer(str(tmp_path)))
     rendered = template.rendered(template.messages(TALKS[0], WRITTEN))
     assert [rendered.text[b:e] for b, e in rendered.answers] == [" A cat\n\n<|im_end|>"]
@@ -160,9 +189,12 @@ TALK_MESSAGES = [
 def test_a_template_that_writes_earlier_answers_otherwise_is_refused(tmp_path: Path) -> None:
     template = template_of(tmp_path, checkpoints.QWEN3_THINKING)
     rendered = template.rendered(TALK_MESSAGES[1:3])
-    assert [rendered.text[b:e] for b, e in rendered.answers] == ["<think>\n\n</think>\n\nan answer<|im_end|>\n"]
+    assert [rendered.text[b:e] for b, e in rendered.answers] == [
+        "<think>\n\n</think>\n\nan answer<|im_end|>\n"
+    ]
     with pytest.raises(
-        UserError, match=r"chat_template.jinja writes an answer otherwise.*% generation %.*chat.template"
+        UserError,
+        match=r"chat_template.jinja writes an answer otherwise.*% generation %.*chat.template",
     ):
         template.rendered(TALK_MESSAGES)
 
@@ -174,9 +206,13 @@ def test_variables_reach_the_template(tmp_path: Path) -> None:
 
 
 def test_a_date_in_a_text_is_the_same_every_day(tmp_path: Path) -> None:
-    checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.LLAMA3), checkpoints.LLAMA3_1, **BOS)
+    checkpoints.save(
+        tmp_path, checkpoints.byte_level(checkpoints.LLAMA3), checkpoints.LLAMA3_1, **BOS
+    )
     form, tokenizer = ChatFormat(str(tmp_path), date="2024-02-29"), load_tokenizer(str(tmp_path))
-    assert "Today Date: 29 Feb 2024" in load_template(form, tokenizer).render(TALK_MESSAGES, False)[0]
+    assert (
+        "Today Date: 29 Feb 2024" in load_template(form, tokenizer).render(TALK_MESSAGES, False)[0]
+    )
     with pytest.raises(UserError, match=r"chat.date='29.2.2024'"):
         load_template(ChatFormat(str(tmp_path), date="29.2.2024"), tokenizer)
 
@@ -225,7 +261,10 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range
             "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
             "loops and calls",
         ),
-        ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "RecursionError: maximum recursion depth"),
+        (
+            "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+            "RecursionError: maximum recursion depth",
+        ),
         ("{{ 'a' * 10 ** 12 }}", "it makes something longer than 64,000,000 characters"),
         ("{{ [0] * 10 ** 12 }}", "it makes something longer"),
         ("{{ 9 ** (9 ** 9) }}", "it makes something longer"),
@@ -238,7 +277,10 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range
             "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
             "something longer",
         ),
-        ("{% set x = 'a' * 10 ** 6 %}{% for i in range(99) %}{{ x }}{% endfor %}", "it writes more than 64,000,000"),
+        (
+            "{% set x = 'a' * 10 ** 6 %}{% for i in range(99) %}{{ x }}{% endfor %}",
+            "it writes more than 64,000,000",
+        ),
         ("{{ ('a' * 10 ** 5).replace('a', 'b' * 1000) }}", "something longer"),
         ("{{ ('a' * 10 ** 5) | replace('a', 'b' * 1000) }}", "something longer"),
         ("{{ ('{0}' * 1000).format('x' * 10 ** 5) }}", "something longer"),
@@ -263,7 +305,9 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range
         ("{{ 1 / 0 }}", "ZeroDivisionError: "),
     ],
 )
-def test_a_template_that_would_not_end_or_raises_anything_is_refused_in_one_line(tmp_path, monkeypatch, source, reason):
+def test_a_template_that_would_not_end_or_raises_anything_is_refused_in_one_line(
+    tmp_path, monkeypatch, source, reason
+):
     monkeypatch.setattr(template_sandbox, "MAX_WORK", 50_000)
     with pytest.raises(BadSample) as refused:
         template_of(tmp_path, source).render(TALK_MESSAGES, False)
@@ -291,17 +335,25 @@ def test_counting_loops_changes_nothing_that_a_template_sees(tmp_path: Path) -> 
         "{% endfor %}{% for x in nothing %}{% else %}E{% endfor %}"
         "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is sequence else x }}{% endfor %}"
     )
-    wanted = Environment(trim_blocks=True, lstrip_blocks=True).from_string(source).render(messages=TALK_MESSAGES)
+    wanted = (
+        Environment(trim_blocks=True, lstrip_blocks=True)
+        .from_string(source)
+        .render(messages=TALK_MESSAGES)
+    )
     assert template_of(tmp_path, source).render(TALK_MESSAGES, False)[0] == wanted
     assert "2/4False" in wanted
     assert wanted.endswith("a1NoneE123")
 
 
 def test_templates_are_found_where_transformers_looks(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.LLAMA3))))
+    tokenizer = load_tokenizer(
+        str(checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.LLAMA3)))
+    )
 
     def written(**form: str) -> str:
-        return load_template(ChatFormat(str(tmp_path), **form), tokenizer).render(TALK_MESSAGES, False)[0]
+        return load_template(ChatFormat(str(tmp_path), **form), tokenizer).render(
+            TALK_MESSAGES, False
+        )[0]
 
     with pytest.raises(UserError, match=r"no chat template.*chat.template"):
         written()
@@ -313,7 +365,11 @@ def test_templates_are_found_where_transformers_looks(tmp_path: Path) -> None:
         '{"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]}'
     )
     assert (
-        written() == AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TALK_MESSAGES, tokenize=False) == "d"
+        written()
+        == AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+            TALK_MESSAGES, tokenize=False
+        )
+        == "d"
     )
     config.write_text('{"chat_template": "s"}')
     assert written() == "s"
@@ -327,8 +383,12 @@ def test_templates_are_found_where_transformers_looks(tmp_path: Path) -> None:
         written(template=str(tmp_path / "none.jinja"))
 
 
-@pytest.mark.parametrize("templates", [5, [5], [{"name": "default"}], {"default": None}, {"default": ["x"]}])
-def test_a_chat_template_that_is_no_text_is_refused_by_its_file(tmp_path: Path, templates: Any) -> None:
+@pytest.mark.parametrize(
+    "templates", [5, [5], [{"name": "default"}], {"default": None}, {"default": ["x"]}]
+)
+def test_a_chat_template_that_is_no_text_is_refused_by_its_file(
+    tmp_path: Path, templates: Any
+) -> None:
     checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.LLAMA3), "x", **BOS)
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": templates}))
     with pytest.raises(UserError, match=r"chat_template\.json"):
@@ -337,5 +397,7 @@ def test_a_chat_template_that_is_no_text_is_refused_by_its_file(tmp_path: Path, 
 
 def test_a_config_with_a_tower_that_is_no_object_has_the_family_of_its_type(tmp_path: Path) -> None:
     for tower in (5, "pixtral", ["a"]):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": tower}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": "llava", "vision_config": tower})
+        )
         assert folder_families(tmp_path, {}) == ["llava"]

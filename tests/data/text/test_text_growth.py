@@ -16,7 +16,8 @@ from mmjax.data.text.text_growth import MAX_GROWTH, check_growth
 from mmjax.data.text.tokenizer import load_tokenizer
 from mmjax.errors import UserError
 
-WIDE, WIDEST = "\uff41", "\ufdfa"  # a, which NFKC makes plain; and one that it makes 18 characters of
+# a, which NFKC makes plain; and one that it makes 18 characters of
+WIDE, WIDEST = "\uff41", "\ufdfa"
 TIMES = "ab \u4e2d\xc3" * 2 + WIDEST
 
 
@@ -56,7 +57,12 @@ GROWING = {
     "where nothing matches": [regex("", "x")] * 10,
     "where nothing may match": [regex("a?", "aa")] * 9,
     "before a letter": [regex("(?=b)", "bb")] * 12,
-    "nested": [{"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [replace("a", "aaa")] * 7}]}],
+    "nested": [
+        {
+            "type": "Sequence",
+            "normalizers": [{"type": "Sequence", "normalizers": [replace("a", "aaa")] * 7}],
+        }
+    ],
     "long": [replace("a", "x" * 1000)],
     "prepended": [prepend("a" * 10_000)],
     "prepended often": [prepend("a" * 1000)] * 5,
@@ -71,8 +77,18 @@ GROWING = {
 USUAL = {
     "Llama": [prepend("\u2581"), replace(" ", "\u2581")],
     "CLIP": [{"type": "NFC"}, regex(r"\s+", " "), LOWER],
-    "ALBERT": [replace("``", '"'), replace("''", '"'), NFKD, {"type": "StripAccents"}, LOWER, regex(" {2,}", " ")],
-    "fractions": [replace(character, "1/2") for character in "\xbc\xbd\xbe\u2153\u2154\u2155\u2156\u2157\u2158\u2159"],
+    "ALBERT": [
+        replace("``", '"'),
+        replace("''", '"'),
+        NFKD,
+        {"type": "StripAccents"},
+        LOWER,
+        regex(" {2,}", " "),
+    ],
+    "fractions": [
+        replace(character, "1/2")
+        for character in "\xbc\xbd\xbe\u2153\u2154\u2155\u2156\u2157\u2158\u2159"
+    ],
     "control characters": [replace(chr(code), f"<0x{code:02X}>") for code in range(9, 14)],
     "white space, twenty times": [regex(r"[\p{Zs}\s]+", " ")] * 20,
     "quotes": [replace(old, new) for old, new in ('\u201c"', "\u2019'", "\u2014-", "\t ")],
@@ -93,7 +109,9 @@ def write(folder: Path, **parts: object) -> str:
 def test_steps_that_make_texts_ever_longer_are_named(name: str, tmp_path: Path) -> None:
     steps = GROWING[name]
     folder = write(tmp_path, normalizer={"type": "Sequence", "normalizers": steps})
-    with pytest.raises(UserError, match=r"tokenizer\.json: normalizer.* (makes|has) [\d,]+ .*are accepted") as refused:
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json: normalizer.* (makes|has) [\d,]+ .*are accepted"
+    ) as refused:
         load_tokenizer(folder)
     assert "\n" not in str(refused.value)
     if all("pattern" in step for step in steps):
@@ -120,15 +138,26 @@ def test_what_passes_grows_no_text_by_more_than_is_accepted() -> None:
             except ValueError:
                 break
             backend = tokenizers.Tokenizer.from_str(
-                json.dumps({"version": "1.0", "normalizer": part, "model": {"type": "BPE", "vocab": {}, "merges": []}})
+                json.dumps(
+                    {
+                        "version": "1.0",
+                        "normalizer": part,
+                        "model": {"type": "BPE", "vocab": {}, "merges": []},
+                    }
+                )
             )
-            grown = len(backend.normalizer.normalize_str(TIMES)) - len(backend.normalizer.normalize_str(""))
+            grown = len(backend.normalizer.normalize_str(TIMES)) - len(
+                backend.normalizer.normalize_str("")
+            )
             assert grown <= 18 * MAX_GROWTH * len(TIMES), (name, count)
             assert len(backend.normalizer.normalize_str("")) <= 4096, (name, count)
 
 
 def test_tokenizers_of_all_kinds_are_checked_in_a_moment(tmp_path: Path) -> None:
-    makers = [lambda: checkpoints.byte_level(checkpoints.LLAMA3), lambda: checkpoints.llama2(("<image>",))]
+    makers = [
+        lambda: checkpoints.byte_level(checkpoints.LLAMA3),
+        lambda: checkpoints.llama2(("<image>",)),
+    ]
     for make in (*makers, checkpoints.unigram, checkpoints.gemma):
         content = json.loads(make().to_str())
         began = time.process_time()
@@ -137,14 +166,23 @@ def test_tokenizers_of_all_kinds_are_checked_in_a_moment(tmp_path: Path) -> None
         assert time.process_time() - began < 1
 
 
-@pytest.mark.parametrize("pattern", ["(x+x+)+y", "(a+)+$", "(?:(?:a*)*)*$", r"(b+|\p{L})*", "(a+?)*"])
+@pytest.mark.parametrize(
+    "pattern", ["(x+x+)+y", "(a+)+$", "(?:(?:a*)*)*$", r"(b+|\p{L})*", "(a+?)*"]
+)
 def test_a_pattern_that_repeats_what_repeats_itself_is_named(pattern: str, tmp_path: Path) -> None:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     for part, step in (
         ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [split]}),
         ("normalizer", regex(pattern, "")),
     ):
-        with pytest.raises(UserError, match=rf"tokenizer\.json: {part} repeats what repeats itself: "):
+        with pytest.raises(
+            UserError, match=rf"tokenizer\.json: {part} repeats what repeats itself: "
+        ):
             load_tokenizer(write(tmp_path, **{part: step}))
 
 
@@ -152,24 +190,45 @@ def test_a_pattern_that_repeats_what_repeats_itself_is_named(pattern: str, tmp_p
 def test_a_character_map_that_the_library_panics_at_is_refused_before(
     content: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(UserError, match=r"tokenizer\.json: its precompiled_charsmap cannot be read"):
-        load_tokenizer(write(tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": content}))
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json: its precompiled_charsmap cannot be read"
+    ):
+        load_tokenizer(
+            write(tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": content})
+        )
     assert capfd.readouterr().err == ""
 
 
-def test_a_pattern_that_would_search_for_ages_makes_a_bad_sample_and_no_other(tmp_path: Path) -> None:
-    split = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+def test_a_pattern_that_would_search_for_ages_makes_a_bad_sample_and_no_other(
+    tmp_path: Path,
+) -> None:
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "(a|aa)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     tokenizer = load_tokenizer(write(tmp_path, pre_tokenizer=split))
     ages = "a" * 60 + "!"
     first, second, third = tokenizer.encode_all(["aa", ages, "a"])
     assert isinstance(second, BadSample)
-    assert f"{tmp_path}/tokenizer.json cannot tokenize it: Onig: Regex search error: retry-limit" in str(second)
+    assert (
+        f"{tmp_path}/tokenizer.json cannot tokenize it: Onig: Regex search error: retry-limit"
+        in str(second)
+    )
     assert (first.ids.tolist(), third.ids.tolist()) == ([1], [0])
-    with pytest.raises(UserError, match=r"tokenizer\.json: model\.max_input_chars_per_word=5000; at most 1000"):
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json: model\.max_input_chars_per_word=5000; at most 1000"
+    ):
         load_tokenizer(
             write(
                 tmp_path,
-                model={"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "max_input_chars_per_word": 5000},
+                model={
+                    "type": "WordPiece",
+                    "vocab": {"a": 0},
+                    "unk_token": "a",
+                    "max_input_chars_per_word": 5000,
+                },
             )
         )
 
@@ -178,5 +237,7 @@ def test_steps_that_the_library_panics_at_are_named(tmp_path: Path) -> None:
     replace = {"type": "Replace", "pattern": {"String": ""}, "content": "q"}
     with pytest.raises(UserError, match=r"tokenizer\.json: normalizer replaces the empty text"):
         load_tokenizer(write(tmp_path, normalizer={"type": "Sequence", "normalizers": [replace]}))
-    with pytest.raises(UserError, match=r"tokenizer\.json: pre_tokenizer cuts texts into parts of no characters"):
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json: pre_tokenizer cuts texts into parts of no characters"
+    ):
         load_tokenizer(write(tmp_path, pre_tokenizer={"type": "FixedLength", "length": 0}))

@@ -42,8 +42,14 @@ KINDS = {
         lambda: checkpoints.llama2(("<image>",)),
         {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     ),
-    "unigram": (checkpoints.unigram, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
-    "gemma": (checkpoints.gemma, {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}),
+    "unigram": (
+        checkpoints.unigram,
+        {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    ),
+    "gemma": (
+        checkpoints.gemma,
+        {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"},
+    ),
 }
 
 
@@ -60,7 +66,9 @@ def assert_same(folder: Path) -> None:
             for skip in (False, True):
                 assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip), text
         before, after = ours.around
-        assert [*before, *theirs.encode(text, add_special_tokens=False), *after] == theirs.encode(text)
+        assert [*before, *theirs.encode(text, add_special_tokens=False), *after] == theirs.encode(
+            text
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,7 +85,9 @@ def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, kind: str) -> N
         (GemmaTokenizer, checkpoints.gemma),
     ],
 )
-def test_folders_of_the_families_own_classes_are_read(tmp_path: Path, family: type, backend: Any) -> None:
+def test_folders_of_the_families_own_classes_are_read(
+    tmp_path: Path, family: type, backend: Any
+) -> None:
     model = json.loads(backend().to_str())["model"]
     made = family(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]])
     made.add_special_tokens({"extra_special_tokens": ["<image>", "<|im_start|>"]})
@@ -93,7 +103,9 @@ def test_special_tokens_that_only_the_files_beside_it_name_are_added(tmp_path: P
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["content"] != "<mask>"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"additional_special_tokens": ["<extra>"]}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(config | {"additional_special_tokens": ["<extra>"]})
+    )
     assert_same(tmp_path)
     assert load_tokenizer(str(tmp_path)).id("<extra>") is not None
 
@@ -106,7 +118,10 @@ def test_special_tokens_of_older_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps(
             config
-            | {"added_tokens_decoder": decoder, "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", **ways}}
+            | {
+                "added_tokens_decoder": decoder,
+                "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", **ways},
+            }
         )
     )
     assert_same(tmp_path)
@@ -119,7 +134,9 @@ def test_special_tokens_of_older_files_are_read(tmp_path: Path) -> None:
 
 def test_every_character_belongs_to_a_token(tmp_path: Path) -> None:
     """Also spaces, which byte-level tokenizers leave out of their offsets unless told."""
-    tokenizer = load_tokenizer(str(checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.CHATML))))
+    tokenizer = load_tokenizer(
+        str(checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.CHATML)))
+    )
     text = "a  cat\n\n sits   on <|im_end|> mats  "
     encoded = tokenizer.encode(text)
     covered = np.zeros(len(text), bool)
@@ -149,9 +166,15 @@ def test_an_answer_ends_with_what_generation_config_says(tmp_path: Path) -> None
 
 
 def test_the_fingerprint_changes_with_the_vocabulary(tmp_path: Path) -> None:
-    one = load_tokenizer(str(checkpoints.save(tmp_path / "a", checkpoints.byte_level(checkpoints.CHATML))))
-    two = load_tokenizer(str(checkpoints.save(tmp_path / "b", checkpoints.byte_level(checkpoints.QWEN_VL))))
-    assert one.fingerprint() == load_tokenizer(str(tmp_path / "a")).fingerprint() != two.fingerprint()
+    one = load_tokenizer(
+        str(checkpoints.save(tmp_path / "a", checkpoints.byte_level(checkpoints.CHATML)))
+    )
+    two = load_tokenizer(
+        str(checkpoints.save(tmp_path / "b", checkpoints.byte_level(checkpoints.QWEN_VL)))
+    )
+    assert (
+        one.fingerprint() == load_tokenizer(str(tmp_path / "a")).fingerprint() != two.fingerprint()
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,15 +186,21 @@ def test_the_fingerprint_changes_with_the_vocabulary(tmp_path: Path) -> None:
         ({"tokenizer.json": '{"model": 3}'}, "not a tokenizer that"),
     ],
 )
-def test_a_folder_without_a_fast_tokenizer_is_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_a_folder_without_a_fast_tokenizer_is_refused(
+    tmp_path: Path, files: dict[str, str], message: str
+) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_text_that_a_tokenizer_without_an_unknown_token_cannot_write_is_bad(tmp_path: Path) -> None:
-    tokenizers.Tokenizer(tokenizers.models.Unigram([("a", -1.0)])).save(str(tmp_path / "tokenizer.json"))
+def test_a_text_that_a_tokenizer_without_an_unknown_token_cannot_write_is_bad(
+    tmp_path: Path,
+) -> None:
+    tokenizers.Tokenizer(tokenizers.models.Unigram([("a", -1.0)])).save(
+        str(tmp_path / "tokenizer.json")
+    )
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.encode("aa").ids.tolist() == [0, 0]
     with pytest.raises(BadSample, match=r"tokenizer\.json cannot tokenize it"):
@@ -198,12 +227,20 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         ("tokenizer_config.json", {"bos_token": {"content": 7}}, "bos_token="),
         ("tokenizer_config.json", {"eos_token": {"content": "</s>", "special": 1}}, "eos_token="),
         ("tokenizer_config.json", {"unk_token": "\ud800"}, "unk_token="),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"content": "x"}}, "added_tokens_decoder: content="),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"content": "x"}},
+            "added_tokens_decoder: content=",
+        ),
         ("tokenizer_config.json", {"added_tokens_decoder": {"9": -1}}, "added_tokens_decoder: 9="),
         ("tokenizer_config.json", {"added_tokens_decoder": ["x"]}, "added_tokens_decoder="),
         ("generation_config.json", {"eos_token_id": [1, "2"]}, "eos_token_id="),
         ("tokenizer.json", {"post_processor": "ByteLevel"}, "is not a tokenizer"),
-        ("tokenizer.json", {"post_processor": {"type": "Sequence", "processors": [5]}}, "is not a tokenizer"),
+        (
+            "tokenizer.json",
+            {"post_processor": {"type": "Sequence", "processors": [5]}},
+            "is not a tokenizer",
+        ),
         ("tokenizer.json", {"post_processor": []}, "is not a tokenizer"),
         (
             "tokenizer.json",
@@ -217,7 +254,11 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
             },
             "has a post_processor that leaves no text",
         ),
-        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 1 << 31}, "merges": []}}, "of the id 2147483648"),
+        (
+            "tokenizer.json",
+            {"model": {"type": "BPE", "vocab": {"a": 1 << 31}, "merges": []}},
+            "of the id 2147483648",
+        ),
     ],
 )
 def test_a_value_of_another_type_in_a_tokenizers_files_is_refused_by_file_and_key(
@@ -245,7 +286,9 @@ def test_a_value_of_another_type_in_a_tokenizers_files_is_refused_by_file_and_ke
         ("mistral", {"tokenizer_class": "LlamaTokenizer"}),
     ],
 )
-def test_spaces_behind_special_tokens_are_those_that_transformers_makes(tmp_path, model_type, config):
+def test_spaces_behind_special_tokens_are_those_that_transformers_makes(
+    tmp_path, model_type, config
+):
     backend = checkpoints.llama2(("<image>",))
     # As Llama 2 and Vicuna have it: a space before every piece of text.
     spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -264,7 +307,9 @@ def test_tokens_of_an_older_file_of_added_tokens_are_read(tmp_path: Path) -> Non
     config = json.loads(path.read_text())
     config.pop("added_tokens_decoder", None)
     path.write_text(json.dumps(config | {"additional_special_tokens": ["<extra>"]}))
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<image>": before, "<extra>": before + 1}))
+    (tmp_path / "added_tokens.json").write_text(
+        json.dumps({"<image>": before, "<extra>": before + 1})
+    )
     assert_same(tmp_path)
     assert load_tokenizer(str(tmp_path)).id("<image>") == before
 
@@ -272,7 +317,9 @@ def test_tokens_of_an_older_file_of_added_tokens_are_read(tmp_path: Path) -> Non
 def test_a_text_of_too_many_tokens_is_refused_before_they_are_in_memory_and_others_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = load_tokenizer(str(checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.CHATML))))
+    tokenizer = load_tokenizer(
+        str(checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.CHATML)))
+    )
     longer, whole = "\N{GRINNING FACE}" * 300, "héllo wörld! " * 20
     expected = tokenizer.encode(whole)
     monkeypatch.setattr(tokenizers_module, "MAX_TOKENS", 1000)
@@ -281,4 +328,6 @@ def test_a_text_of_too_many_tokens_is_refused_before_they_are_in_memory_and_othe
         tokenizer.encode(longer)
     refused, same = tokenizer.encode_all([longer, whole])
     assert "1,000 tokens" in str(refused)
-    assert [array.tolist() for array in vars(same).values()] == [array.tolist() for array in vars(expected).values()]
+    assert [array.tolist() for array in vars(same).values()] == [
+        array.tolist() for array in vars(expected).values()
+    ]

@@ -26,10 +26,15 @@ def test_a_sample_is_a_prompt_and_a_picture_of_its_digits():
 
 
 def test_splits_share_no_digit_and_samples_depend_on_seed_and_index():
-    digits = {split: {d for n in range(300) for d in drawings(split).strip(n).digits} for split in ("train", "test")}
+    digits = {
+        split: {d for n in range(300) for d in drawings(split).strip(n).digits}
+        for split in ("train", "test")
+    }
     assert not digits["train"] & digits["test"]
     assert digits["test"] <= {d for of_label in digits_by_label("test") for d in of_label}
-    assert [drawings("train", seed=1).prompt(n) for n in range(20)] != [drawings("train").prompt(n) for n in range(20)]
+    assert [drawings("train", seed=1).prompt(n) for n in range(20)] != [
+        drawings("train").prompt(n) for n in range(20)
+    ]
 
 
 def test_held_out_digits_are_named_rightly_and_those_of_other_prompts_are_not():

@@ -27,7 +27,9 @@ from mmjax.data.toy.tones import Clip
 
 ENCODERS = {
     "vision": VisionConfig(1, 16, 2, 16, patch=4, channels=1),
-    "audio": AudioConfig(1, 16, 2, 16, LogMel(mels=20, sample_rate=tones.SAMPLE_RATE, window=128, hop=64)),
+    "audio": AudioConfig(
+        1, 16, 2, 16, LogMel(mels=20, sample_rate=tones.SAMPLE_RATE, window=128, hop=64)
+    ),
 }
 SPLITS = ("train", "validation", "test")
 
@@ -52,7 +54,9 @@ def test_a_sample_depends_on_seed_split_and_index_alone(split):
             np.testing.assert_array_equal(one.item(index, number), other.item(index, number))
     recipes = [dataset(split).recipe(i) for i in range(20)]
     assert recipes != [dataset(split, seed=1).recipe(i) for i in range(20)]
-    assert recipes != [dataset("test" if split == "train" else "train").recipe(i) for i in range(20)]
+    assert recipes != [
+        dataset("test" if split == "train" else "train").recipe(i) for i in range(20)
+    ]
 
 
 def test_the_fingerprint_changes_with_whatever_changes_samples():
@@ -64,12 +68,21 @@ def test_the_fingerprint_changes_with_whatever_changes_samples():
 
 def test_splits_share_no_digit_image():
     images = digits.digit_table()[0]
-    contents = [{images[row].tobytes() for of in digits.digits_by_label(split) for row in of} for split in SPLITS]
+    contents = [
+        {images[row].tobytes() for of in digits.digits_by_label(split) for row in of}
+        for split in SPLITS
+    ]
     assert sum(map(len, contents)) == len(set.union(*contents)) == 1797
     for split in SPLITS:
         allowed = {row for of in digits.digits_by_label(split) for row in of}
         recipes = [dataset(split, seed=5).recipe(i) for i in range(500)]
-        drawn = {row for r in recipes for item in r.media if isinstance(item, Strip) for row in item.digits}
+        drawn = {
+            row
+            for r in recipes
+            for item in r.media
+            if isinstance(item, Strip)
+            for row in item.digits
+        }
         assert drawn <= allowed
         assert all(len(of) >= 8 for of in digits.digits_by_label(split))
 
@@ -80,7 +93,9 @@ def test_facts_say_what_text_and_rendering_give(split):
     for index in range(300):
         facts, segments = data.facts(index), data.sample(index).segments
         assert facts.text_tokens == sum(len(s.tokens) for s in segments if isinstance(s, Text))
-        assert [s.encoder for s in segments if isinstance(s, Item)] == [encoder for encoder, _ in facts.items]
+        assert [s.encoder for s in segments if isinstance(s, Item)] == [
+            encoder for encoder, _ in facts.items
+        ]
         assert [s.number for s in segments if isinstance(s, Item)] == list(range(len(facts.items)))
         for number, (encoder, size) in enumerate(facts.items):
             array = data.item(index, number)
@@ -128,7 +143,9 @@ def test_clips_sound_the_keys_that_their_text_says():
         clip, wave = data.recipe(index).media[0], data.item(index, 0)
         at, heard = clip.lead, ""
         for length, gap in zip(clip.tones, clip.gaps, strict=True):
-            turns = np.exp(-2j * np.pi / tones.SAMPLE_RATE * np.outer(low + high, np.arange(length)))
+            turns = np.exp(
+                -2j * np.pi / tones.SAMPLE_RATE * np.outer(low + high, np.arange(length))
+            )
             power = abs(turns @ wave[at : at + length])
             heard += key_of[low[power[:4].argmax()], high[power[4:].argmax()]]
             at += length + gap
@@ -184,7 +201,12 @@ def test_a_blind_guesser_scores_at_most_fifteen_percent_in_every_family():
     best, hits = defaultdict(Counter), defaultdict(list)
 
     def visible(recipe):
-        return recipe.asks[0].task, recipe.asks[0].text, tuple(len(m.text) for m in recipe.media), len(recipe.passage)
+        return (
+            recipe.asks[0].task,
+            recipe.asks[0].text,
+            tuple(len(m.text) for m in recipe.media),
+            len(recipe.passage),
+        )
 
     for recipe in map(train.recipe, range(12_000)):
         best[visible(recipe)][recipe.asks[0].answer] += 1
@@ -217,7 +239,12 @@ def test_lengths_are_as_uneven_as_real_corpora():
     data = dataset()
     facts = [data.facts(index) for index in range(4000)]
     totals = {
-        name: np.array([sum(item_size(encoder, size).positions for e, size in f.items if e == name) for f in facts])
+        name: np.array(
+            [
+                sum(item_size(encoder, size).positions for e, size in f.items if e == name)
+                for f in facts
+            ]
+        )
         for name, encoder in ENCODERS.items()
     }
     for total in totals.values():
@@ -226,7 +253,22 @@ def test_lengths_are_as_uneven_as_real_corpora():
         assert having.max() >= 3 * having.mean()
     assert np.mean([not f.items for f in facts]) > 0.05
     orders = Counter("".join(encoder[0] for encoder, _ in f.items) for f in facts)
-    assert set(orders) >= {"", "v", "vv", "vvv", "vvvv", "a", "aa", "aaa", "av", "va", "vav", "ava", "aavv", "vvva"}
+    assert set(orders) >= {
+        "",
+        "v",
+        "vv",
+        "vvv",
+        "vvvv",
+        "a",
+        "aa",
+        "aaa",
+        "av",
+        "va",
+        "vav",
+        "ava",
+        "aavv",
+        "vvva",
+    }
     sizes = {size for f in facts for encoder, size in f.items if encoder == "vision"}
     assert len(sizes) >= 150
     assert any(height % 4 for height, _ in sizes)
@@ -283,4 +325,6 @@ def test_every_text_of_the_dataset_has_tokens_that_decode_to_it():
     assert decode_characters(tokens) == ALPHABET
     assert decode_characters([0, *encode_characters("4 7"), END, *encode_characters("9")]) == "4 7"
     for index in range(300):
-        assert all((s.tokens > 0).all() for s in dataset().sample(index).segments if isinstance(s, Text))
+        assert all(
+            (s.tokens > 0).all() for s in dataset().sample(index).segments if isinstance(s, Text)
+        )

@@ -23,16 +23,18 @@ def tile_grid(config: DynamicTiles, size: Size) -> tuple[int, int]:
     """Choose rows and columns of an image's tiles: of all grids with a permitted count, the nearest to its aspect
     ratio.
 
-    Of equally near ones the larger, as long as it has less than twice the image's pixels. OpenGVLab's own code
-    (`dynamic_preprocess`) chooses the same where one tile is permitted, as it is for all their models. From
-    `min_tiles=2` up, grids of the same count can be equally near and nearest of all (1 x 2 and 2 x 1 tiles for 4 x 5
-    pixels); which one that code takes then depends on the order of a Python set, and here it is as in transformers.
+    Of equally near ones the larger, as long as it has less than twice the image's pixels.
+    OpenGVLab's own code (`dynamic_preprocess`) chooses the same where one tile is permitted, as it
+    is for all their models. From `min_tiles=2` up, grids of the same count can be equally near and
+    nearest of all (1 x 2 and 2 x 1 tiles for 4 x 5 pixels); which one that code takes then depends
+    on the order of a Python set, and here it is as in transformers.
     """
     height, width = size
     best_distance = math.inf
     best = (1, 1)
     for rows, columns in _grids(config.min_tiles, config.max_tiles):
-        # Grids come with few tiles first, so a tie goes to the larger grid only if the image can fill half of it.
+        # Grids come with few tiles first, so a tie goes to the larger grid only if the image can
+        # fill half of it.
         distance = abs(width / height - columns / rows)
         filled = height * width > 0.5 * config.tile[0] * config.tile[1] * rows * columns
         if distance < best_distance or (distance == best_distance and filled):
@@ -45,5 +47,10 @@ def tile_grid(config: DynamicTiles, size: Size) -> tuple[int, int]:
 def _grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
     """List (rows, columns) of all grids, few tiles first, and of equal counts the narrow ones first."""
     sides = range(1, max_tiles + 1)
-    grids = [(rows, columns) for columns in sides for rows in sides if min_tiles <= rows * columns <= max_tiles]
+    grids = [
+        (rows, columns)
+        for columns in sides
+        for rows in sides
+        if min_tiles <= rows * columns <= max_tiles
+    ]
     return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))

@@ -16,5 +16,7 @@ def items(how: FixedSize, image: LazyImage, images: int) -> tuple[LazyImage, ...
         (edge,) = how.resize
         height, width = image.size
         long_edge = int(edge * max(height, width) / min(height, width))
-        image = image.resized((edge, long_edge) if height < width else (long_edge, edge), how.filter)
+        image = image.resized(
+            (edge, long_edge) if height < width else (long_edge, edge), how.filter
+        )
     return (image.cropped(how.crop) if how.crop else image,)

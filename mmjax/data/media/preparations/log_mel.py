@@ -7,7 +7,9 @@ import numpy as np
 from mmjax.config import AudioConfig, LogMel
 from mmjax.data.media.mel_power import FLOOR, RANGE, check_wave, mel_power
 
-QUIET = -2.0  # log10 power; a clip whose loudest bin is below this stays quiet instead of being raised to full scale
+# log10 power; a clip whose loudest bin is below this stays quiet instead of being raised to full
+# scale
+QUIET = -2.0
 
 
 def split(how: LogMel, samples: int) -> tuple[tuple[int, int], ...]:
@@ -15,7 +17,9 @@ def split(how: LogMel, samples: int) -> tuple[tuple[int, int], ...]:
     return ((0, samples),)
 
 
-def count_frames(how: LogMel, encoder: AudioConfig, samples: int, longest: float) -> tuple[int, int]:
+def count_frames(
+    how: LogMel, encoder: AudioConfig, samples: int, longest: float
+) -> tuple[int, int]:
     """Count the frames that become positions of the layers, and those that the convolutions read: the same."""
     frames = frame_count(how, samples)
     return frames, frames
@@ -29,9 +33,9 @@ def frame_count(how: LogMel, samples: int) -> int:
 def compute_frames(how: LogMel, wave: np.ndarray, count: int = 0) -> np.ndarray:
     """Compute frames float32 `[frame_count, mels]` of a clip `[n]`: Hann window, power, Slaney mel filters, log10.
 
-    Clamped to 8 decades below the loudest bin, as Whisper's, but scaled relative to it: the loudest bin is 1 and two
-    decades are one unit, so that gain does not matter and a tone stands well off the noise around it. A silent clip is
-    -3 everywhere.
+    Clamped to 8 decades below the loudest bin, as Whisper's, but scaled relative to it: the loudest
+    bin is 1 and two decades are one unit, so that gain does not matter and a tone stands well off
+    the noise around it. A silent clip is -3 everywhere.
     """
     check_wave(wave)
     if wave.size == 0:

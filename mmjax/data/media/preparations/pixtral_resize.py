@@ -19,7 +19,9 @@ def items(how: PixtralResize, image: LazyImage, images: int) -> tuple[LazyImage,
     ratio = max(side / limit for side, limit in zip(image.size, box, strict=True))
     size = tuple(math.floor(side / ratio) for side in image.size) if ratio > 1 else image.size
     if not min(size):
-        raise BadMedia(f"an image of {image.size[0]} x {image.size[1]} pixels is too narrow to fit {box}")
+        raise BadMedia(
+            f"an image of {image.size[0]} x {image.size[1]} pixels is too narrow to fit {box}"
+        )
     rows, columns = (-(-side // unit) for side in size)
     return (image.resized((rows * unit, columns * unit), how.filter),)
 

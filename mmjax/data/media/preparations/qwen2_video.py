@@ -14,7 +14,9 @@ def sample(how: Qwen2Video, header: VideoHeader, unit: int, token_side: int) -> 
     indices = _every_nth(how, header, unit)
     max_pixels = how.max_pixels
     if how.total_pixels:
-        max_pixels = max(min(max_pixels, how.total_pixels * unit // len(indices)), int(how.min_pixels * 1.05))
+        max_pixels = max(
+            min(max_pixels, how.total_pixels * unit // len(indices)), int(how.min_pixels * 1.05)
+        )
     size = smart_size(header.size, token_side, (how.min_pixels, max_pixels))
     seconds_per_frame = header.frames / float(header.rate or how.fps) / len(indices)
     indices = filled(indices, unit)
@@ -34,7 +36,9 @@ def _rotary_times(how: Qwen2Video, count: int, sampled: float, unit: int) -> np.
     if how.seconds == "nominal":
         times = patches * np.float32(unit / how.fps) * per_second
         return (np.rint(times) if how.turns == "patches" else times).astype(int)
-    return (patches * (per_second * np.float32(sampled) if how.tokens_per_second else np.float32(1))).astype(int)
+    return (
+        patches * (per_second * np.float32(sampled) if how.tokens_per_second else np.float32(1))
+    ).astype(int)
 
 
 def _every_nth(how: Qwen2Video, header: VideoHeader, unit: int) -> np.ndarray:
@@ -42,8 +46,10 @@ def _every_nth(how: Qwen2Video, header: VideoHeader, unit: int) -> np.ndarray:
     total = header.frames
     max_frames = min(how.max_frames, total) // unit * unit
     count = total / float(header.rate or how.fps) * how.fps
-    count = int(min(max(count, how.min_frames), max_frames, total) // unit * unit) or min(unit, total)
+    count = int(min(max(count, how.min_frames), max_frames, total) // unit * unit) or min(
+        unit, total
+    )
     step = total / count
-    # Rounded to float32, as torch.arange does: 2.9999999999 is frame 3. (Where rounding makes that one frame longer, it
-    # ends with a frame that is not there; here it does not.)
+    # Rounded to float32, as torch.arange does: 2.9999999999 is frame 3. (Where rounding makes that
+    # one frame longer, it ends with a frame that is not there; here it does not.)
     return np.minimum((np.arange(count) * step).astype(np.float32).astype(np.int64), total - 1)

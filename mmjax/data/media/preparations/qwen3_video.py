@@ -16,11 +16,15 @@ def sample(how: Qwen3Video, header: VideoHeader, unit: int, token_side: int) -> 
     count = min(max(count, how.min_frames), how.max_frames, header.frames)
     max_pixels = how.max_pixels
     if how.frame_pixels:
-        max_pixels = max(min(how.frame_pixels, max_pixels // count), int(how.min_pixels * 1.05)) * count
+        max_pixels = (
+            max(min(how.frame_pixels, max_pixels // count), int(how.min_pixels * 1.05)) * count
+        )
     bounds = how.min_pixels, max_pixels
     size = smart_size_of_frames(header.size, token_side, bounds, count, unit)
     indices = filled(np.linspace(0, header.frames - 1, count).round().astype(np.int64), unit)
     seconds = (indices / rate).reshape(-1, unit)
     # The mean of a temporal patch's first and last frame.
-    texts = tuple(f"<{(first + last) / 2:.1f} seconds>" for first, last in seconds[:, [0, -1]].tolist())
+    texts = tuple(
+        f"<{(first + last) / 2:.1f} seconds>" for first, last in seconds[:, [0, -1]].tolist()
+    )
     return SampledVideo(indices, size, texts=(*texts, ""))

@@ -28,15 +28,20 @@ def smart_size(size: Size, unit: int, bounds: tuple[int, int]) -> Size:
     Raises BadMedia where one side is more than 200 times the other.
     """
     if max(size) / min(size) > MAX_ASPECT:
-        raise BadMedia(f"an image of {size[0]} x {size[1]} pixels: one side is more than {MAX_ASPECT} times the other")
+        raise BadMedia(
+            f"an image of {size[0]} x {size[1]} pixels: one side is more than {MAX_ASPECT} times the other"
+        )
     return _whole_units(size, unit, bounds, frames=1, group=1)
 
 
-def smart_size_of_frames(size: Size, unit: int, bounds: tuple[int, int], frames: int, group: int) -> Size:
+def smart_size_of_frames(
+    size: Size, unit: int, bounds: tuple[int, int], frames: int, group: int
+) -> Size:
     """Compute the size of each frame of a video, or of a still image that counts as some, as for Qwen3-VL and GLM-4.1V.
 
-    Whole tokens of `unit` pixels a side, about its own shape, within the bounds on the pixels of all frames; these are
-    compared for whole groups of frames. Raises BadMedia where one side is more than 200 times the other.
+    Whole tokens of `unit` pixels a side, about its own shape, within the bounds on the pixels of
+    all frames; these are compared for whole groups of frames. Raises BadMedia where one side is
+    more than 200 times the other.
     """
     height, width = size
     if min(size) < unit:
@@ -44,7 +49,9 @@ def smart_size_of_frames(size: Size, unit: int, bounds: tuple[int, int], frames:
         height = int(height * grow)
         width = int(width * grow)
     if max(height, width) / min(height, width) > MAX_ASPECT:
-        raise BadMedia(f"{size[0]} x {size[1]} pixels: one side is more than {MAX_ASPECT} times the other")
+        raise BadMedia(
+            f"{size[0]} x {size[1]} pixels: one side is more than {MAX_ASPECT} times the other"
+        )
     return _whole_units((height, width), unit, bounds, frames, group)
 
 
@@ -53,8 +60,8 @@ def _whole_units(size: Size, unit: int, bounds: tuple[int, int], frames: int, gr
     height, width = size
     rows = round(height / unit)
     columns = round(width / unit)
-    # Compared for whole groups, and scaled for the frames themselves. Rounding down after shrinking and up after
-    # growing keeps the area within the bounds.
+    # Compared for whole groups, and scaled for the frames themselves. Rounding down after shrinking
+    # and up after growing keeps the area within the bounds.
     pixels = max(round(frames / group), 1) * group * rows * columns * unit * unit
     if pixels > max_pixels:
         shrink = math.sqrt(frames * height * width / max_pixels)

@@ -23,7 +23,11 @@ def sample(how: UniformVideo, header: VideoHeader, unit: int, token_side: int) -
         middles = (np.arange(how.frames) + 0.5) * (header.frames / how.frames)
         indices = np.minimum(middles.astype(np.float32).astype(np.int64), header.frames - 1)
     indices = filled(indices, unit)
-    labels = [how.label.replace("{}", str(k + 1)) for k in range(len(indices) // unit)] if how.label else []
+    labels = (
+        [how.label.replace("{}", str(k + 1)) for k in range(len(indices) // unit)]
+        if how.label
+        else []
+    )
     texts = (*(label.lstrip("\n") for label in labels[:1]), *labels[1:], "") if labels else ()
     return SampledVideo(indices, how.size or header.size, texts=texts)
 

@@ -12,13 +12,15 @@ from mmjax.errors import BadMedia
 def split(how: WhisperMel, samples: int) -> tuple[tuple[int, int], ...]:
     """Cut a clip, (start, stop) in samples: one piece where it fits the window, else as `how.longer` says.
 
-    Pieces fill the window but for the last. Raises BadMedia for an empty clip, and for a longer one that is to be
-    refused (Qwen2-Audio's processor would truncate it).
+    Pieces fill the window but for the last. Raises BadMedia for an empty clip, and for a longer one
+    that is to be refused (Qwen2-Audio's processor would truncate it).
     """
     if samples < 1:
         raise BadMedia("a clip of 0 samples is empty")
     if how.mirrored and samples <= how.window // 2:
-        raise BadMedia(f"a clip of {samples} samples is too short to be mirrored over half a window of {how.window}")
+        raise BadMedia(
+            f"a clip of {samples} samples is too short to be mirrored over half a window of {how.window}"
+        )
     window = how.seconds * how.sample_rate
     if samples > window and how.longer == "refuse":
         seconds = f"{samples / how.sample_rate:.1f} s"
@@ -28,7 +30,9 @@ def split(how: WhisperMel, samples: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, min(start + window, samples)) for start in range(0, samples, window))
 
 
-def count_frames(how: WhisperMel, encoder: AudioConfig, samples: int, longest: float) -> tuple[int, int]:
+def count_frames(
+    how: WhisperMel, encoder: AudioConfig, samples: int, longest: float
+) -> tuple[int, int]:
     """Count the frames that become positions of the layers, and with silence behind them those that convolutions read.
 
     longest: frames of which the encoder has positions. Raises BadMedia for a clip that is too long.
@@ -36,13 +40,15 @@ def count_frames(how: WhisperMel, encoder: AudioConfig, samples: int, longest: f
     check_one_piece(how, samples)
     window = how.window_frames
     frames = how.fixed_frames or valid_frames(how, samples)
-    # Position p reads frames 2p - 2 to 2p + 2: 5 frames make positions 0, 1, 2, and position 2 reads up to frame
-    # 6, so 5 + 5 % 2 + 1 = 7 frames are needed; 4 frames make 0 and 1, which read up to frame 4: 5 frames.
+    # Position p reads frames 2p - 2 to 2p + 2: 5 frames make positions 0, 1, 2, and position 2
+    # reads up to frame 6, so 5 + 5 % 2 + 1 = 7 frames are needed; 4 frames make 0 and 1, which read
+    # up to frame 4: 5 frames.
     stride = encoder.stride
     read = min(frames + frames % stride + 1, window, longest)
     if encoder.chunk:  # whose convolutions read no silence
         read = frames
-    if encoder.stem_width and frames > encoder.chunk:  # but zeros behind a clip, up to the size of its other chunks
+    # but zeros behind a clip, up to the size of its other chunks
+    if encoder.stem_width and frames > encoder.chunk:
         chunks, rest = divmod(frames, encoder.chunk)
         read = chunks * encoder.chunk + min(-(-rest // stride) * stride, encoder.chunk)
     return frames, read
@@ -57,16 +63,21 @@ def check_one_piece(how: WhisperMel, samples: int) -> None:
 def compute_frames(how: WhisperMel, wave: np.ndarray, count: int = 0) -> np.ndarray:
     """Compute the valid frames of a clip float32 `[n]` at `how.sample_rate`, float32 `[frames, mels]`.
 
-    count: with frames behind them, of the silence that pads the clip, up to so many and no more than the window has.
-    Raises BadMedia as `check_one_piece`.
+    count: with frames behind them, of the silence that pads the clip, up to so many and no more
+    than the window has. Raises BadMedia as `check_one_piece`.
     """
     check_wave(wave)
     check_one_piece(how, wave.size)
     valid = valid_frames(how, wave.size)
     frames = min(max(valid, count), how.window_frames)
-    # Frames that overlap the clip, which may be some after the last valid one; all others are silent. They are computed
-    # even if not returned, since power is clamped relative to the window's maximum.
-    overlapping = valid if how.mirrored else min(-(-(wave.size + how.window // 2) // how.hop), how.window_frames)
+    # Frames that overlap the clip, which may be some after the last valid one; all others are
+    # silent. They are computed even if not returned, since power is clamped relative to the
+    # window's maximum.
+    overlapping = (
+        valid
+        if how.mirrored
+        else min(-(-(wave.size + how.window // 2) // how.hop), how.window_frames)
+    )
     decades = np.full((max(frames, overlapping), how.mels), np.log10(np.float32(FLOOR)))
     decades[:overlapping] = np.log10(np.maximum(_centred_power(how, wave, overlapping), FLOOR))
     return ((np.maximum(decades, decades.max() - RANGE) + 4) / 4)[:frames].astype(np.float32)
@@ -74,7 +85,8 @@ def compute_frames(how: WhisperMel, wave: np.ndarray, count: int = 0) -> np.ndar
 
 def _centred_power(how: WhisperMel, wave: np.ndarray, count: int) -> np.ndarray:
     """Compute mel power `[count, mels]` of the first frames, as torch.stft(center=True, pad_mode="reflect")."""
-    # Frame k is centred on sample k * hop of the window, whose samples are mirrored about its first and its last.
+    # Frame k is centred on sample k * hop of the window, whose samples are mirrored about its first
+    # and its last.
     half = how.window // 2
     window_end = half + (wave.size if how.mirrored else how.seconds * how.sample_rate)
     padded = np.zeros(half + max(wave.size, half + 1, (count - 1) * how.hop + half), np.float32)
