@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from mmjax.config.images import AsIs, ImagePreparation
 from mmjax.config.towers import (
@@ -100,6 +100,10 @@ _CONNECTOR = ConnectorConfig(merge=1, mlp_width=0, biases=("down",))
 class DiffusionTransformerConfig:
     """A diffusion transformer as PixArt's: self-attention within an image, cross-attention to its condition."""
 
+    stride: ClassVar[int] = 1  # items of the input that become one position
+    deepstack: ClassVar[tuple[int, ...]] = ()
+    windowed: ClassVar[tuple[int, ...]] = ()
+
     layers: int  # number of layers
     width: int  # of the residual stream
     heads: int  # attention heads
@@ -158,6 +162,10 @@ UNET_MLP_FACTOR = 4  # the MLP's hidden layer
 @dataclass(frozen=True)
 class UnetConfig:
     """Stable Diffusion 2.1's UNet, for images of one size."""
+
+    stride: ClassVar[int] = 1  # items of the input that become one position
+    deepstack: ClassVar[tuple[int, ...]] = ()
+    windowed: ClassVar[tuple[int, ...]] = ()
 
     condition_width: int  # of the tokens that the connector makes of the LLM's hidden states
     # channels of each level; the resolution halves between levels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from mmjax.config.clips import AudioPreparation, LogMel
 from mmjax.config.images import AsIs, ImagePreparation
@@ -147,6 +147,9 @@ class LayerKind(NamedTuple):
 @dataclass(frozen=True)
 class DecoderConfig:
     """A causal transformer: grouped-query attention; by default rotary positions, RMSNorm and a gated MLP."""
+
+    stride: ClassVar[int] = 1  # items of the input that become one position
+    deepstack: ClassVar[tuple[int, ...]] = ()
 
     layers: int  # number of layers
     width: int  # of the residual stream
@@ -337,6 +340,9 @@ class Callbacks:
 class VisionConfig:
     """A ViT that takes images as packed patches."""
 
+    stride: ClassVar[int] = 1  # items of the input that become one position
+    queries: ClassVar[int] = 0  # learned tokens of an image that is made
+
     layers: int  # number of layers
     width: int  # of the residual stream
     heads: int  # attention heads
@@ -439,6 +445,9 @@ class AudioConfig:
     Whisper's convolutions are two along time, the second of stride 2; with `stem_width` they are
     three along time and bins, all of stride 2 (Qwen3-Omni).
     """
+
+    queries: ClassVar[int] = 0  # learned tokens of an image that is made
+    deepstack: ClassVar[tuple[int, ...]] = ()
 
     layers: int  # number of layers
     width: int  # of the residual stream

@@ -120,7 +120,7 @@ def row_of(model: ModelConfig, tower: str) -> Row:
     if tower == "llm":
         length = positions = 2 * MAX_BLOCK * PRIME
         return Row(length, {"positions": positions, "pairs": positions**2}, {"length": PRIME})
-    stride = config.stride if isinstance(config, AudioConfig) else 1
+    stride = config.stride
     multiple = config.chunk or 1 if isinstance(config, AudioConfig) else config.window**2 or 1
     length = math.lcm(stride * MAX_BLOCK, stride * layer_positions(config), multiple) * PRIME
     positions = length // stride

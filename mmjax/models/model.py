@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import DiffusionTransformerConfig, ModelConfig, UnetConfig, VisionConfig
+from mmjax.config import DiffusionTransformerConfig, ModelConfig, UnetConfig
 from mmjax.config.model import float8_linears, frozen_modules, quantized_layers
 from mmjax.models.dropout import Noise
 from mmjax.models.expert_routing import Routing
@@ -100,9 +100,7 @@ class Model:
             raise ValueError(
                 f"cuts for {min(unknown)!r}, which is no tower; there are {', '.join(towers)}"
             )
-        deepstacks = {
-            name: c.deepstack for name, c in config.encoders.items() if isinstance(c, VisionConfig)
-        }
+        deepstacks = {name: encoder.deepstack for name, encoder in config.encoders.items()}
         runs = {}
         for name, c in towers.items():
             if isinstance(c, UnetConfig):  # whose blocks differ in shape

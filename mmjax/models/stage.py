@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from mmjax.batch import Microbatch, TextBatch
-from mmjax.config import ModelConfig, VisionConfig
+from mmjax.config import ModelConfig
 from mmjax.config.generators import step_vae
 from mmjax.config.model import layers_of
 from mmjax.config.unit_stages import LayerRange
@@ -154,8 +154,7 @@ class Piece:
 
     def _deeper(self, encoder: str) -> list[int]:
         """Number an encoder's `deepstack` layers whose outputs the piece takes out or, in the LLM, adds."""
-        config = self.config.encoders[encoder]
-        layers = config.deepstack if isinstance(config, VisionConfig) else ()
+        layers = self.config.encoders[encoder].deepstack
         if self.tower != "llm":
             return [n for n, layer in enumerate(layers) if self.start <= layer < self.stop]
         # Those for which there is no layer end in the last piece, which adds them to nothing.

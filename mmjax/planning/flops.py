@@ -14,12 +14,10 @@ import numpy as np
 from mmjax.balance.waits import Prices
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import (
-    AudioConfig,
     DiffusionTransformerConfig,
     ModelConfig,
     Remat,
     UnetConfig,
-    VisionConfig,
 )
 from mmjax.config.generators import Generator, Tower
 from mmjax.config.model import (
@@ -416,8 +414,7 @@ def stage_flops(
     share = float(first)  # of a generator, whose connector stands before the layers
     if tower in model.encoders:
         # The connector's MLP, and one more for each layer of a deepstack.
-        deepstack = config.deepstack if isinstance(config, VisionConfig) else ()
-        share = (last + sum(layer in layers for layer in deepstack)) / connector_mlps(config)
+        share = (last + sum(layer in layers for layer in config.deepstack)) / connector_mlps(config)
 
     def run(trace: TowerTrace, policies: Layers) -> Flops:
         ends = table.ends(trace)
@@ -451,7 +448,6 @@ def layer_flops(
     kinds = table.ends(
         tower_trace(model, tower, _running(row_work(model, shape)), frozen_modules(model))
     ).kinds
-    deepstack = config.deepstack if isinstance(config, VisionConfig) else ()
     flops: dict[object, Flops] = {}  # layers of a kind are counted once
     keys = []
     for layer in range(count):
@@ -460,7 +456,7 @@ def layer_flops(
             *policies[layer : layer + 1],
             layer == 0,
             layer == count - 1,
-            layer in deepstack,
+            layer in config.deepstack,
         )
         if key not in flops:
             flops[key] = stage_flops(
@@ -513,9 +509,7 @@ def pair_costs(
 
 def _short_rows(model: ModelConfig) -> dict[str, int]:
     """Return the positions of the shortest row that each tower can have; others are multiples of it."""
-    strides = {
-        name: e.stride if isinstance(e, AudioConfig) else 1 for name, e in model.encoders.items()
-    }
+    strides = {name: encoder.stride for name, encoder in model.encoders.items()}
     steps = {
         name: strides[name] * layer_positions(encoder) for name, encoder in model.encoders.items()
     }

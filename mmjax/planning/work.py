@@ -91,7 +91,7 @@ def head_width(config: Tower) -> int:
 
 def connector_mlps(module: Encoder | Generator) -> int:
     """Count the MLPs of a connector: one, plus one per deepstack layer of an encoder."""
-    return 1 + (len(module.deepstack) if isinstance(module, VisionConfig) else 0)
+    return 1 + len(module.deepstack)
 
 
 def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> ModelConfig:
@@ -118,7 +118,7 @@ def _mean_pairs(config: Tower, pairs: Any, window_pairs: Callable[[int], Any]) -
         return (
             window_pairs(config.chunk_positions * config.attended_chunks) if config.chunk else pairs
         )
-    if isinstance(config, Generator) or not config.windowed:
+    if not config.windowed:
         return pairs
     window = config.window if isinstance(config, DecoderConfig) else config.window**2
     return pairs + (window_pairs(window) - pairs) * len(config.windowed) / config.layers
@@ -262,7 +262,7 @@ def row_work(
             )
             continue
         # Padding included: the backend computes it like everything else.
-        layer_length = length // config.stride if isinstance(config, AudioConfig) else length
+        layer_length = length // config.stride
         positions = rows * layer_length
         if config.attention == "dense":
             work[name] = Work(positions, rows * layer_length**2)

@@ -163,7 +163,7 @@ def _windows(tower: Tower) -> tuple[int, float]:
     """Return the window of a tower's layers, and the share of the layers that have one; of images its side."""
     if isinstance(tower, AudioConfig):
         return tower.chunk_positions * tower.attended_chunks if tower.chunk else 0, 1.0
-    if isinstance(tower, Generator) or not tower.windowed:
+    if not tower.windowed:
         return 0, 0.0
     return tower.window, len(tower.windowed) / tower.layers
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.balance.parts import LLM, Parts
-from mmjax.config import AudioConfig, DecoderConfig, Generator, UnetConfig
+from mmjax.config import DecoderConfig, Generator, UnetConfig
 from mmjax.config.generators import Tower
 from mmjax.data.media.patches import ItemModules, item_size, positions_per_token
 from mmjax.data.plan.attended_pairs import (
@@ -134,13 +134,9 @@ def index_of_lengths(
     """
     llm = np.asarray(lengths["llm_tokens"], np.int64)
     per_token = np.array([positions_per_token(module) for module in modules.values()], np.int64)
-    stride = np.array(
-        [m.stride if isinstance(m, AudioConfig) else 1 for m in modules.values()], np.int64
-    )
+    stride = np.array([module.stride for module in modules.values()], np.int64)
     useful = np.stack([np.asarray(lengths[name], np.int64) for name in modules], axis=1) * stride
-    queries = np.array(
-        [m.queries if isinstance(m, Generator) else 0 for m in modules.values()], np.int64
-    )
+    queries = np.array([module.queries for module in modules.values()], np.int64)
     size = np.array(
         [m.min_patches if isinstance(m, UnetConfig) else 0 for m in modules.values()], np.int64
     )
