@@ -16,7 +16,7 @@ from files_made import picture
 
 from mmjax.config import ChatFormat, LossConfig, ParquetSource, Placeholder
 from mmjax.config.data import DatasetInfoSource, PreferenceSource
-from mmjax.config.losses import Dpo, Grpo, Kto, Orpo
+from mmjax.config.losses import Dpo, Grpo, Kto, Orpo, takes_answers
 from mmjax.data.plan.attended_pairs import MaskRules, runs_of
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message, Rollout, Text
 from mmjax.data.sources.answers import parse_judged, parse_preference, parse_rollouts, with_loss
@@ -204,6 +204,21 @@ def test_a_judged_answer_is_read_as_trl_has_it(record):
     assert parsed.conversation == replace(SAID, rejected=None, label=True, reference=(-1.0,))
     other = parse_judged(record | {"label": False, "kl_completion": "A dog."}).conversation
     assert other == replace(SAID, label=False)
+
+
+def test_judged_answers_are_read_of_json_and_parquet_and_known_by_their_keys(tmp_path):
+    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "judged.jsonl").write_text(json.dumps(JUDGED) + "\n")
+    columns = {key: [value] for key, value in JUDGED.items()}
+    columns["images"] = [[{"bytes": picture(), "path": ""}]]
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "judged.parquet")
+    for name in ("judged.jsonl", "judged.parquet"):
+        source = source_of(str(tmp_path / name), "--data", tmp_path / "cache")
+        assert takes_answers(Kto(), source)
+        opened = open_conversations(source, "train", tmp_path / "cache", "data.sources.judged")
+        assert opened.conversation(0) == replace(SAID, rejected=None, label=True)
+        assert opened.media(0)[0].read() == picture()
+    assert not takes_answers(Dpo(), source)
 
 
 @pytest.mark.parametrize(
