@@ -290,26 +290,13 @@ class PairBranches(Branching):
         answers: Sequence[tuple[np.ndarray, np.ndarray]],
         vocab: int,
     ) -> list[Text]:
-        # The weights sum to that of the pair, 1 or its own.
         stored = "reference_log_probs" in self.loss.inputs
         if stored and len(conversation.reference) != 2:
             raise BadSample(
                 "has no ref_chosen_logps and ref_rejected_logps, which loss.reference=stored reads; write them with "
                 "mmjax.evaluate --log-probs"
             )
-        count = sum(np.count_nonzero(weights) for _, weights in answers)
-        texts = []
-        for number, (ids, weights) in enumerate(answers):
-            # white space behind the last trained token isn't needed
-            end = np.flatnonzero(weights)[-1] + 1
-            inputs = {}
-            if stored:
-                inputs["reference_log_probs"] = at_first_token(conversation.reference[number], end)
-            weight = conversation.messages[-1].weight / count
-            texts.append(
-                Text(ids[:end], np.float32(weight) * (weights[:end] > 0), loss_inputs=inputs)
-            )
-        return texts
+        return _weighted_texts(conversation, answers, stored)
 
 
 @dataclass(frozen=True)
@@ -367,28 +354,42 @@ class JudgedBranches(Branching):
         answers: Sequence[tuple[np.ndarray, np.ndarray]],
         vocab: int,
     ) -> list[Text]:
-        # The weights sum to that of the answer.
         stored = "reference_log_probs" in self.loss.inputs
         if stored and len(conversation.reference) < len(answers):
             missing = " and ".join(JUDGED_REFERENCE[: len(answers)])
             raise BadSample(
                 f"has no {missing}, which loss.reference=stored reads; write them with mmjax.evaluate --log-probs"
             )
-        count = sum(np.count_nonzero(weights) for _, weights in answers)
-        texts = []
-        for number, (ids, weights) in enumerate(answers):
-            end = np.flatnonzero(weights)[-1] + 1
-            inputs = {"labels": np.full(end, 1.0 if conversation.label else -1.0, np.float32)}
-            if stored:
-                inputs["reference_log_probs"] = at_first_token(conversation.reference[number], end)
-            weight = conversation.messages[-1].weight / count
-            texts.append(
-                Text(ids[:end], np.float32(weight) * (weights[:end] > 0), loss_inputs=inputs)
+        label = 1.0 if conversation.label else -1.0
+        return [
+            replace(
+                text, loss_inputs={"labels": np.full_like(text.weights, label), **text.loss_inputs}
             )
-        return texts
+            for text in _weighted_texts(conversation, answers, stored)
+        ]
 
 
-def at_first_token(value: float, tokens: int) -> np.ndarray:
+def _weighted_texts(
+    conversation: Conversation, answers: Sequence[tuple[np.ndarray, np.ndarray]], stored: bool
+) -> list[Text]:
+    """Build a branch of each answer's tokens and weights, which sum to the weight of the last message.
+
+    stored: whether the loss reads the reference's log-probabilities of the conversation.
+    """
+    count = sum(np.count_nonzero(weights) for _, weights in answers)
+    weight = np.float32(conversation.messages[-1].weight / count)
+    texts = []
+    for number, (ids, weights) in enumerate(answers):
+        # white space behind the last trained token isn't needed
+        end = np.flatnonzero(weights)[-1] + 1
+        inputs = {}
+        if stored:
+            inputs["reference_log_probs"] = _at_first_token(conversation.reference[number], end)
+        texts.append(Text(ids[:end], weight * (weights[:end] > 0), loss_inputs=inputs))
+    return texts
+
+
+def _at_first_token(value: float, tokens: int) -> np.ndarray:
     """Return an array `[tokens]` whose sum is a value that a loss reads of a whole answer.
 
     The first token that is trained has all of it, behind the prompt's last one.
