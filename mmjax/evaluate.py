@@ -75,7 +75,7 @@ def evaluate(
     them, `drawn_as_asked` is the share that it finds; with a generator's name as `swap`, of what
     another sample asks for.
     """
-    generators = RunFolder(run).stored_config().model.generators
+    generators = RunFolder(run).stored_config().model.towers_behind("llm")
     if swap in generators:
         evaluator, params, step = _open_evaluator(
             run, split, overrides=overrides, step=step, trust=trust

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from mmjax.config import ModelConfig
 from mmjax.config.codec import did_you_mean, encode
-from mmjax.config.model import adapted_modules, module_names, towers_of, with_changes
+from mmjax.config.model import adapted_modules, module_names, stacked_towers, with_changes
 from mmjax.console import print_lines, table
 from mmjax.disk import atomic_folder, remove_path
 from mmjax.errors import CommandParser, UserError, exit_process, run_command
@@ -67,7 +67,7 @@ def export(
     }
     _check_out(out, [folder.path, *opened], again)
     # Cut after every layer, so that parameters are read a layer at a time and never all at once.
-    cuts = {name: tuple(range(1, c.layers)) for name, c in towers_of(model).items()}
+    cuts = {name: tuple(range(1, c.layers)) for name, c in stacked_towers(model).items()}
     built = Model.build(model, jnp.float32, cuts)
     exporter = Exporter(model, SavedParameters(folder.checkpoints, step, built))
     with _new_folder(out, again) as partial:

@@ -436,9 +436,7 @@ def report_rates(config: Config, parts: Sequence[Part], budget: int | None = Non
     no more.
     """
     encoders = config.model.encoders.values()
-    encoder = next(
-        (e for e in encoders if isinstance(e, VisionConfig) and hasattr(e.videos, "fps")), None
-    )
+    encoder = next((e for e in encoders if "video" in e.media and hasattr(e.videos, "fps")), None)
     sizes = np.concatenate(
         [np.empty((0, 2), np.int64), *(part.facts.of("video") for part in parts)]
     )

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmjax.config import AudioConfig
 from mmjax.console import print_lines, table
 from mmjax.data.loading.replay import (
     PackedRow,
@@ -290,7 +289,7 @@ def write(replayed: Replayed, rows: Sequence[PackedRow], out: Path) -> Path:
                     value = replayed.item(sample.id, item.number)
                 except (OSError, ValueError):  # its sample was left out, as is printed above
                     continue
-                if isinstance(encoder, AudioConfig):
+                if encoder.modality == "audio":
                     _write_clip(out / f"{stem}.wav", value, encoder.clips.sample_rate)
                 else:
                     item_image(value).save(out / f"{stem}.png")

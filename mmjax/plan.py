@@ -295,7 +295,7 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> Lengths:
     if files:
         index = index_of_lengths(read_lengths(files, keys), modules, config.model.llm)
         return index, [1.0], f"lengths of {', '.join(map(str, files))}"
-    if config.model.generators:
+    if config.model.makes_images:
         lengths = interleaved_corpus(SYNTHETIC_SAMPLES, config.seed, modules)
     else:
         lengths = omni_corpus(SYNTHETIC_SAMPLES, config.seed)

@@ -27,7 +27,7 @@ from mmjax.autotune.memory_plan import fit_run
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Config, NoBalance
 from mmjax.config.loading import copy_config, default_config, find_config, load, resolve_callbacks
-from mmjax.config.model import towers_of, with_changes
+from mmjax.config.model import stacked_towers, with_changes
 from mmjax.config.other_names import parse_words
 from mmjax.config.towers import Attention
 from mmjax.config.validation import check_layout
@@ -402,7 +402,9 @@ class Programs:
         config = with_changes(
             config, {name: {"attention": backend} for name in ("llm", *config.item_modules)}
         )
-        single = {name: tuple(range(1, tower.layers)) for name, tower in towers_of(config).items()}
+        single = {
+            name: tuple(range(1, tower.layers)) for name, tower in stacked_towers(config).items()
+        }
         layered = Model.build(config, run.model.dtype, single, run.model.functions)
         self.executor = executor = run.executor(
             Model.build(config, run.model.dtype, functions=run.model.functions)
@@ -428,7 +430,7 @@ class Programs:
         model = executor.model.config
         patches = {
             name: np.float32(sum((b.items[name].item >= 0).sum() for b in batches))
-            for name in model.generators
+            for name in model.towers_behind("llm")
         }
         weights = loss_weights(
             model, np.float32(sum(batch.text.weight.sum() for batch in batches)), patches

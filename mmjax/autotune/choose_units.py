@@ -13,8 +13,8 @@ import numpy as np
 from mmjax.autotune.forecast import Forecast, RunForecast, forecast_best_mesh, forecast_run
 from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.sharded_stages import model_sharding, resolve_sequence_parallel
-from mmjax.config import Config, Layout, MeshConfig, ModelConfig, Remat, UnetConfig, Unit
-from mmjax.config.model import layers_of, with_changes
+from mmjax.config import Config, Layout, MeshConfig, ModelConfig, Remat, Unit
+from mmjax.config.model import with_changes
 from mmjax.config.validation import validate
 from mmjax.cost.table import module_parameters, parameters
 from mmjax.data.plan.fit_budget import make_budget
@@ -139,7 +139,7 @@ def allocation_problem(
     works = {tower: _step_work(model, tower, n, share) for tower, n in lengths.items()}
     row = {tower: _whole_blocks(work.long) for tower, work in works.items()}
     speed = measure_speed(
-        {tower: (1, [n]) for tower, n in row.items() if tower not in model.generators}
+        {tower: (1, [n]) for tower, n in row.items() if not model.towers[tower].is_generator}
     )
     measured = {
         tower: times._replace(seconds={row[tower]: times.interpolate(row[tower])})
@@ -153,14 +153,14 @@ def allocation_problem(
                 _tower_costs(config, cluster, tower, layout, works, speed)
                 for layout in _list_layouts(config, cluster, tower)
             ]
-            for tower in (*model.encoders, "llm", *model.generators)
+            for tower in (*model.encoders, "llm", *model.towers_behind("llm"))
         },
         cluster=cluster,
         room=config.mesh.memory * GB or USABLE * cluster.device.memory,
         ranks=tuple(n for n in range(1, min(samples, cluster.devices) + 1) if samples % n == 0),
         microbatches=MICROBATCHES,
         samples=samples,
-        generators=tuple(model.generators),
+        generators=model.towers_behind("llm"),
         virtual=(
             1,
             *(n for n in VIRTUAL if _is_allowed(config, "llm", Unit(pipeline=2, virtual=n))),
@@ -232,8 +232,8 @@ def _whole_blocks(length: float) -> int:
 
 def _pairs(model: ModelConfig, tower: str, lengths: np.ndarray) -> float:
     """Count the pairs that attention visits, every sample or item at the beginning of a row."""
-    config = {"llm": model.llm, **model.item_modules}[tower]
-    if isinstance(config, UnetConfig) or config.attention == "dense":
+    config = model.towers[tower]
+    if not config.is_stack or config.attention == "dense":
         return float((lengths**2).sum())
     longest = _whole_blocks(float(lengths.max()))
     rows = np.arange(len(lengths))
@@ -253,8 +253,8 @@ def _tower_costs(
     model = resolve_attention(config.model, speed.rates, layout.context)
     activation = ACTIVATION[config.training.precision]
     chunks = config.training.loss_chunks or 1
-    tower_config = {"llm": model.llm, **model.item_modules}[tower]
-    layers = layers_of(model, tower)
+    tower_config = model.towers[tower]
+    layers = tower_config.layers
     frozen = frozen_modules(model)
     has_backward = bool(needed_gradients(tower, model, frozen))
     # Devices of a rank share the LLM's rows.
@@ -275,7 +275,7 @@ def _tower_costs(
         activation,
         reference=config.loss.repeats_forward,
     )
-    if isinstance(tower_config, UnetConfig):
+    if not tower_config.is_stack:
         amounts = {tower: work}
         saved, peaks = unet_bytes(model, amounts, frozen, activation)
         plain = with_changes(model, {tower: {"remat": "none"}})
@@ -318,7 +318,7 @@ def _tower_costs(
             moments=0.0,
             has_backward=has_backward,
             unsaved=unsaved / work.positions,
-            logits_again=chunks > 1 or bool(model.generators),
+            logits_again=chunks > 1 or model.makes_images,
         )
         passes.append([passed.total for passed in pass_times(model, run, batch)])
         empty.append([passed.total for passed in pass_times(model, run, nothing)])
@@ -343,9 +343,7 @@ def _tower_costs(
     cast = 0 if activation == MASTER else MASTER + activation
     return TowerCosts(
         layout=layout,
-        width=tower_config.widths[0]
-        if isinstance(tower_config, UnetConfig)
-        else tower_config.width,
+        width=tower_config.width,
         forward=forward,
         backward=backward,
         lengths=works[tower].lengths,
@@ -375,7 +373,7 @@ def _policies(
     work: Work,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the bytes that a layer saves and its seconds of recomputation, by policy: those on the convex hull."""
-    tower_config = {"llm": model.llm, **model.item_modules}[tower]
+    tower_config = model.towers[tower]
     parts = machine.sharding.parts(tower)
     how = machine.activation, parts, machine.sharding.sequence_parallel != "off"
     measured = machine.speed.layer(tower, (1, work.inputs or work.positions))
@@ -413,7 +411,7 @@ def _elements(config: Config, tower: str) -> tuple[np.ndarray, np.ndarray, np.nd
     frozen = frozen_modules(model)
     counts = parameters(model)
     moments = moment_bytes(model, frozen, config.optimizer)
-    depth = layers_of(model, tower)
+    depth = model.towers[tower].layers
     layers = np.full(depth, module_parameters(model)[tower].layers / depth)
     ends = counts[tower] - layers.sum()
     table = model.llm.vocab * model.llm.width if tower == "llm" else ends

@@ -15,8 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
-from mmjax.config import Callbacks, Config, Generator
-from mmjax.config.towers import Encoder
+from mmjax.config import Callbacks, Config, Encoder, Generator
 from mmjax.cost.trace import tower_batch
 from mmjax.data.loading.context import tokens_on_device
 from mmjax.data.plan.placement import Shape
@@ -419,7 +418,7 @@ def table_structs(
     tables: dict[str, dict[str, Any]] = {"slots": {}, "send": {}, "spread": {}, "condition": {}}
     for name, module in modules.items():
         tables["slots"][name] = slot_structs(module, token)
-        if isinstance(module, Generator):
+        if module.is_generator:
             # What generators are sent goes from rank to rank.
             rows, length = shape[name]
             columns = module.most_images(length) * module.condition_tokens
@@ -444,7 +443,7 @@ def slot_structs(
     module: Encoder | Generator, token: jax.ShapeDtypeStruct
 ) -> jax.ShapeDtypeStruct | WeightedSlots:
     """Return the shapes of the table that places a module's tokens among those of the text."""
-    if isinstance(module, Generator) or not module.interpolates_tokens:
+    if not module.interpolates_tokens:
         return token
     corners = jax.ShapeDtypeStruct((*token.shape, CORNERS), np.int32, sharding=token.sharding)
     return WeightedSlots(corners, corners.update(dtype=np.float32))

@@ -27,7 +27,7 @@ from mmjax.config import (
     PostBalance,
     Samples,
 )
-from mmjax.config.model import towers_of
+from mmjax.config.model import stacked_towers
 from mmjax.config.training import unit_devices
 from mmjax.config.validation import check_layout
 from mmjax.data.plan.budget import Budget
@@ -366,7 +366,7 @@ def describe_basis(config: Config, cluster: Cluster, speed: Speed) -> str:
     device = cluster.device
     rates = speed.rates
     towers: dict[str, list[str]] = {}  # by where their layers were timed
-    for tower in towers_of(config.model):
+    for tower in stacked_towers(config.model):
         if tower in speed.measured:
             towers.setdefault(speed.measured[tower].source, []).append(tower)
     everywhere = sum(map(len, towers.values())) == 1 + len(config.model.item_modules)

@@ -23,8 +23,8 @@ import numpy as np
 from flax import nnx
 
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import Config, DecoderConfig, ModelConfig, Remat, VisionConfig
-from mmjax.config.model import towers_of
+from mmjax.config import Config, DecoderConfig, ModelConfig, Remat
+from mmjax.config.model import stacked_towers, with_one_item_module
 from mmjax.console import print_note
 from mmjax.cost.trace import tower_batch
 from mmjax.disk import read_sealed, user_cache, write_sealed
@@ -73,15 +73,13 @@ def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) ->
         }
         llm = replace(llm, **kinds)
         return ModelConfig(replace(llm, layers=layers, remat=remat), lora=config.lora)
-    if tower in config.generators:
-        # A frozen one's first layer would be a stack of its own.
-        generator = replace(config.generators[tower], layers=layers, remat=remat, frozen=False)
-        return ModelConfig(replace(llm, layers=1), generators={tower: generator}, lora=config.lora)
-    encoder = replace(config.encoders[tower], layers=layers, remat=remat)
-    if isinstance(encoder, VisionConfig):
-        # Layers that feed the LLM (deepstack) would split the stack into several scans.
-        encoder = replace(encoder, deepstack=())
-    return ModelConfig(replace(llm, layers=1), {tower: encoder}, config.lora)
+    # Layers that feed the LLM (deepstack) would split the stack into several scans, and a frozen
+    # generator's first layer would be a stack of its own.
+    part = config.towers[tower]
+    changes = {"deepstack": ()} if part.deepstack else {}
+    changes |= {"frozen": False} if part.is_generator else {}
+    part = replace(part, layers=layers, remat=remat, **changes)
+    return with_one_item_module(replace(llm, layers=1), tower, part, config.lora)
 
 
 def tower_inputs(
@@ -265,9 +263,9 @@ def _one_sample(batch: TextBatch | ItemBatch) -> TextBatch | ItemBatch:
 
 def _profile_key(config: Config, tower: str, device: jax.Device) -> dict[str, Any]:
     """Return everything that a layer's time depends on."""
-    part = towers_of(config.model)[tower]
+    part = stacked_towers(config.model)[tower]
     layer = replace(part, layers=STACK, remat="none", frozen=False)
-    if tower not in config.model.generators:  # which drop nothing in their layers
+    if not part.is_generator:  # which drop nothing in their layers
         layer = replace(layer, dropout=0.0)
     gradients = needed_gradients(tower, config.model, frozen_modules(config.model))
     return {f"lora.{name}": repr(lora) for name, lora in config.model.lora.items()} | {

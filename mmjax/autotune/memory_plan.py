@@ -19,7 +19,7 @@ from mmjax.autotune.run_plan import plan_run
 from mmjax.autotune.sharded_stages import device_microbatch, on_one_mesh
 from mmjax.config import Config, MeshConfig, Remat, Samples
 from mmjax.config.loading import apply_overrides
-from mmjax.config.model import towers_of
+from mmjax.config.model import stacked_towers, tower_key
 from mmjax.console import size
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.disk import read_sealed, write_sealed
@@ -56,7 +56,7 @@ class MemoryDecision:
 
 def plan_key(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Return the cache key of a memory plan, as JSON: the devices, and what the config fixes or leaves open."""
-    towers = towers_of(config.model)
+    towers = stacked_towers(config.model)
     key = {
         # Whatever the plan depends on and a resumed run may change.
         "device": mesh.devices.flat[0].device_kind,
@@ -227,7 +227,7 @@ def _fit_by_compiler(
 ) -> RunPlan:
     """Choose policies by compiling a step of the fullest shape with each; all processes compile together."""
     batch = device_microbatch(config, layout, layout.shapes[fitted.fullest.largest_shape])
-    towers = towers_of(config.model)
+    towers = stacked_towers(config.model)
 
     def programs(policies: Policies) -> RunPrograms:
         return RunPrograms.on_one_mesh(
@@ -268,7 +268,7 @@ def profiled_shapes(config: Config, layouts: Sequence[RankLayout]) -> Shapes:
     ]
     return {
         name: (shapes[0][name][0], [shape[name][1] for shape in shapes])
-        for name in towers_of(config.model)
+        for name in stacked_towers(config.model)
     }
 
 
@@ -363,17 +363,9 @@ def suggest_settings(
                 if microbatches != current:
                     settings.append(f"batch.microbatches={microbatches}")
                 return f"{' '.join(settings)} fits, with {size(fitted.device)}"
-    kinds = {
-        "": {"llm": config.model.llm},
-        "encoders.": config.model.encoders,
-        "generators.": config.model.generators,
-    }
-    towers = {
-        f"{kind}{name}": tower for kind, of_kind in kinds.items() for name, tower in of_kind.items()
-    }
     blockwise = [
-        f"model.{key}.attention=blockwise"
-        for key, tower in towers.items()
+        f"{tower_key(config.model, name)}.attention=blockwise"
+        for name, tower in config.model.towers.items()
         if tower.attention == "dense"
     ]
     # The memory of a CPU is that of its host.

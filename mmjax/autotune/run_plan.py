@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from mmjax.autotune.sharded_stages import ShardedStage, shard_stages, stage_batch, tower_configs
+from mmjax.autotune.sharded_stages import ShardedStage, shard_stages, stage_batch
 from mmjax.autotune.stage_memory import fixed_bytes
 from mmjax.config import (
     Config,
     Remat,
 )
-from mmjax.config.model import towers_of
+from mmjax.config.model import stacked_towers
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.parallel.sharding import loss_choices
 from mmjax.planning.flops import executed_logits, layer_policies
@@ -156,7 +156,7 @@ def _choose(
     logits: float,
 ) -> RunPlan:
     """Choose the policies of the towers whose `remat` is "auto"; the others keep theirs. logits: seconds to repeat."""
-    towers = towers_of(config.model)
+    towers = stacked_towers(config.model)
     shapes = range(len(layout.shapes))
     layers = {
         (n, p.piece.tower): p.piece.layers
@@ -216,7 +216,7 @@ def _choose(
         layer_by_layer = {tower: policies[number, tower] for number, tower in layers if number == n}
         unets = {
             tower: (module.remat,)
-            for tower, module in tower_configs(config).items()
+            for tower, module in config.model.towers.items()
             if tower not in towers
         }
         plans.append(
@@ -271,7 +271,7 @@ def _stage_options(
     model = config.model
     precision = config.training.precision
     activation = ACTIVATION[precision]
-    towers = towers_of(model)
+    towers = stacked_towers(model)
     for part in sharded.pieces:
         tower = part.piece.tower
         if tower not in towers:  # a UNet

@@ -14,7 +14,7 @@ import numpy as np
 
 from mmjax.autotune.sharded_stages import device_batch, shard_stages
 from mmjax.autotune.stage_memory import unsaved_bytes
-from mmjax.config import Config, ModelConfig, UnetConfig
+from mmjax.config import Config, ModelConfig
 from mmjax.data.plan.placement import MicrobatchPlan, Shape
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.planning.exchange_time import ClusterRun
@@ -268,8 +268,8 @@ def visited_on_device(
     ranks: over which each tower's rows lie.
     """
     pairs = {}
-    for k, (name, tower) in enumerate({"llm": model.llm, **model.item_modules}.items()):
-        if isinstance(tower, UnetConfig) or tower.attention == "dense":
+    for k, (name, tower) in enumerate(model.towers.items()):
+        if not tower.is_stack or tower.attention == "dense":
             continue
         parts = microbatch.module == k
         by_row = visited_pairs(

@@ -20,16 +20,13 @@ from jax.sharding import AbstractMesh
 
 from mmjax.config import (
     Config,
-    DecoderConfig,
-    Generator,
     Layout,
     ModelConfig,
     NoBalance,
     SequenceParallel,
     Unit,
 )
-from mmjax.config.model import towers_of
-from mmjax.config.towers import Encoder
+from mmjax.config.model import stacked_towers
 from mmjax.config.training import unit_devices, unit_layout, unit_modules
 from mmjax.data.plan.placement import Shape, Topology
 from mmjax.data.plan.step_plan import RankLayout
@@ -115,7 +112,9 @@ MAX_SHARDED = 16
 def shard_stages(config: Config) -> tuple[ShardedStage, ...]:
     """Cut a model into the stages of its units, and its parameters over their meshes."""
     # Whatever its policies: a plan that is made again with those that it chose must be the same.
-    without_remat = with_policies(config.model, dict.fromkeys(towers_of(config.model), ("none",)))
+    without_remat = with_policies(
+        config.model, dict.fromkeys(stacked_towers(config.model), ("none",))
+    )
     key = (
         f"{replace(config, model=without_remat, batch=replace(config.batch, balance=NoBalance()))}"
     )
@@ -229,11 +228,6 @@ def _abstract_moments(key: str, optimizer: Optimizer, params: Any) -> Any:
     return _moments[key]
 
 
-def tower_configs(config: Config) -> dict[str, DecoderConfig | Encoder | Generator]:
-    """Return the LLM, encoders and generators by name."""
-    return {"llm": config.model.llm, **config.model.item_modules}
-
-
 def device_batch(
     config: Config, layout: RankLayout, rows: Mapping[str, int], shape: Shape
 ) -> DeviceBatch:
@@ -301,7 +295,7 @@ def on_one_mesh(config: Config, mesh: Mapping[str, int]) -> Config:
         | dict.fromkeys(AXES, 1)
         | dict(mesh)
     )
-    return replace(config, units={"all": Unit(modules=tuple(tower_configs(config)), **layout)})
+    return replace(config, units={"all": Unit(modules=tuple(config.model.towers), **layout)})
 
 
 def layout_of_rows(
@@ -317,7 +311,7 @@ def layout_of_rows(
     module.
     """
     topology = Topology(math.prod(mesh[axis] for axis in RANKS), peers, context=mesh["context"])
-    towers = tuple(tower_configs(config))
+    towers = tuple(config.model.towers)
     sent = tuple((widths or {}).get(name, 0) for name in towers[1:])
     compiled = tuple(Shape(tuple(shape[tower][1] for tower in towers), sent) for shape in shapes)
     return RankLayout(topology, tuple(shapes[0][tower][0] for tower in towers), compiled)
@@ -353,7 +347,7 @@ def choose_sequence_parallel(
     """
     batch = device_microbatch(config, layout, layout.shapes[-1])
     way = resolve_sequence_parallel(
-        config, config.mesh, mesh, batch, device, tuple(towers_of(config.model))
+        config, config.mesh, mesh, batch, device, tuple(stacked_towers(config.model))
     )
     return replace(config, mesh=replace(config.mesh, sequence_parallel=way))
 
@@ -392,7 +386,7 @@ def resolve_units(config: Config, layout: RankLayout, device: Device | None) -> 
         ranks = [unit.ranks, *[unit.encoder_ranks] * len(config.model.item_modules)]
         rows = {
             tower: max(1, n // r)
-            for tower, n, r in zip(tower_configs(config), totals, ranks, strict=True)
+            for tower, n, r in zip(config.model.towers, totals, ranks, strict=True)
         }
         batch = device_batch(config, layout, rows, layout.shapes[-1])
         sizes = {axis: getattr(unit, axis) for axis in AXES}

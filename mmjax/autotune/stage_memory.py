@@ -15,16 +15,12 @@ from mmjax.autotune.sharded_stages import (
     device_batch,
     rows_on_device,
     stage_batch,
-    tower_configs,
 )
 from mmjax.config import (
-    AudioConfig,
     Config,
     Muon,
-    UnetConfig,
 )
-from mmjax.config.generators import image_size
-from mmjax.config.model import step_vaes, towers_of
+from mmjax.config.model import stacked_towers, step_vaes
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.parallel.sharding import row_ranks
 from mmjax.planning.flops import frozen_modules, runs_twice
@@ -97,8 +93,8 @@ def fixed_bytes(
         batch = stage_batch(config, layout, stages, number, layout.shapes[shape], tower)
         work = row_work(model, batch.shape)
         positions = work[tower].positions
-        module = tower_configs(config)[tower]
-        is_unet = isinstance(module, UnetConfig)
+        module = model.towers[tower]
+        is_unet = not module.is_stack
         kinds["parameters"] += trainable + part.frozen
         kinds["gradients"] += trainable - (
             0 if accumulates else (1 - activation / MASTER) * part.scanned
@@ -126,7 +122,7 @@ def fixed_bytes(
             beside_copies.append(
                 layer_backward_bytes(model, tower, of_layer, work[tower], sharding, activation)
             )
-            if piece.first and isinstance(module, AudioConfig):
+            if piece.first and module.modality == "audio":
                 beside_copies.append(stem_backward_bytes(module, positions, activation))
         # A connector stands behind its encoder, or before its generator.
         if (
@@ -147,7 +143,7 @@ def fixed_bytes(
             # Which backward makes when the loss is done with.
             before_copies.append(loss_bytes(model, positions, sharding, activation, chunks))
         if piece.first and (vae := step_vaes(model).get(tower)):
-            encoding = vae_bytes(vae, image_size(model.generators[tower]), activation)
+            encoding = vae_bytes(vae, module.image_size, activation)
             before_copies.append(batch.shape[tower][0] * encoding)
         # Tables that say which tokens are sent lie where the exchange is, and not with encoders and
         # generators.
@@ -188,7 +184,9 @@ def fixed_bytes(
             for p in sharded.pieces
             if p.piece.tower not in frozen
         }
-        layers = {tower: count for tower, count in trained.items() if tower in towers_of(model)}
+        layers = {
+            tower: count for tower, count in trained.items() if tower in stacked_towers(model)
+        }
         transient = max(
             transient, muon_update_bytes(model, layers, sharding, activation) - kinds["copies"]
         )
@@ -237,14 +235,14 @@ def unsaved_bytes(config: Config, layout: RankLayout) -> dict[str, float]:
     model = config.model
     precision = config.training.precision
     unsaved = {}
-    for k, tower in enumerate(tower_configs(config)):
+    for k, (tower, module) in enumerate(model.towers.items()):
         length = max(shape.lengths[k] for shape in layout.shapes)
         work = row_work(model, {tower: (1, length)})[tower]
-        if isinstance(unet := tower_configs(config)[tower], UnetConfig):
-            images = work.tokens // unet.condition_tokens
+        if not module.is_stack:
+            images = work.tokens // module.condition_tokens
             trained = tower not in frozen_modules(model)
             saved = unet_saved_bytes(
-                replace(unet, remat="none"), images, ACTIVATION[precision], trained
+                replace(module, remat="none"), images, ACTIVATION[precision], trained
             )[0]
         else:
             saved = saved_bytes_per_layer(model, tower, (1, length), precision)["none"].device

@@ -15,7 +15,7 @@ from mmjax.cost.table import module_parameters
 from mmjax.planning.flops import model_flops
 from mmjax.planning.hardware import parse_cluster
 from mmjax.planning.partition import Chain, fastest_partition, iteration_seconds, partition
-from mmjax.planning.work import Work, merged_positions
+from mmjax.planning.work import Work
 
 # Where the paper gives no figure.
 # of the LLM's FLOP/s: a layer of InternViT-6B then takes 1.03 times one of InternLM2-20B
@@ -103,7 +103,7 @@ def omnibal_chain(row: OmniBalRow, encoder_rate: float = ENCODER_RATE) -> Chain:
     vision = row.vision
     llm = row.llm
     patches = OMNIBAL_TILES * OMNIBAL_TILE
-    tokens = patches // merged_positions(vision)
+    tokens = patches // vision.merged_positions
     work = {
         "vision": Work(patches, patches * OMNIBAL_TILE, patches, tokens),
         "llm": Work(OMNIBAL_TOKENS, OMNIBAL_TOKENS**2 / 2),

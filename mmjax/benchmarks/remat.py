@@ -22,7 +22,7 @@ from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit
 from mmjax.planning.speed import Speed
-from mmjax.planning.work import layer_positions, row_work
+from mmjax.planning.work import row_work
 
 PRESETS = ("omni-10b", "omni-18b", "omni-84b")
 PRECISION = "bfloat16"
@@ -106,7 +106,7 @@ def _shape(model: ModelConfig, longest: np.ndarray) -> dict[str, tuple[int, int]
     """Shape one row of each tower with at least these positions in its layers."""
     shape = {"llm": (1, int(longest[LLM]))}
     for (name, encoder), positions in zip(model.encoders.items(), longest[1:], strict=True):
-        group = layer_positions(encoder)
+        group = encoder.token_positions
         rounded = -(-int(positions) // group) * group
         shape[name] = (1, rounded * (encoder.stride if isinstance(encoder, AudioConfig) else 1))
     return shape

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from mmjax.config.checks import check
-from mmjax.config.generators import UnetConfig
 from mmjax.config.losses import CrossEntropy, LossConfig
 from mmjax.config.model import ModelConfig
 from mmjax.config.training import Layout
@@ -43,7 +42,7 @@ def _of_answers(setting: Callable[[ModelConfig], str]) -> Callable[[Features], s
 
     def find(features: Features) -> str:
         found = setting(features.model)
-        if isinstance(features.loss, CrossEntropy) or not found:
+        if not (features.loss.is_branched and found):
             return ""
         return f"loss={features.loss.kind} does not work with {found}; leave it out, or use loss=cross_entropy"
 
@@ -99,9 +98,7 @@ def _float8_over_tensor(features: Features) -> str:
 
 def _unet_over_tensor(features: Features) -> str:
     for where, (layout, towers) in features.layouts.items():
-        unets = [
-            name for name in towers if isinstance(features.model.generators.get(name), UnetConfig)
-        ]
+        unets = [name for name in towers if not features.model.towers[name].is_stack]
         if (
             layout.encoders == "tensor"
             and layout.tensor > 1
@@ -119,7 +116,7 @@ def _adapters_of_unet(features: Features) -> str:
     for name, lora in features.model.lora.items():
         for pattern in lora.layers:
             module = pattern.split(".")[0]
-            if isinstance(features.model.generators.get(module), UnetConfig):
+            if not getattr(features.model.towers.get(module), "is_stack", True):
                 return (
                     f"model.lora.{name}.layers: {pattern!r}: model.generators.{module} is a UNet, whose blocks take no "
                     "adapters"
@@ -145,7 +142,7 @@ CONFLICTS = (
         _ANSWERS,
         "generators",
         _CROSS_ENTROPY,
-        _of_answers(lambda model: "model.generators" if model.generators else ""),
+        _of_answers(lambda model: "model.generators" if model.makes_images else ""),
     ),
     Conflict(_ANSWERS, "dropout in the LLM or an encoder", "no dropout", _of_answers(_dropout)),
     Conflict(

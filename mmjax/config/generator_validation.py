@@ -9,8 +9,6 @@ from mmjax.config.generators import (
     Generator,
     UnetConfig,
     VaeConfig,
-    image_size,
-    step_vae,
 )
 from mmjax.config.model import ModelConfig
 from mmjax.config.towers import ConnectorConfig
@@ -65,7 +63,7 @@ def _check_generator(where: str, generator: Generator) -> None:
         check(
             key == "mean" or min(values) > 0, f"{where}.latents.std={values}: must be more than 0"
         )
-    if vae := step_vae(generator):
+    if vae := generator.step_vae:
         _check_vae(f"{where}.latents", generator, vae)
     _check_flow(f"{where}.flow", generator.flow)
     connector = generator.connector
@@ -119,7 +117,7 @@ def _check_vae(where: str, generator: Generator, vae: VaeConfig) -> None:
         vae.image_channels == 3,
         f"{where}.vae.image_channels={vae.image_channels}: images have 3 channels",
     )
-    size = image_size(generator)
+    size = generator.image_size
     check(
         size is not None,
         f"{where}.encode=step: images of one size are encoded in a step, and these have any; prepare them by "

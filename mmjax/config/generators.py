@@ -14,6 +14,7 @@ from mmjax.config.towers import (
     DecoderConfig,
     Encoder,
     Remat,
+    TowerFacts,
     TowerRemat,
 )
 
@@ -30,10 +31,8 @@ class PixelLatents:
     std: tuple[float, ...] = (0.5,)  # per channel, or one for all
     kind: Literal["pixels"] = "pixels"
 
-    @property
-    def factor(self) -> int:
-        """Return the pixels per side of a latent."""
-        return 1
+    factor: ClassVar[int] = 1  # pixels per side of a latent
+    encode: ClassVar[str] = "none"
 
 
 @dataclass(frozen=True)
@@ -96,13 +95,49 @@ class FlowMatching:
 _CONNECTOR = ConnectorConfig(merge=1, mlp_width=0, biases=("down",))
 
 
-@dataclass(frozen=True)
-class DiffusionTransformerConfig:
-    """A diffusion transformer as PixArt's: self-attention within an image, cross-attention to its condition."""
+class GeneratorFacts(TowerFacts):
+    """Facts of a generator beside its fields."""
 
-    stride: ClassVar[int] = 1  # items of the input that become one position
-    deepstack: ClassVar[tuple[int, ...]] = ()
-    windowed: ClassVar[tuple[int, ...]] = ()
+    modality: ClassVar[str] = "image"
+    media: ClassVar[tuple[str, ...]] = ("picture",)  # an image of the assistant's
+    is_generator: ClassVar[bool] = True
+    interpolates_tokens: ClassVar[bool] = False  # each query is a token
+
+    @property
+    def step_vae(self) -> VaeConfig | None:
+        """Return the VAE that encodes the images in every step, or None."""
+        return self.latents.vae if self.latents.encode == "step" else None
+
+    @property
+    def takes_pixels(self) -> bool:
+        """Return whether rows of a batch hold pixels: the latents themselves, or what is encoded in the step."""
+        return self.latents.kind == "pixels" or self.step_vae is not None
+
+    @property
+    def input_values(self) -> int:
+        """Return how many values of a batch a patch has, where it may not be latents yet."""
+        if self.step_vae is None:
+            return self.patch_values
+        return (self.patch * self.latents.factor) ** 2 * self.step_vae.image_channels
+
+    @property
+    def condition_tokens(self) -> int:
+        """Return how many hidden states of the LLM are an image's condition at most."""
+        return self.text_tokens + self.queries
+
+    @property
+    def shortest_row(self) -> int:
+        """Return the inputs of the shortest row of a batch; others are multiples of it."""
+        return self.min_patches
+
+    def most_images(self, length: int) -> int:
+        """Return how many images a row of this length holds at most."""
+        return length // self.min_patches
+
+
+@dataclass(frozen=True)
+class DiffusionTransformerConfig(GeneratorFacts):
+    """A diffusion transformer as PixArt's: self-attention within an image, cross-attention to its condition."""
 
     layers: int  # number of layers
     width: int  # of the residual stream
@@ -140,18 +175,24 @@ class DiffusionTransformerConfig:
     text_tokens: int = 0
 
     @property
-    def condition_tokens(self) -> int:
-        """Return how many hidden states of the LLM are an image's condition at most."""
-        return self.text_tokens + self.queries
+    def head_width(self) -> int:
+        """Return the channels of a head of attention."""
+        return self.width // self.heads
+
+    @property
+    def cross_width(self) -> int:
+        """Return the channels of attention to the condition."""
+        return self.width
+
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Return the latents of each side of an image where all have one size, else None."""
+        return tuple(side // self.latents.factor for side in self.images.picture_size) or None
 
     @property
     def patch_values(self) -> int:
         """Return how many values a patch of latents has."""
         return self.patch**2 * self.latents.channels
-
-    def most_images(self, length: int) -> int:
-        """Return how many images a row of this length holds at most."""
-        return length // self.min_patches
 
 
 # Widths in a UNet over that of the first level, and over that of an attention block.
@@ -160,12 +201,13 @@ UNET_MLP_FACTOR = 4  # the MLP's hidden layer
 
 
 @dataclass(frozen=True)
-class UnetConfig:
+class UnetConfig(GeneratorFacts):
     """Stable Diffusion 2.1's UNet, for images of one size."""
 
-    stride: ClassVar[int] = 1  # items of the input that become one position
-    deepstack: ClassVar[tuple[int, ...]] = ()
-    windowed: ClassVar[tuple[int, ...]] = ()
+    is_stack: ClassVar[bool] = False
+    layers: ClassVar[int] = 1  # it is not cut
+    patch: ClassVar[int] = 1  # latents per side of a patch
+    text_tokens: ClassVar[int] = 0  # positions before an image that are its condition too
 
     condition_width: int  # of the tokens that the connector makes of the LLM's hidden states
     # channels of each level; the resolution halves between levels
@@ -191,19 +233,14 @@ class UnetConfig:
     attention: Attention = "dense"
 
     @property
-    def text_tokens(self) -> int:
-        """Return how many positions before an image are its condition too: none."""
-        return 0
+    def width(self) -> int:
+        """Return the channels of the first level."""
+        return self.widths[0]
 
     @property
-    def condition_tokens(self) -> int:
-        """Return how many hidden states of the LLM are an image's condition."""
-        return self.queries
-
-    @property
-    def patch(self) -> int:
-        """Return the latents per side of a patch."""
-        return 1
+    def image_size(self) -> tuple[int, int]:
+        """Return the latents of each side of an image."""
+        return self.size
 
     @property
     def patch_values(self) -> int:
@@ -215,37 +252,6 @@ class UnetConfig:
         """Return the patches of an image: all have as many."""
         return self.size[0] * self.size[1]
 
-    def most_images(self, length: int) -> int:
-        """Return how many images a row of this length holds."""
-        return length // self.min_patches
-
 
 Generator = DiffusionTransformerConfig | UnetConfig
-
-
-def step_vae(generator: Generator) -> VaeConfig | None:
-    """Return the VAE that encodes a generator's images in every step, or None."""
-    latents = generator.latents
-    return latents.vae if isinstance(latents, VaeLatents) and latents.encode == "step" else None
-
-
-def takes_pixels(generator: Generator) -> bool:
-    """Return whether a generator's rows hold pixels: its latents themselves, or what is encoded in the step."""
-    return isinstance(generator.latents, PixelLatents) or step_vae(generator) is not None
-
-
-def row_values(generator: Generator) -> int:
-    """Return how many values a patch has in a generator's rows, where it may not be latents yet."""
-    if (vae := step_vae(generator)) is None:
-        return generator.patch_values
-    return (generator.patch * generator.latents.factor) ** 2 * vae.image_channels
-
-
-def image_size(generator: Generator) -> tuple[int, int] | None:
-    """Return the latents of each side of a generator's images where all have one size, else None."""
-    if isinstance(generator, UnetConfig):
-        return generator.size
-    return tuple(side // generator.latents.factor for side in generator.images.picture_size) or None
-
-
-Tower = DecoderConfig | Encoder | DiffusionTransformerConfig  # what has a stack of layers
+Tower = DecoderConfig | Encoder | Generator

@@ -30,6 +30,11 @@ class _Loss:
     token_inputs: ClassVar[tuple[str, ...]] = ()
 
     @property
+    def is_branched(self) -> bool:
+        """Tell whether a sample's answers are branches, each of which sees the prompt and itself."""
+        return self.answers != "one"
+
+    @property
     def has_reference(self) -> bool:
         """Tell whether the loss compares the model with a frozen one."""
         return getattr(self, "reference", "none") != "none" and self.beta > 0

@@ -18,7 +18,6 @@ from mmjax.config.generators import (
     Tower,
     UnetConfig,
     VaeConfig,
-    step_vae,
 )
 from mmjax.config.towers import (
     AudioConfig,
@@ -56,6 +55,22 @@ class ModelConfig:
     generators: dict[str, DiffusionTransformerConfig | UnetConfig] = field(default_factory=dict)
 
     @property
+    def towers(self) -> dict[str, Tower]:
+        """Return the LLM, the encoders and the generators."""
+        return {"llm": self.llm, **self.encoders, **self.generators}
+
+    def towers_behind(self, name: str) -> tuple[str, ...]:
+        """Name the towers that take a tower's outputs: the LLM behind encoders, generators behind the LLM."""
+        if name == "llm":
+            return tuple(self.generators)
+        return () if name in self.generators else ("llm",)
+
+    @property
+    def makes_images(self) -> bool:
+        """Return whether there are generators, for which the LLM's end waits."""
+        return bool(self.generators)
+
+    @property
     def item_modules(self) -> dict[str, Encoder | Generator]:
         """Return the modules whose rows hold items: the encoders, then the generators."""
         return {**self.encoders, **self.generators}
@@ -63,29 +78,37 @@ class ModelConfig:
 
 def step_vaes(model: ModelConfig) -> dict[str, VaeConfig]:
     """Return the VAEs that encode images to be made in every step, by their generator; each is always frozen."""
-    return {name: vae for name, c in model.generators.items() if (vae := step_vae(c))}
+    return {name: vae for name, c in model.generators.items() if (vae := c.step_vae)}
 
 
-def towers_of(model: ModelConfig) -> dict[str, Tower]:
-    """Return what has a stack of layers, by name: "llm", encoders, diffusion transformers."""
-    generators = {
-        name: c for name, c in model.generators.items() if isinstance(c, DiffusionTransformerConfig)
-    }
-    return {"llm": model.llm, **model.encoders, **generators}
+def tower_key(model: ModelConfig, name: str) -> str:
+    """Return the key of a tower in a config: "model.llm", "model.encoders.vision" or "model.generators.picture"."""
+    if name == "llm":
+        return "model.llm"
+    return f"model.{'generators' if model.towers[name].is_generator else 'encoders'}.{name}"
 
 
-def layers_of(model: ModelConfig, tower: str) -> int:
-    """Count the layers of a tower, before which it can be cut; a UNet is one."""
-    return getattr({"llm": model.llm, **model.item_modules}[tower], "layers", 1)
+def stacked_towers(model: ModelConfig) -> dict[str, Tower]:
+    """Return the towers that are stacks of layers, by name: "llm", encoders, diffusion transformers."""
+    return {name: tower for name, tower in model.towers.items() if tower.is_stack}
 
 
 def with_changes(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -> ModelConfig:
     """Return the model with these changes to the configs of the LLM, its encoders and generators, by name."""
-    modules = {"llm": model.llm, **model.item_modules}
-    changed = {name: replace(config, **towers.get(name, {})) for name, config in modules.items()}
+    changed = {
+        name: replace(config, **towers.get(name, {})) for name, config in model.towers.items()
+    }
     encoders = {name: changed[name] for name in model.encoders}
     generators = {name: changed[name] for name in model.generators}
     return replace(model, llm=changed["llm"], encoders=encoders, generators=generators)
+
+
+def with_one_item_module(
+    llm: DecoderConfig, name: str, module: Encoder | Generator, lora: Mapping[str, LoraConfig]
+) -> ModelConfig:
+    """Return the model of an LLM and one encoder or generator."""
+    kind = "generators" if module.is_generator else "encoders"
+    return ModelConfig(llm=llm, lora=lora, **{kind: {name: module}})
 
 
 # of frozen training, by what is trained (MMScale, 7.3.1)
@@ -148,14 +171,11 @@ def linear_layers(model: ModelConfig) -> Sizes:
         sizes["llm.layers.*.delta_net.output"] = (values, llm.width)
     for name, encoder in model.encoders.items():
         width = encoder.width
-        vision = isinstance(encoder, VisionConfig)
-        sizes |= _layer_sizes(
-            name, width, width, width, encoder.mlp_width, gated=vision and encoder.gated
-        )
+        sizes |= _layer_sizes(name, width, width, width, encoder.mlp_width, gated=encoder.gated)
         connector = connector_sizes(encoder.connector, merged_width(encoder), llm.width)
         sizes |= {f"{name}.connector.{layer}": size for layer, size in connector.items()}
     for name, generator in model.generators.items():
-        if isinstance(generator, DiffusionTransformerConfig):
+        if generator.is_stack:
             width = generator.width
             tokens = width if generator.condition_mlp else generator.condition_width
             inputs = {"query": width, "key": tokens, "value": tokens, "output": width}
@@ -179,22 +199,11 @@ def connector_sizes(connector: ConnectorConfig, merged: int, outputs: int) -> Si
     return sizes | gate | {"mlp.up": (inputs, c.mlp_width), "mlp.down": (c.mlp_width, outputs)}
 
 
-def merged_positions(encoder: Encoder) -> int:
-    """Count the positions of an encoder's output that its connector merges into one token."""
-    return encoder.connector.merge ** (2 if isinstance(encoder, VisionConfig) else 1)
-
-
-def layer_positions(encoder: Encoder) -> int:
-    """Count the positions of an encoder's layers that become one token, audio's pooling included."""
-    return merged_positions(encoder) * (encoder.pool if isinstance(encoder, AudioConfig) else 1)
-
-
 def merged_width(encoder: Encoder) -> int:
     """Return the features of a token that a connector has merged, before its MLP."""
     # Neighbours are merged along both axes of an image, or along a clip's one.
-    return encoder.width * (
-        merged_positions(encoder) if encoder.connector.merging == "concatenate" else 1
-    )
+    concatenates = encoder.connector.merging == "concatenate"
+    return encoder.width * (encoder.merged_positions if concatenates else 1)
 
 
 def _layer_sizes(
@@ -313,7 +322,7 @@ def layer_count(model: ModelConfig, name: str) -> int:
     if place != "layers":
         return 1
     if module != "llm":
-        return towers_of(model)[module].layers
+        return model.towers[module].layers
     layers = model.llm.layers
     delta = sum(model.llm.delta_layers)
     sparse = sum(model.llm.expert_layers)

@@ -136,6 +136,45 @@ class ExpertsConfig:
         return max(1, min(copies, math.ceil(EXPERT_ROOM * copies / devices)))
 
 
+class TowerFacts:
+    """Facts that data, planning and inference ask of a tower beside its fields; each class states those that differ."""
+
+    modality: Literal["text", "image", "audio"] = "text"  # of its items
+    is_stack: bool = True  # of layers; a UNet's blocks differ in shape
+    is_generator: bool = False  # makes images of the LLM's hidden states
+    is_causal: bool = False  # positions attend those before them
+    media: tuple[str, ...] = ()  # kinds of media that become its items
+    stride: int = 1  # inputs that become one position of the layers
+    pool: int = 1  # positions behind the layers that become one, before neighbours are merged
+    deepstack: tuple[int, ...] = ()  # layers whose outputs are added to the LLM's
+    windowed: tuple[int, ...] = ()  # layers that attend within windows
+    window_inputs: int = 0  # inputs that such a window has at most
+    gated: bool = False  # the MLP has a gate
+    cross_width: int = 0  # channels of attention to a condition
+    experts: ExpertsConfig | None = None  # in place of the MLP in some layers
+    queries: int = 0  # learned tokens in the LLM that stand for an image to be made
+    merged_positions: int = 1  # positions of the output that a connector merges into one token
+
+    @property
+    def window_positions(self) -> int:
+        """Return how many positions of the layers a window has at most."""
+        return self.window_inputs
+
+    @property
+    def token_positions(self) -> int:
+        """Return how many positions of the layers become one token, pooling included."""
+        return self.merged_positions * self.pool
+
+    @property
+    def shortest_row(self) -> int:
+        """Return the inputs of the shortest row of a batch; others are multiples of it."""
+        return self.stride * self.token_positions
+
+    def positions_of(self, inputs: Any) -> Any:
+        """Count the positions of the layers that an item of so many inputs becomes, int or int `[n]`."""
+        return inputs
+
+
 class LayerKind(NamedTuple):
     """Name what a decoder's layers differ in."""
 
@@ -145,11 +184,10 @@ class LayerKind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(TowerFacts):
     """A causal transformer: grouped-query attention; by default rotary positions, RMSNorm and a gated MLP."""
 
-    stride: ClassVar[int] = 1  # items of the input that become one position
-    deepstack: ClassVar[tuple[int, ...]] = ()
+    is_causal: ClassVar[bool] = True
 
     layers: int  # number of layers
     width: int  # of the residual stream
@@ -205,6 +243,11 @@ class DecoderConfig:
     quantize: Quantization = "none"  # of the linear layers' frozen weights
     # products of all layers' linear layers, but the first and the last layer's
     fp8: Literal["off", "linears"] = "off"
+
+    @property
+    def window_inputs(self) -> int:
+        """Return how many tokens a sliding window has."""
+        return self.window
 
     @property
     def max_tokens(self) -> int:
@@ -337,11 +380,11 @@ class Callbacks:
 
 
 @dataclass(frozen=True)
-class VisionConfig:
+class VisionConfig(TowerFacts):
     """A ViT that takes images as packed patches."""
 
-    stride: ClassVar[int] = 1  # items of the input that become one position
-    queries: ClassVar[int] = 0  # learned tokens of an image that is made
+    modality: ClassVar[str] = "image"
+    takes_pixels: ClassVar[bool] = True  # rows of a batch hold bytes
 
     layers: int  # number of layers
     width: int  # of the residual stream
@@ -396,6 +439,31 @@ class VisionConfig:
     quantize: Quantization = "none"  # of the linear layers' frozen weights
 
     @property
+    def head_width(self) -> int:
+        """Return the channels of a head of attention."""
+        return self.width // self.heads
+
+    @property
+    def window_inputs(self) -> int:
+        """Return how many patches a window has at most."""
+        return self.window**2
+
+    @property
+    def merged_positions(self) -> int:
+        """Return how many positions of the output the connector merges into one token."""
+        return self.connector.merge**2
+
+    @property
+    def input_values(self) -> int:
+        """Return how many values of a batch an input has."""
+        return self.patch_values
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Name the kinds of media that become its items."""
+        return ("image", "video") if self.takes_videos else ("image",)
+
+    @property
     def own_tokens(self) -> int:
         """Return how many learned tokens stand beside the patches of every image; the LLM sees none of them."""
         return self.class_token + self.registers
@@ -439,15 +507,22 @@ class StoredTable:
 
 
 @dataclass(frozen=True)
-class AudioConfig:
+class AudioConfig(TowerFacts):
     """An encoder of packed log-mel frames: convolutions, then a transformer.
 
     Whisper's convolutions are two along time, the second of stride 2; with `stem_width` they are
     three along time and bins, all of stride 2 (Qwen3-Omni).
     """
 
-    queries: ClassVar[int] = 0  # learned tokens of an image that is made
-    deepstack: ClassVar[tuple[int, ...]] = ()
+    modality: ClassVar[str] = "audio"
+    media: ClassVar[tuple[str, ...]] = ("audio",)
+    takes_pixels: ClassVar[bool] = False  # rows of a batch hold float32
+    interpolates_tokens: ClassVar[bool] = False  # each position of the LLM is one token
+    # of a layer, as an image encoder's fields of these names
+    norm: ClassVar[str] = "layer"
+    norm_place: ClassVar[str] = "before"
+    qk_norm: ClassVar[str] = "none"
+    layer_scale: ClassVar[bool] = False
 
     layers: int  # number of layers
     width: int  # of the residual stream
@@ -476,7 +551,40 @@ class AudioConfig:
     key_bias: bool = False  # keys have a bias, as all other matrices of a layer
     quantize: Quantization = "none"  # of the linear layers' frozen weights
 
-    interpolates_tokens = False  # each position of the LLM is one token
+    @property
+    def head_width(self) -> int:
+        """Return the channels of a head of attention."""
+        return self.width // self.heads
+
+    @property
+    def windowed(self) -> tuple[int, ...]:
+        """Return the layers that attend within windows: all where clips are cut into chunks."""
+        return tuple(range(self.layers)) if self.chunk else ()
+
+    @property
+    def window(self) -> int:
+        """Return how many positions a window has: consecutive chunks of a clip; 0 without chunks."""
+        return self.chunk_positions * self.attended_chunks
+
+    @property
+    def window_positions(self) -> int:
+        """Return how many positions a window has."""
+        return self.window
+
+    @property
+    def window_inputs(self) -> int:
+        """Return how many frames a chunk has."""
+        return self.chunk
+
+    @property
+    def merged_positions(self) -> int:
+        """Return how many positions of the output the connector merges into one token."""
+        return self.connector.merge
+
+    @property
+    def input_values(self) -> int:
+        """Return how many values of a batch an input has: the bins of a frame."""
+        return self.mels
 
     @property
     def mels(self) -> int:
@@ -515,12 +623,16 @@ class AudioConfig:
         chunks, rest = frames // self.chunk, frames % self.chunk
         return chunks * self.chunk_positions + -(-rest // self.stride)
 
+    def positions_of(self, inputs: Any) -> Any:
+        """Count the positions of the layers that so many frames of a row become, int or int `[n]`."""
+        return self.count_positions(inputs) if self.chunk else inputs // self.stride
+
 
 Encoder = VisionConfig | AudioConfig
 
 
 def head_counts(tower: DecoderConfig | Encoder) -> list[int]:
     """List the numbers of heads that tensor parallelism divides: of queries, of keys, and of a delta net's keys."""
-    if not isinstance(tower, DecoderConfig):
+    if not tower.is_causal:
         return [tower.heads]
     return [tower.heads, tower.kv_heads, *([tower.delta_net.key_heads] if tower.delta_net else [])]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from mmjax.config.model import ModelConfig, layers_of
+from mmjax.config.model import ModelConfig
 from mmjax.config.training import Unit, unit_modules
 from mmjax.errors import UserError
 
@@ -26,7 +26,7 @@ class LayerRange(NamedTuple):
 def chain_of(model: ModelConfig, modules: Sequence[str]) -> tuple[str, ...]:
     """Order modules as a microbatch runs through them: encoders as they are given, the LLM, generators."""
     return tuple(
-        sorted(modules, key=lambda tower: (tower == "llm") + 2 * (tower in model.generators))
+        sorted(modules, key=lambda tower: (tower == "llm") + 2 * model.towers[tower].is_generator)
     )
 
 
@@ -40,13 +40,13 @@ def cut_unit(model: ModelConfig, name: str, unit: Unit) -> list[tuple[LayerRange
     """
     modules = unit_modules(name, unit)
     towers = chain_of(model, modules)
-    counts = [layers_of(model, tower) for tower in towers]
+    counts = [model.towers[tower].layers for tower in towers]
     firsts = dict(zip(towers, accumulate(counts, initial=0), strict=False))
     stages = unit.pipeline * unit.virtual
     main = "llm" if "llm" in modules else modules[0]
     first, count = (
-        (firsts[main], layers_of(model, main))
-        if layers_of(model, main) >= stages
+        (firsts[main], model.towers[main].layers)
+        if model.towers[main].layers >= stages
         else (0, sum(counts))
     )
     places = [
@@ -76,7 +76,9 @@ def _layers_between(
     for tower, first in sorted(
         firsts.items(), key=lambda item: item[0] if item[0] in model.encoders else "~"
     ):
-        piece = LayerRange(tower, max(0, start - first), min(layers_of(model, tower), stop - first))
+        piece = LayerRange(
+            tower, max(0, start - first), min(model.towers[tower].layers, stop - first)
+        )
         layers += [piece] * bool(piece.layers)
     return tuple(layers)
 
@@ -92,7 +94,7 @@ def _parse_cut(
         raise UserError(
             f"{where} has {cut!r}; name a layer of {', '.join(towers)}, such as {main}.1"
         )
-    layers = layers_of(model, tower)
+    layers = model.towers[tower].layers
     if int(number) >= layers:
         following = towers[towers.index(tower) + 1 :]
         alternative = f", or {following[0]}.0 to cut behind it" if following else ""

@@ -13,7 +13,6 @@ from mmjax.config import (
     BatchConfig,
     Config,
     ContextAttention,
-    CrossEntropy,
     DataConfig,
     EmbeddedSource,
     FileSource,
@@ -22,7 +21,6 @@ from mmjax.config import (
     ModelConfig,
     Muon,
     ParquetSource,
-    UnetConfig,
     Unit,
     VisionConfig,
     WebDatasetSource,
@@ -40,7 +38,6 @@ from mmjax.config.losses import loss_of_source, takes_answers
 from mmjax.config.model import (
     adapted_modules,
     frozen_modules,
-    layers_of,
     module_names,
     rated_modules,
 )
@@ -204,7 +201,7 @@ def check_loss(config: Config) -> None:
             f"loss={loss.kind}: data.sources.{name} ({source.kind}) is for "
             f"loss={loss_of_source(source).kind}; set that, or drop it",
         )
-    if isinstance(loss, CrossEntropy):
+    if not loss.is_branched:
         return
     at_least(0, "loss", loss, ("beta",))
     above_zero("loss", loss, loss.above_zero)
@@ -290,7 +287,7 @@ def _check_item_layout(
 ) -> None:
     """Check what tensor parallelism cuts of encoders and generators."""
     for name, tower in model.item_modules.items():
-        if name in towers and not isinstance(tower, UnetConfig):
+        if name in towers and tower.is_stack:
             kind = "encoders" if name in model.encoders else "generators"
             check(
                 tower.heads % tensor == 0,
@@ -327,7 +324,7 @@ def _check_float8(config: Config) -> None:
 
 def _check_units(config: Config) -> None:
     """Check that every module has devices, and that layers, heads and microbatches divide as the units ask."""
-    towers = {"llm": config.model.llm, **config.model.item_modules}
+    towers = config.model.towers
     # What units leave to the mesh: its memory, and the form of attention of those that have none of
     # their own.
     machine = {
@@ -455,13 +452,14 @@ def _check_stages(config: Config, where: str, unit: Unit, modules: Sequence[str]
     """Check the stages that a unit's modules are cut into."""
     model = config.model
     stages = unit.pipeline * unit.virtual
-    generator = next((module for module in modules if module in model.generators), "")
+    behind = model.towers_behind("llm")
+    generator = next((module for module in modules if module in behind), "")
     check(
-        not generator or "llm" in modules or all(module in model.generators for module in modules),
+        not generator or "llm" in modules or set(modules) <= set(behind),
         f"{where}.modules: the LLM stands between encoders and model.generators.{generator}; give {generator} a unit "
         "of its own, or name it in the LLM's",
     )
-    layers = sum(layers_of(model, module) for module in modules)
+    layers = sum(model.towers[module].layers for module in modules)
     setting = f"{where}.pipeline={unit.pipeline}" + (
         f" x virtual={unit.virtual}" if unit.virtual > 1 else ""
     )

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from mmjax.config import ModelConfig, UnetConfig
-from mmjax.config.model import with_changes
+from mmjax.config import ModelConfig
+from mmjax.config.model import with_changes, with_one_item_module
 
 # of work, as `planning.work.Work` has them
 UNITS = ("positions", "pairs", "inputs", "tokens", "blocks", "taken")
@@ -106,12 +106,12 @@ class TowerTrace:
         dtype: str,
     ) -> TowerTrace:
         """Leave out all that does not matter to the tower's costs."""
-        config = {"llm": model.llm, **model.item_modules}[tower]
-        if isinstance(config, UnetConfig):
+        config = model.towers[tower]
+        if config.is_stack:
+            changes = {"attention": attention, "remat": "none"}
+        else:
             attention = "dense"
             changes = {"attention": attention}
-        else:
-            changes = {"attention": attention, "remat": "none"}
         model = with_changes(model, {tower: changes})
         if tower == "llm":
             model = ModelConfig(model.llm, lora=model.lora)
@@ -125,7 +125,5 @@ class TowerTrace:
                 experts=None,
                 delta_net=None,
             )
-            part = {tower: model.item_modules[tower]}
-            encoders, generators = ({}, part) if tower in model.generators else (part, {})
-            model = ModelConfig(llm, encoders, model.lora, generators)
+            model = with_one_item_module(llm, tower, model.towers[tower], model.lora)
         return cls(model, tower, frozen & {tower, f"{tower}.connector"}, upstream, attention, dtype)

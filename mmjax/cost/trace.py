@@ -31,9 +31,8 @@ from jax.extend.core import Var
 from jax.interpreters import partial_eval
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, TextBatch
-from mmjax.config import AudioConfig, ModelConfig, Remat, UnetConfig, VisionConfig
-from mmjax.config.generators import Generator, image_size, row_values, takes_pixels
-from mmjax.config.model import layer_positions
+from mmjax.config import ModelConfig, Remat
+from mmjax.config.model import with_one_item_module
 from mmjax.cost.operations import Operations, inner_programs, list_operations
 from mmjax.cost.rates import UNITS, Cost, Ends, ModuleParameters, TowerTrace
 from mmjax.kernels.tiles import MAX_BLOCK
@@ -110,25 +109,25 @@ def _power(number: int, prime: int) -> int:
 
 def row_of(model: ModelConfig, tower: str) -> Row:
     """Choose a row for a tower."""
-    config = {"llm": model.llm, **model.item_modules}[tower]
-    if isinstance(config, UnetConfig):
+    config = model.towers[tower]
+    if not config.is_stack:
         length = PRIME * config.min_patches
         amounts = {"pairs": length * config.min_patches, "tokens": PRIME * config.condition_tokens}
         return Row(length, amounts, {"length": PRIME}, "tokens")
-    if isinstance(config, Generator):
+    if config.is_generator:
         return _row_of_images(config.min_patches, config.condition_tokens)
     if tower == "llm":
         length = positions = 2 * MAX_BLOCK * PRIME
         return Row(length, {"positions": positions, "pairs": positions**2}, {"length": PRIME})
     stride = config.stride
-    multiple = config.chunk or 1 if isinstance(config, AudioConfig) else config.window**2 or 1
-    length = math.lcm(stride * MAX_BLOCK, stride * layer_positions(config), multiple) * PRIME
+    multiple = config.window_inputs or 1
+    length = math.lcm(stride * MAX_BLOCK, config.shortest_row, multiple) * PRIME
     positions = length // stride
     amounts = {
         "positions": positions,
         "pairs": positions**2,
         "inputs": length,
-        "tokens": positions // layer_positions(config),
+        "tokens": positions // config.token_positions,
     }
     return Row(length, amounts, {"length": PRIME})
 
@@ -215,9 +214,9 @@ def _inputs(model: Model, tower: str, row: Row) -> Inputs:
 
     config = model.config
     batch = tower_batch(config, tower, (1, row.length))
-    if tower not in config.generators:
+    generator = config.towers[tower]
+    if not generator.is_generator:
         return Inputs(batch, array(row.length, config.llm.width, dtype=model.dtype))
-    generator = config.generators[tower]
     images = generator.most_images(row.length)
     patches = array(row.length, generator.patch_values)
     draws = Draws(array(images), array(images, dtype=np.bool_), patches)
@@ -247,12 +246,7 @@ def tower_batch(config: ModelConfig, tower: str, shape: tuple[int, int]) -> Text
             | {"weight": array(dtype=np.float32), "position": position, "slots": {}, "send": {}}
         )
     module = config.item_modules[tower]
-    if isinstance(module, AudioConfig):
-        values = array(module.mels, dtype=np.float32)
-    elif isinstance(module, VisionConfig):
-        values = array(module.patch_values, dtype=np.uint8)
-    else:
-        values = array(row_values(module), dtype=np.uint8 if takes_pixels(module) else np.float32)
+    values = array(module.input_values, dtype=np.uint8 if module.takes_pixels else np.float32)
     return ItemBatch(values, array(), array(3), array(), array())
 
 
@@ -266,8 +260,8 @@ def _before(module: MultimodalModel, tower: str, inputs: Inputs) -> tuple[Any, A
             tower, inputs.batch, None
         )
     condition = condition_of(module.connectors[tower], inputs.x, inputs.batch, inputs.draws.dropped)
-    generator = module.generators[tower]
-    if isinstance(generator.config, UnetConfig):
+    generator = module.tower(tower)
+    if not generator.config.is_stack:
         return condition, None
     x = generator.embedded(noised_latents(inputs.clean, inputs.batch, inputs.draws), inputs.batch)
     return x, generator.context(inputs.batch, inputs.draws.time, condition)
@@ -283,8 +277,8 @@ def _after(module: MultimodalModel, tower: str, x: Any, context: Any, inputs: In
     if tower in module.encoders:
         deeper = range(len(module.connectors[tower].deepstack))
         return module.connected(tower, x, dict.fromkeys(deeper, x), inputs.batch)
-    generator = module.generators[tower]
-    if isinstance(generator.config, UnetConfig):
+    generator = module.tower(tower)
+    if not generator.config.is_stack:
         return velocity_errors(generator, inputs.batch, inputs.clean, x, inputs.draws)
     predicted = generator.finished(x, inputs.batch, context)
     return flow_errors(inputs.clean, inputs.batch, inputs.draws, predicted)
@@ -521,12 +515,12 @@ def module_parameters(model: ModelConfig) -> dict[str, ModuleParameters]:
 
 def encoding(model: ModelConfig, generator: str) -> Cost:
     """Trace how a VAE encodes an image of a generator in the step, and divide by its positions."""
-    config = model.generators[generator]
-    positions = math.prod(image_size(config)) // config.patch**2
-    values = row_values(config)
+    config = model.towers[generator]
+    positions = math.prod(config.image_size) // config.patch**2
+    values = config.input_values
     with for_no_platform():
         built = Model.build(
-            ModelConfig(replace(model.llm, layers=1), generators={generator: config}), jnp.bfloat16
+            with_one_item_module(replace(model.llm, layers=1), generator, config, {}), jnp.bfloat16
         )
 
         def encode(params: Params, batch: ItemBatch, noise: Any) -> Any:

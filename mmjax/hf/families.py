@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mmjax.config import DecoderConfig, ModelConfig
+from mmjax.config import DecoderConfig, Encoder, ModelConfig
 from mmjax.config.codec import did_you_mean
 from mmjax.config.model import module_names
-from mmjax.config.towers import Encoder
 from mmjax.errors import UserError
 from mmjax.hf import (
     audio,

@@ -66,4 +66,4 @@ def generator_layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 
 def _parts(config: DiffusionTransformerConfig | UnetConfig) -> TensorNames:
-    return unet.parts(config) if isinstance(config, UnetConfig) else pixart.parts(config)
+    return pixart.parts(config) if config.is_stack else unet.parts(config)

@@ -15,7 +15,6 @@ from mmjax.config import (
     AudioConfig,
     ConnectorConfig,
     ModelConfig,
-    Qwen2Video,
     Sinusoids,
     VisionConfig,
 )
@@ -54,8 +53,6 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     thinker = fields if kind.endswith(THINKER) else fields.inner("thinker_config")
     model = qwen_vl.read_family(folder, thinker, FAMILIES[family])
     vision = model.encoders[qwen_vl.NAME]
-    assert isinstance(vision, VisionConfig)
-    assert isinstance(vision.videos, Qwen2Video)
     per_second = thinker.get("position_id_per_seconds", int)
     videos = replace(
         vision.videos, tokens_per_second=float(per_second), seconds="nominal", text_after="time"
@@ -165,7 +162,5 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
 def _from(folder: HfFolder, encoder: AudioConfig | VisionConfig) -> bool:
     weights = encoder.weights or encoder.connector.weights
     return (
-        isinstance(encoder, AudioConfig)
-        and bool(weights)
-        and Path(weights).expanduser() == folder.path
+        encoder.modality == "audio" and bool(weights) and Path(weights).expanduser() == folder.path
     )

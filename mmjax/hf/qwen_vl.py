@@ -262,7 +262,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
             for weights in (config.weights, config.connector.weights)
             if weights
         }
-        if folder.path not in taken or not isinstance(config, VisionConfig):
+        if folder.path not in taken or config.modality != "image":
             continue
         fused = f"{first}blocks.0.attn.qkv.weight" in folder.tensors
         merger = _merger_parts(mergers, f"{first}merger.ln_q.weight" in folder.tensors)

@@ -262,16 +262,17 @@ class Evaluator:
             if isinstance(segment, Text):
                 text += spoken(source, segment.tokens.tolist())
                 continue
-            if segment.encoder in self._model.config.generators:
+            if self._makes(segment.encoder):
                 prompts.append((segment.encoder, text))
             text += f"<{segment.encoder}>"
         return [prompt for _, prompt in sorted(prompts, key=itemgetter(0))]
 
+    def _makes(self, module: str) -> bool:
+        return self._model.config.towers[module].is_generator
+
     def _has_pictures(self, source: Source, index: int) -> bool:
         try:
-            return any(
-                module in self._model.config.generators for module, _ in source.facts(index).items
-            )
+            return any(self._makes(module) for module, _ in source.facts(index).items)
         except BadSample:
             return False
 

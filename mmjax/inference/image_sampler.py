@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from PIL import Image
 
 from mmjax.batch import COLUMN, ROW, ItemBatch, Microbatch
-from mmjax.config import Generator, PixelLatents
+from mmjax.config import Generator
+from mmjax.config.model import tower_key
 from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import Source
 from mmjax.errors import UserError
@@ -94,20 +95,19 @@ class ImageSampler:
         for _, batch in rows.batches(spoiled=spoiled):
             latents = jax.device_get(self._sample(params, put_rows(batch, self._mesh, self._rules)))
             for name, patches in latents.items():
-                sampled = list(
-                    latents_of_images(config.generators[name], batch.items[name], patches)
-                )
+                sampled = list(latents_of_images(config.towers[name], batch.items[name], patches))
                 pixels = self._pixels(name, [image.latents for image in sampled])
                 for image, picture in zip(sampled, pixels, strict=True):
                     yield SampledImage(image.prompt, image.number, name, picture)
 
     def _pixels(self, name: str, latents: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Compute the pixels uint8 `[H, W, C]` of images from their latents, with the generator's VAE if it has one."""
-        form = self._model.config.generators[name].latents
-        if isinstance(form, PixelLatents):
+        model = self._model.config
+        form = model.towers[name].latents
+        if form.kind == "pixels":
             return [pixels_of(form, image) for image in latents]
         if name not in self._vaes:
-            self._vaes[name] = load_vae(form, f"model.generators.{name}.latents")
+            self._vaes[name] = load_vae(form, f"{tower_key(model, name)}.latents")
         pictures: dict[int, np.ndarray] = {}
         for shape in {image.shape for image in latents}:
             numbers = [k for k, image in enumerate(latents) if image.shape == shape]

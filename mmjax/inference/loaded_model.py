@@ -10,7 +10,8 @@ from functools import lru_cache
 
 import jax
 
-from mmjax.config import Config, DiffusionTransformerConfig, MeshConfig
+from mmjax.config import Config, MeshConfig
+from mmjax.config.model import stacked_towers
 from mmjax.config.towers import head_counts
 from mmjax.config.validation import check_layout
 from mmjax.data.plan.placement import Topology
@@ -101,12 +102,7 @@ def choose_mesh(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
         )
         return config.mesh, devices
     # One question is one row, so more devices than share its layers would have nothing to do.
-    towers = [config.model.llm, *config.model.encoders.values()]
+    towers = stacked_towers(config.model).values()
     counts = [count for tower in towers for count in head_counts(tower)]
-    counts += [
-        g.heads
-        for g in config.model.generators.values()
-        if isinstance(g, DiffusionTransformerConfig)
-    ]
     tensor = math.gcd(len(devices), *counts)
     return MeshConfig(data=1, tensor=tensor), devices[:tensor]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from mmjax.config import Generator, MediaLimits, ModelConfig, UnetConfig
+from mmjax.config import Generator, MediaLimits, ModelConfig
 from mmjax.data.media.patches import latent_grid
 from mmjax.data.sample import PICTURE, Conversation, Item, MediaPlace, Message, Sample, Text
 from mmjax.data.sources.processors import Functions, MediaSizes
@@ -88,6 +88,6 @@ def picture_size(model: ModelConfig, size: str) -> tuple[int, int]:
 
 
 def _only_size(generator: Generator) -> tuple[int, ...]:
-    if isinstance(generator, UnetConfig):
-        return tuple(side * generator.latents.factor for side in generator.size)
-    return generator.images.picture_size
+    if generator.is_stack:
+        return generator.images.picture_size
+    return tuple(side * generator.latents.factor for side in generator.image_size)

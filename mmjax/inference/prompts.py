@@ -14,13 +14,11 @@ import numpy as np
 from mmjax.balance.parts import LLM, Parts
 from mmjax.batch import Microbatch
 from mmjax.config import (
-    AudioConfig,
     CrossEntropy,
     LossConfig,
     MediaLimits,
     ModelConfig,
 )
-from mmjax.config.generators import step_vae, takes_pixels
 from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Reader, pack_microbatch
 from mmjax.data.loading.text_rows import Arrays
@@ -310,13 +308,13 @@ class _Chunk(NamedTuple):
 def _read_item(prompts: Source, model: ModelConfig, index: int, number: int) -> np.ndarray:
     """Read an item; of an image to be made zeros, as its size alone counts."""
     module, size = prompts.facts(index).items[number]
-    if module not in model.generators:
+    generator = model.towers[module]
+    if not generator.is_generator:
         return prompts.item(index, number)
-    generator = model.generators[module]
     latents = generator.latents
-    if vae := step_vae(generator):
+    if vae := generator.step_vae:
         return np.zeros((*size, vae.image_channels), np.uint8)
-    dtype = np.uint8 if takes_pixels(generator) else np.float32
+    dtype = np.uint8 if generator.takes_pixels else np.float32
     return np.zeros((*(side // latents.factor for side in size), latents.channels), dtype)
 
 
@@ -496,7 +494,7 @@ class PromptRows:
         unit = math.lcm(8, int(self._index.positions_per_token[module - 1]))
         config = self._arrays.modules[encoder]
         longest = max(1, int(positions.max(initial=0)))
-        alike = not isinstance(config, AudioConfig) and bool(config.images.item_size)
+        alike = config.modality == "image" and bool(config.images.item_size)
         # 29 positions in units of 8: ceil(29 / 8) * 8 = 32.
         return -(-longest // unit) * unit if alike else round_up_to_step(longest, unit)
 

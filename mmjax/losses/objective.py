@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from mmjax.batch import Microbatch, TextBatch
-from mmjax.config import CrossEntropy, LossConfig
+from mmjax.config import LossConfig
 from mmjax.config.model import adapted_modules
 from mmjax.losses import ANSWER_LOSSES
 from mmjax.losses.cross_entropy import losses_in_chunks
@@ -30,7 +30,7 @@ Measures = dict[str, jax.Array]  # float32 [R, T], times the tokens' loss weight
 
 def measures_of(loss: LossConfig) -> tuple[str, ...]:
     """Name what is measured beside the loss."""
-    return () if isinstance(loss, CrossEntropy) else tuple(ANSWER_LOSSES[loss.kind].measures(loss))
+    return tuple(ANSWER_LOSSES[loss.kind].measures(loss)) if loss.is_branched else ()
 
 
 def mean_measures(loss: LossConfig, sums: Mapping[str, Any], weight: float) -> dict[str, float]:
@@ -38,7 +38,7 @@ def mean_measures(loss: LossConfig, sums: Mapping[str, Any], weight: float) -> d
 
     weight: sum of the tokens' loss weights.
     """
-    if isinstance(loss, CrossEntropy):
+    if not loss.is_branched:
         return {}
     weights = {
         name: sums[divisor] if divisor else weight
@@ -126,7 +126,7 @@ class TextObjective:
         self, outputs: Outputs, text: TextBatch, reference: Outputs | None = None
     ) -> tuple[jax.Array, Measures]:
         """Compute every token's weighted loss and measures, float32 `[R, T]`, 0 where its weight is."""
-        if isinstance(self.loss, CrossEntropy):
+        if not self.loss.is_branched:
             return self._cross_entropy(outputs, text), {}
         trained = text.weight > 0
         ones = text._replace(weight=trained.astype(jnp.float32))

@@ -142,7 +142,7 @@ def image_loss(
     loss: jax.Array | float = 0.0
     sums = image_sums(errors, items)
     for name, (total, _) in sums.items():
-        loss += model.generators[name].flow.weight * total / jnp.maximum(totals[name], 1)
+        loss += model.towers[name].flow.weight * total / jnp.maximum(totals[name], 1)
     return loss, sums
 
 

@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.batch import PADDING, ItemBatch, TextBatch
 from mmjax.config import Generator, PixelLatents
-from mmjax.config.generators import image_size, step_vae
 from mmjax.models.connector import Connector
 from mmjax.models.dropout import IMPL, Noise
 from mmjax.models.layers import PositionTable
@@ -113,14 +112,14 @@ def draw(noise: Noise, name: str, config: Generator, items: ItemBatch) -> Draws:
 
         return constrain(jax.vmap(jax.vmap(patch))(patch_keys), "rows", "length", None)
 
-    return Draws(time, dropped, of_patches(1), of_patches(2) if step_vae(config) else None)
+    return Draws(time, dropped, of_patches(1), of_patches(2) if config.step_vae else None)
 
 
 def latents_of(config: Generator, items: ItemBatch) -> Float[Array, "r l f"]:
     """Return the float32 latents of a generator's rows: pixels normalised, or as they are stored; 0 at padding."""
     latents = config.latents
     values = items.values.astype(jnp.float32)
-    if isinstance(latents, PixelLatents):
+    if latents.kind == "pixels":
         pixels = values.reshape(*values.shape[:2], -1, latents.channels)
         scale = (1 / (255 * np.array(latents.std))).astype(np.float32)
         shift = (np.array(latents.mean) / np.array(latents.std)).astype(np.float32)
@@ -143,7 +142,7 @@ class LatentEncoder(nnx.Module):
         are encoded one of each row at a time, so that memory is bounded.
         """
         c = self.config
-        height, width = (side // c.patch for side in image_size(c))  # in patches
+        height, width = (side // c.patch for side in c.image_size)  # in patches
         rows, length = items.item.shape
         count = length // (height * width)
         used = count * height * width

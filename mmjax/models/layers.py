@@ -406,23 +406,21 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
     c = config
     if c.width % c.heads:
         raise ValueError(f"a width of {c.width} does not divide into {c.heads} heads")
-    vision = c if isinstance(c, VisionConfig) else None
+    in_windows = c.modality == "image" and c.windowed
     return LayerConfig(
         width=c.width,
         heads=c.heads,
         kv_heads=c.heads,
-        head_width=c.width // c.heads,
+        head_width=c.head_width,
         mlp_width=c.mlp_width,
         backend=c.attention,
-        norm=partial(NORMS[vision.norm if vision else "layer"], eps=c.norm_eps),
+        norm=partial(NORMS[c.norm], eps=c.norm_eps),
         activation=c.activation,
-        gated=vision is not None and vision.gated,
+        gated=c.gated,
         biases=c.biases,
-        width_norm=partial(RMSNorm, eps=vision.qk_norm_eps)
-        if vision and vision.qk_norm == "width"
-        else None,
-        layer_scale=vision is not None and vision.layer_scale,
-        pre_norms=vision is None or vision.norm_place == "before",
-        post_norms=vision is not None and vision.norm_place == "after",
-        max_block=window_block(vision.window) if vision and vision.windowed else MAX_BLOCK,
+        width_norm=partial(RMSNorm, eps=c.qk_norm_eps) if c.qk_norm == "width" else None,
+        layer_scale=c.layer_scale,
+        pre_norms=c.norm_place == "before",
+        post_norms=c.norm_place == "after",
+        max_block=window_block(c.window) if in_windows else MAX_BLOCK,
     )

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import DiffusionTransformerConfig, ModelConfig, UnetConfig
+from mmjax.config import ModelConfig
 from mmjax.config.model import float8_linears, frozen_modules, quantized_layers
 from mmjax.models.dropout import Noise
 from mmjax.models.expert_routing import Routing
@@ -95,27 +95,23 @@ class Model:
             raise ValueError(
                 "no encoder may be called 'llm': that is the decoder's name; rename it in model.encoders"
             )
-        towers = {"llm": config.llm, **config.item_modules}
+        towers = config.towers
         if unknown := set(cuts or {}) - set(towers):
             raise ValueError(
                 f"cuts for {min(unknown)!r}, which is no tower; there are {', '.join(towers)}"
             )
-        deepstacks = {name: encoder.deepstack for name, encoder in config.encoders.items()}
+        deepest = max((len(c.deepstack) for c in towers.values()), default=0)
         runs = {}
         for name, c in towers.items():
-            if isinstance(c, UnetConfig):  # whose blocks differ in shape
+            if not c.is_stack:  # a UNet, whose blocks differ in shape
                 runs[name] = ()
                 continue
             # Stacks end where a layer's output is needed: for a deepstack in an encoder, for an
             # addition in the LLM. A deepstack of n layers is added behind the LLM's layers 0 .. n -
             # 1.
-            layers = (
-                range(max(map(len, deepstacks.values()), default=0))
-                if name == "llm"
-                else deepstacks.get(name, ())
-            )
+            layers = range(deepest) if name == "llm" else c.deepstack
             borders = [i + 1 for i in layers if i + 1 < c.layers]
-            if isinstance(c, DiffusionTransformerConfig) and c.frozen and c.layers > 1:
+            if c.is_generator and c.frozen and c.layers > 1:
                 # of the first layer a gradient needs less than a scan computes for all
                 borders.append(1)
             remat = "none" if c.remat == "auto" else c.remat  # "auto" that no plan has resolved
@@ -154,7 +150,7 @@ class Model:
     @property
     def is_random(self) -> bool:
         """Return whether training draws random numbers: for dropout, or for what generators make images of."""
-        return bool(self.config.generators) or any(
+        return self.config.makes_images or any(
             tower.dropout for tower in (self.config.llm, *self.config.encoders.values())
         )
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.batch import PADDING, TEXT_KIND, ItemBatch, TextBatch, WeightedSlots
-from mmjax.config import DiffusionTransformerConfig, ModelConfig, VisionConfig
+from mmjax.config import ModelConfig
 from mmjax.config.model import step_vaes
 from mmjax.kernels.masks import MaskSpec
 from mmjax.models.connector import Connector
@@ -41,6 +41,15 @@ from mmjax.parallel.sharding import active, constrain, encoding
 Functions = Mapping[str, Callable[..., Any]]  # callbacks by the names that configs give them
 
 
+# Of each kind of encoder and generator, by its config, plan of layers, dtype and random keys.
+MODULES: Mapping[str, Callable[..., nnx.Module]] = {
+    "vision": VisionEncoder,
+    "audio": AudioEncoder,
+    "diffusion_transformer": DiffusionTransformer,
+    "unet": lambda config, _, dtype, rngs: Unet(config, dtype, rngs),
+}
+
+
 class MultimodalModel(nnx.Module):
     """`llm`, and by name `encoders`, `generators`, the `connectors` of both, and `vaes` of images to be made."""
 
@@ -56,27 +65,19 @@ class MultimodalModel(nnx.Module):
         encoders = {}
         connectors = {}
         for name, c in config.encoders.items():
-            vision = isinstance(c, VisionConfig)
-            encoders[name] = (VisionEncoder if vision else AudioEncoder)(
-                c, plans[name], dtype, rngs
-            )
+            encoders[name] = MODULES[c.kind](c, plans[name], dtype, rngs)
             connectors[name] = Connector(
                 config=c.connector,
                 inputs=c.width,
                 outputs=config.llm.width,
-                axes=(1, 2) if vision else (0,),
+                axes=(1, 2) if c.modality == "image" else (0,),
                 eps=c.norm_eps,
                 rngs=rngs,
-                deepstack=c.deepstack if vision else (),
+                deepstack=c.deepstack,
             )
         generators = {}
         for name, c in config.generators.items():
-            transformer = isinstance(c, DiffusionTransformerConfig)
-            generators[name] = (
-                DiffusionTransformer(c, plans[name], dtype, rngs)
-                if transformer
-                else Unet(c, dtype, rngs)
-            )
+            generators[name] = MODULES[c.kind](c, plans[name], dtype, rngs)
             connectors[name] = Conditioner(c, config.llm.width, rngs)
         vaes = {
             name: LatentEncoder(config.generators[name], dtype, rngs) for name in step_vaes(config)

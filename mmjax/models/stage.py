@@ -18,8 +18,6 @@ from jaxtyping import Array, Float
 
 from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import ModelConfig
-from mmjax.config.generators import step_vae
-from mmjax.config.model import layers_of
 from mmjax.config.unit_stages import LayerRange
 from mmjax.models.dropout import Noise
 from mmjax.models.expert_routing import pack, unpack
@@ -74,12 +72,12 @@ class Piece:
 
     @property
     def last(self) -> bool:
-        return self.stop == layers_of(self.config, self.tower)
+        return self.stop == self.config.towers[self.tower].layers
 
     @property
     def generates(self) -> bool:
         """Return whether the tower is a generator."""
-        return self.tower in self.config.generators
+        return self.config.towers[self.tower].is_generator
 
     @property
     def makes_loss(self) -> bool:
@@ -98,7 +96,7 @@ class Piece:
     @property
     def _clean(self) -> tuple[str, ...]:
         """Name the latents of a generator whose images are encoded in the step: the loss is made of them too."""
-        return (f"{self.tower}.clean",) if step_vae(self.config.generators[self.tower]) else ()
+        return (f"{self.tower}.clean",) if self.config.towers[self.tower].step_vae else ()
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -136,12 +134,12 @@ class Piece:
     @property
     def embeds_queries(self) -> tuple[str, ...]:
         """Name the generators whose learned queries the piece embeds."""
-        return tuple(self.config.generators) if self.tower == "llm" and self.first else ()
+        return self.config.towers_behind("llm") if self.tower == "llm" and self.first else ()
 
     @property
     def sends_states(self) -> tuple[str, ...]:
         """Name the generators that take hidden states of the piece."""
-        return tuple(self.config.generators) if self.tower == "llm" and self.last else ()
+        return self.config.towers_behind("llm") if self.tower == "llm" and self.last else ()
 
     def _routing(self, layer: int) -> list[str]:
         """Name the sums of the experts' layers before a layer, where there are such layers."""
@@ -288,7 +286,7 @@ class Piece:
     def _generate(
         self, module: MultimodalModel, values: Values, batch: Microbatch, noise: Noise | None
     ) -> Values:
-        generator = module.generators[self.tower]
+        generator = module.tower(self.tower)
         items = batch.items[self.tower]
         config = generator.config
         with encoding():
@@ -366,9 +364,9 @@ class Stage:
     def whole(cls, model: Model) -> Stage:
         """Return the stage of all layers of a model."""
         config = model.config
-        towers = (*sorted(config.encoders), "llm", *config.generators)
+        towers = (*sorted(config.encoders), "llm", *config.towers_behind("llm"))
         return cls(
-            model, tuple(Piece(config, tower, 0, layers_of(config, tower)) for tower in towers)
+            model, tuple(Piece(config, tower, 0, config.towers[tower].layers) for tower in towers)
         )
 
     @classmethod

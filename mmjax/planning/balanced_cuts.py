@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 
 from mmjax.config import Config, Unit
-from mmjax.config.model import layers_of
 from mmjax.config.training import unit_modules
 from mmjax.config.unit_stages import chain_of
 from mmjax.planning.flops import layer_flops
@@ -116,7 +115,9 @@ def _balance(
 def name_cuts(config: Config, name: str, places: Sequence[int]) -> tuple[int | str, ...]:
     """Return the cuts of a unit before these layers of its chain, as a config states them."""
     towers = chain_of(config.model, unit_modules(name, config.units[name]))
-    layers = [(tower, layer) for tower in towers for layer in range(layers_of(config.model, tower))]
+    layers = [
+        (tower, layer) for tower in towers for layer in range(config.model.towers[tower].layers)
+    ]
     return tuple(
         layers[place][1] if len(towers) == 1 else "{}.{}".format(*layers[place]) for place in places
     )

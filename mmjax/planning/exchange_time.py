@@ -12,10 +12,10 @@ from mmjax.config import (
     ModelConfig,
     Remat,
     SequenceParallel,
+    Tower,
     context_form,
 )
-from mmjax.config.generators import Tower
-from mmjax.config.model import towers_of
+from mmjax.config.model import stacked_towers
 from mmjax.planning.flops import layer_policies
 from mmjax.planning.hardware import Cluster
 from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding
@@ -224,7 +224,7 @@ def overlap_pays(
     def seconds(way: SequenceParallel) -> float:
         on = replace(machine, sharding=replace(machine.sharding, sequence_parallel=way))
         total = 0.0
-        for name, config in towers_of(model).items():
+        for name, config in stacked_towers(model).items():
             if name in towers:
                 forward, backward = tensor_seconds(
                     config, work[name].positions, on.sharding.parts(name), on

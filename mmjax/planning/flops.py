@@ -13,19 +13,12 @@ import numpy as np
 
 from mmjax.balance.waits import Prices
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import (
-    DiffusionTransformerConfig,
-    ModelConfig,
-    Remat,
-    UnetConfig,
-)
-from mmjax.config.generators import Generator, Tower
+from mmjax.config import ModelConfig, Remat, Tower
 from mmjax.config.model import (
     adapted_modules,
     frozen_modules,
-    layer_positions,
+    stacked_towers,
     step_vaes,
-    towers_of,
 )
 from mmjax.cost import table
 from mmjax.cost.rates import UNITS, Cost, SameModel, TowerTrace
@@ -36,7 +29,7 @@ from mmjax.planning.hardware import (
     FLOAT8_EFFICIENCY,
     Rates,
 )
-from mmjax.planning.work import Work, connector_mlps, head_width, row_work, useful_work
+from mmjax.planning.work import Work, connector_mlps, row_work, useful_work
 
 PAIRS = UNITS.index("pairs")
 
@@ -97,30 +90,23 @@ def model_flops(
     """
     flops = {}
     for tower, amounts in work.items():
-        config = _config(model, tower)
-        if isinstance(config, DiffusionTransformerConfig):
+        config = model.towers[tower]
+        if config.is_generator:
             # A position attends the condition of its image; executed are those of both images of
             # its block.
             amounts = amounts._replace(blocks=amounts.positions / (2 * config.min_patches))
+        layers = len(layer_policies(config))
         trace = tower_trace(model, tower, _running(work), frozen, "dense")
-        tower_cost, connector = _whole(trace, [("none", True)] * _layers(config))
+        tower_cost, connector = _whole(trace, [("none", True)] * layers)
         for module, cost in ((tower, tower_cost), (f"{tower}.connector", connector))[
             : 1 + (tower != "llm")
         ]:
             forward = _total(cost.needed_forward, amounts)
             if reference and runs_twice(module, model):
-                again = _whole(*_without_adapters(trace, _layers(config)))[module != tower]
+                again = _whole(*_without_adapters(trace, layers))[module != tower]
                 forward += _total(again.needed_forward, amounts)
             flops[module] = Flops(forward, _total(cost.needed_backward, amounts))
     return _with_encoding(flops, model, work, elementwise=False)
-
-
-def _config(model: ModelConfig, tower: str) -> Tower | Generator:
-    return {"llm": model.llm, **model.item_modules}[tower]
-
-
-def _layers(config: Tower | Generator) -> int:
-    return getattr(config, "layers", 0)
 
 
 def tower_trace(
@@ -148,9 +134,10 @@ def _tower_trace(
 ) -> TowerTrace:
     model = same.model
     # Inputs of a generator go through its connector first.
-    module = f"{tower}.connector" if tower in model.generators else tower
+    config = model.towers[tower]
+    module = f"{tower}.connector" if config.is_generator else tower
     _, upstream, _ = _gradients(module, model, running, frozen)
-    backend = "dense" if _config(model, tower).attention == "dense" else "blockwise"
+    backend = "dense" if config.attention == "dense" else "blockwise"
     return TowerTrace.of(model, tower, frozen, upstream, attention or backend, dtype)
 
 
@@ -246,7 +233,7 @@ def needed_by_tower(
 def needed_gradients(tower: str, model: ModelConfig, frozen: Set[str]) -> frozenset[str]:
     """Return the gradients that a tower's layers compute in a backward pass: of "weights", "adapters" and "inputs"."""
     trainable, upstream, has_adapters = _gradients(
-        tower, model, frozenset(towers_of(model)), frozen
+        tower, model, frozenset(stacked_towers(model)), frozen
     )
     gradients = {
         "weights": trainable,
@@ -273,7 +260,7 @@ def _gradients(
     feeding_llm = encoders | {f"{name}.connector" for name in model.item_modules if name in running}
     if module == "llm":
         feeding = feeding_llm
-    elif tower in model.generators:
+    elif model.towers[tower].is_generator:
         feeding = {"llm", *feeding_llm, *({f"{tower}.connector"} if module == tower else ())}
     else:
         feeding = set() if module == tower else {tower}
@@ -311,7 +298,7 @@ def executed(
     work = row_work(model, shape, pairs)
     flops = {}
     for tower, amounts in work.items():
-        config = _config(model, tower)
+        config = model.towers[tower]
         trace = tower_trace(model, tower, _running(work), frozen)
         layers = _compiled_layers(config)
         tower_cost, connector = _whole(trace, layers)
@@ -339,27 +326,25 @@ def _plus(flops: Flops, **added: float) -> Flops:
     return flops._replace(**{name: getattr(flops, name) + extra for name, extra in added.items()})
 
 
-def _compiled_layers(config: Tower | Generator) -> Layers:
+def _compiled_layers(config: Tower) -> Layers:
     """Return the policy of every layer, and whether the first is compiled by itself.
 
     In a scan a layer computes every gradient that another one needs.
     """
-    if isinstance(config, UnetConfig):
-        return []
     policies = layer_policies(config)
     # as `Model.build` cuts it
-    apart = isinstance(config, DiffusionTransformerConfig) and config.frozen
+    apart = config.is_generator and config.frozen
     unscanned = len(policies) < 2 or policies[0] != policies[1] or apart
     return [(policy, unscanned) for policy in policies]
 
 
-def _flops_of(cost: Cost, work: Work, config: Tower | Generator) -> Flops:
+def _flops_of(cost: Cost, work: Work, config: Tower) -> Flops:
     """Count the executed FLOPs of a tower's part."""
     kernel = config.attention in ("flash", "auto")
     passes = np.array([cost.forward, cost.backward, cost.again])
     # Of the kernel, heads of 80 channels are computed as 128.
     passes[:, PAIRS] *= _padding(config)
-    if isinstance(config, UnetConfig):
+    if not config.is_stack:
         passes[1, PAIRS] *= UNET_PRODUCTS[config.attention]
     elif kernel:
         passes[1, PAIRS] *= KERNEL_PRODUCTS
@@ -378,12 +363,11 @@ def _total(rates: np.ndarray, work: Work) -> float:
     return math.fsum(rate * amount for rate, amount in zip(rates.tolist(), work, strict=True))
 
 
-def _padding(config: Tower | Generator) -> float:
+def _padding(config: Tower) -> float:
     """Return by how much the attention kernel widens heads."""
-    if isinstance(config, UnetConfig) or config.attention not in ("flash", "auto"):
+    if not config.is_stack or config.attention not in ("flash", "auto"):
         return 1
-    width = head_width(config)
-    return padded_width(width) / width
+    return padded_width(config.head_width) / config.head_width
 
 
 def stage_flops(
@@ -402,17 +386,16 @@ def stage_flops(
     others. logits_again: whether the last layer's backward makes the logits again, of a loss in
     chunks or one that waits for generators.
     """
-    config = _config(model, tower)
+    config = model.towers[tower]
     work = row_work(model, shape, pairs)
     frozen = frozen_modules(model)
     trace = tower_trace(model, tower, _running(work), frozen)
-    count = _layers(config)
     first = layers.start == 0
-    last = layers.stop >= count
-    policies = () if isinstance(config, UnetConfig) else policies
+    last = layers.stop >= config.layers
+    policies = policies if config.is_stack else ()
     unscanned = len(policies) < 2 or policies[0] != policies[1]
     share = float(first)  # of a generator, whose connector stands before the layers
-    if tower in model.encoders:
+    if tower != "llm" and not config.is_generator:
         # The connector's MLP, and one more for each layer of a deepstack.
         share = (last + sum(layer in layers for layer in config.deepstack)) / connector_mlps(config)
 
@@ -442,9 +425,9 @@ def layer_flops(
 
     shape, reference: as in `executed`. A UNet is one layer.
     """
-    config = _config(model, tower)
-    policies = () if isinstance(config, UnetConfig) else layer_policies(config)
-    count = max(1, len(policies))
+    config = model.towers[tower]
+    policies = layer_policies(config)
+    count = config.layers
     kinds = table.ends(
         tower_trace(model, tower, _running(row_work(model, shape)), frozen_modules(model))
     ).kinds
@@ -466,7 +449,7 @@ def layer_flops(
                 policies[layer : layer + 1],
                 shape,
                 # Of generators in other stages the loss waits for their backward pass.
-                logits_again=bool(model.generators),
+                logits_again=model.makes_images,
                 reference=reference,
             )
         keys.append(key)
@@ -484,7 +467,7 @@ def pair_costs(
     Dense attention has no pairs: it computes those of whole rows, whatever they hold. rates:
     default: those assumed of GPUs, at a data sheet's FLOP/s of 1.
     """
-    shapes = _short_rows(model)
+    shapes = {name: tower.shortest_row for name, tower in model.towers.items()}
 
     def seconds(name: str, length: int, pairs: float) -> float:
         shape = {tower: (1, step) for tower, step in shapes.items()} | {name: (1, length)}
@@ -507,19 +490,6 @@ def pair_costs(
     return Prices._make(np.array(costs).T)
 
 
-def _short_rows(model: ModelConfig) -> dict[str, int]:
-    """Return the positions of the shortest row that each tower can have; others are multiples of it."""
-    strides = {name: encoder.stride for name, encoder in model.encoders.items()}
-    steps = {
-        name: strides[name] * layer_positions(encoder) for name, encoder in model.encoders.items()
-    }
-    return (
-        {"llm": 1}
-        | steps
-        | {name: generator.min_patches for name, generator in model.generators.items()}
-    )
-
-
 def relative_cost(
     model: ModelConfig, length: int = 128, frozen: Set[str] = frozenset(), reference: bool = False
 ) -> np.ndarray:
@@ -529,7 +499,7 @@ def relative_cost(
     positions.
     """
     # The other modules run on the shortest row that they can have.
-    short = {name: (1, step) for name, step in _short_rows(model).items()}
+    short = {name: (1, tower.shortest_row) for name, tower in model.towers.items()}
     costs = []
     for name, (_, step) in short.items():
         # Rows must be whole steps, so the lengths are h and 3 h for a multiple h of the step near
@@ -564,7 +534,7 @@ def recompute_flops(
     dtype: of the activations, which changes no count: that of other costs of the layer needs no
     trace of its own.
     """
-    config = _config(model, tower)
+    config = model.towers[tower]
     trace = tower_trace(
         model, tower, frozenset(model.item_modules), frozen_modules(model), dtype=dtype
     )
@@ -584,13 +554,15 @@ def mean_layer(trace: TowerTrace, policy: Remat) -> Cost:
 def attention_flops(model: ModelConfig, tower: str, work: Work) -> float:
     """Count the FLOPs of attention in the forward pass of one layer; of layers the mean."""
     trace = tower_trace(model, tower, frozenset(model.item_modules), frozen_modules(model))
-    return _padding(_config(model, tower)) * float(
+    return _padding(model.towers[tower]) * float(
         mean_layer(trace, "none").forward[PAIRS] * work.pairs
     )
 
 
 def layer_policies(config: Tower) -> tuple[Remat, ...]:
-    """Return the remat policy of each layer; "none" for an `auto` that is not resolved yet."""
+    """Return the remat policy of each layer, "none" for an `auto` that is not resolved yet; none of a UNet's blocks."""
+    if not config.is_stack:
+        return ()
     if isinstance(config.remat, tuple):
         return config.remat
     return ("none" if config.remat == "auto" else config.remat,) * config.layers

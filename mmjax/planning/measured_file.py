@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from mmjax.config import Config, Remat
 from mmjax.config.codec import decode
-from mmjax.config.model import towers_of
+from mmjax.config.model import stacked_towers
 from mmjax.errors import UserError
 from mmjax.planning.hardware import Cluster, Device, MeasuredRates, find_device
 from mmjax.planning.speed import FORWARD, LayerTimes
@@ -150,7 +150,7 @@ def _decode_rate(key: str, value: Any) -> float:
 
 def _layer_times(tower: str, layers: MeasuredLayers, config: Config, source: str) -> LayerTimes:
     """Check what is stated of a tower's layers, and keep the policies that a plan of this config may choose from."""
-    towers = tuple(towers_of(config.model))
+    towers = tuple(stacked_towers(config.model))
     where = f"{LAYERS}.{tower}"
     if tower not in towers:
         raise UserError(f"{where}: the model has no such tower, only {', '.join(towers)}")

@@ -17,27 +17,25 @@ from mmjax.config import (
     Adafactor,
     AudioConfig,
     DecoderConfig,
-    DiffusionTransformerConfig,
     ModelConfig,
     Muon,
     OptimizerConfig,
     Remat,
     SequenceParallel,
+    Tower,
     VaeConfig,
-    VisionConfig,
 )
-from mmjax.config.generators import Tower, row_values, takes_pixels
 from mmjax.config.model import (
     NF4_BLOCK,
     layer_count,
     linear_layers,
     quantized_layers,
-    towers_of,
+    stacked_towers,
 )
 from mmjax.cost.table import module_parameters, parameters
 from mmjax.planning.flops import frozen_modules, mean_layer, needed_gradients, tower_trace
 from mmjax.planning.unet import unet_saved_bytes, unets
-from mmjax.planning.work import Work, connector_mlps, layer_sizes, merged_positions, row_work
+from mmjax.planning.work import Work, connector_mlps, layer_sizes, row_work
 
 GB = 1e9  # bytes
 CONV_TAPS = 3  # along each side of the convolutions of an audio encoder
@@ -96,9 +94,7 @@ def divide_by_tensor_parallelism(
         return SavedBytes(saved.device / parts, saved.host / parts)
     # What is as wide as the layer is whole on every device: tensor parallelism cuts only what lies
     # within a layer.
-    arrays = (
-        WIDE_ARRAYS_OF_DIFFUSION if isinstance(config, DiffusionTransformerConfig) else WIDE_ARRAYS
-    )
+    arrays = WIDE_ARRAYS_OF_DIFFUSION if config.is_generator else WIDE_ARRAYS
     wide = arrays.get(policy, 1) * layer_sizes(config).width * activation * positions
     replicated = min(wide, saved.device)
     return SavedBytes(replicated + (saved.device - replicated) / parts, saved.host / parts)
@@ -203,7 +199,7 @@ def vae_bytes(vae: VaeConfig, size: tuple[int, int], activation: int) -> float:
 def layer_matrices(model: ModelConfig) -> dict[str, int]:
     """Count the elements of the matrices in each tower's layers."""
     counts = module_parameters(model)
-    return {name: counts[name].matrices for name in towers_of(model)}
+    return {name: counts[name].matrices for name in stacked_towers(model)}
 
 
 def moment_bytes(
@@ -275,9 +271,9 @@ def muon_update_bytes(
     """
     if sharding.shards == 1:
         return 0.0
-    sizes = {name: layer_sizes(towers_of(model)[name]) for name in layers}
+    sizes = {name: layer_sizes(stacked_towers(model)[name]) for name in layers}
     matrices = {
-        name: layer_matrices(model)[name] / towers_of(model)[name].layers for name in layers
+        name: layer_matrices(model)[name] / stacked_towers(model)[name].layers for name in layers
     }
     exchanged = sum(-(-count // sharding.shards) * matrices[name] for name, count in layers.items())
     product = max((s.width * max(s.mlp, s.queries) for s in sizes.values()), default=0)
@@ -304,16 +300,9 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
         axes = max(len(model.llm.rope_sections), 1)
         # One column of `slots` for each encoder and generator, beside the fields.
         return 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.item_modules))
-    if tower in model.generators:
-        # Pixels are bytes, latents float32.
-        generator = model.generators[tower]
-        values = row_values(generator) * (1 if takes_pixels(generator) else 4)
-        return rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths.get(
-            tower, 0
-        )
-    encoder = model.encoders[tower]
-    # Pixels are bytes, log-mel bins float32.
-    values = encoder.patch_values if isinstance(encoder, VisionConfig) else 4 * encoder.mels
+    module = model.towers[tower]
+    # Pixels are bytes, latents and log-mel bins float32.
+    values = module.input_values * (1 if module.takes_pixels else 4)
     return rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths.get(tower, 0)
 
 
@@ -323,29 +312,23 @@ def token_bytes(model: ModelConfig, name: str, batch: DeviceBatch, activation: i
     Of a generator those of its inputs, which its connector takes in the LLM's width; where devices
     share rows of the LLM, each has the whole rows' outputs too, as they came and in order.
     """
-    if name in model.generators:
-        generator = model.generators[name]
-        c = generator.connector
-        numbers = 2 * model.llm.width + (2 + c.gated) * c.mlp_width + generator.condition_width
+    module = model.towers[name]
+    c = module.connector
+    if module.is_generator:
+        numbers = 2 * model.llm.width + (2 + c.gated) * c.mlp_width + module.condition_width
         gathered = (
             2 * batch.context * math.prod(batch.shape["llm"]) * model.llm.width
             if batch.context > 1
             else 0
         )
         return (row_work(model, batch.shape)[name].tokens * numbers + gathered) * activation
-    encoder = model.encoders[name]
     # Numbers per token: itself before and after the exchange, the connector's input, its MLP's
     # hidden values twice, and what a patch merger makes, with a projection three times more.
-    c = encoder.connector
     numbers = (
-        2 * model.llm.width
-        + merged_positions(encoder) * encoder.width
-        + (2 + c.gated) * c.mlp_width
+        2 * model.llm.width + module.merged_positions * module.width + (2 + c.gated) * c.mlp_width
     )
     numbers += (1 + 3 * c.projection) * c.merger_width
-    return (
-        row_work(model, batch.shape)[name].tokens * connector_mlps(encoder) * numbers * activation
-    )
+    return row_work(model, batch.shape)[name].tokens * connector_mlps(module) * numbers * activation
 
 
 def exchange_bytes(model: ModelConfig, batch: DeviceBatch, activation: int) -> float:
@@ -363,7 +346,7 @@ def sent_slots(model: ModelConfig, batch: DeviceBatch) -> dict[str, int]:
     slots = {name: batch.peers * width for name, width in batch.widths.items()}
     # Each of the rank's devices may get all that came and that is here, but of what goes to a
     # generator.
-    spread = set(work) - set(model.generators)
+    spread = {name for name in work if not model.towers[name].is_generator}
     return {
         name: n + (batch.context * (n + work[name].tokens) if name in spread else 0)
         for name, n in slots.items()
@@ -400,13 +383,13 @@ def layer_backward_bytes(
 
     work: of the tower's rows, padding included (`row_work`).
     """
-    config = towers_of(model)[tower]
+    config = stacked_towers(model)[tower]
     positions = work.positions
     layer = layer_sizes(config)
     parts = sharding.parts(tower)
     largest = layer.width * max(layer.mlp, layer.queries) / parts
     copied = 0.0
-    if isinstance(config, DecoderConfig) and (experts := config.experts):
+    if experts := config.experts:
         # All experts of the device, of which gate and up are gathered together.
         largest = max(
             largest, 2 * layer.width * experts.width * experts.count / (parts * sharding.experts)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from mmjax.config import Config, UnetConfig
+from mmjax.config import Config
 from mmjax.config.training import unit_devices
 from mmjax.config.unit_stages import LayerRange
 from mmjax.planning.flops import SHEET, Flops, layer_policies, stage_flops
@@ -112,11 +112,8 @@ def _flops_of_row(
     config: Config, piece: LayerRange, shape: Sequence[int], pairs: float | None
 ) -> Flops:
     """Count what layers run for one row of every module; None: their attention is that of a row with one sample."""
-    towers = {"llm": config.model.llm, **config.model.item_modules}
-    tower = towers[piece.tower]
-    policies = ()
-    if not isinstance(tower, UnetConfig):
-        policies = layer_policies(tower)[piece.start : piece.stop]
+    towers = config.model.towers
+    policies = layer_policies(towers[piece.tower])[piece.start : piece.stop]
     one_row = {tower: (1, length) for tower, length in zip(towers, shape, strict=True)}
     piece_pairs = None if pairs is None else dict.fromkeys(towers, 0.0) | {piece.tower: pairs}
     reference = config.loss.repeats_forward
@@ -127,7 +124,7 @@ def _flops_of_row(
         policies,
         one_row,
         # Of generators in other stages the loss waits for their backward pass.
-        logits_again=bool(config.model.generators),
+        logits_again=config.model.makes_images,
         pairs=piece_pairs,
         reference=reference,
     )

@@ -20,7 +20,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mmjax.config import Config
-from mmjax.config.model import layers_of
 from mmjax.config.unit_stages import LayerRange, cut_unit
 from mmjax.planning.nesting import NestedPasses, nest
 
@@ -48,7 +47,7 @@ def list_stages(config: Config) -> list[UnitStage]:
         ):
             layers = " + ".join(
                 tower
-                if layers_of(config.model, tower) == stop - start
+                if config.model.towers[tower].layers == stop - start
                 else f"{tower}[{start}:{stop}]"
                 for tower, start, stop in pieces
             )
@@ -247,9 +246,9 @@ def unit_links(config: Config) -> list[tuple[PieceNumber, PieceNumber]]:
     links = []
     for number, (tower, _, stop) in pieces.items():
         following = [(tower, stop, stages[number[0]].copy)]
-        if stop == layers_of(config.model, tower):
-            following = [("llm", 0, only)] if tower in config.model.encoders else []
-            following += [(name, 0, only) for name in config.model.generators if tower == "llm"]
+        if stop == config.model.towers[tower].layers:
+            behind = config.model.towers_behind(tower)
+            following = [(name, 0, only) for name in behind]
         links += [(number, begins[key]) for key in following if begins[key][0] != number[0]]
     return links
 

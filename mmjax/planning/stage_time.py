@@ -9,15 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from mmjax.config import ModelConfig, Muon, OptimizerConfig, Remat, UnetConfig
-from mmjax.config.generators import Tower
+from mmjax.config import ModelConfig, Muon, OptimizerConfig, Remat, Tower, UnetConfig
 from mmjax.config.model import (
     adapted_modules,
     adapters_by_layer,
     layer_count,
     linear_layers,
     module_of_layer,
-    towers_of,
+    stacked_towers,
 )
 from mmjax.cost.table import module_parameters
 from mmjax.planning.exchange_time import (
@@ -108,7 +107,7 @@ class StageRun:
 
     def config(self, model: ModelConfig) -> Tower | UnetConfig:
         """Return the tower's config."""
-        return {"llm": model.llm, **model.item_modules}[self.tower]
+        return model.towers[self.tower]
 
 
 def pass_times(
@@ -129,7 +128,7 @@ def pass_times(
     if stage.alone:
         scattered += _add_over_data_seconds(stage)
     tensor, context, exchanges = (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)
-    if not isinstance(config, UnetConfig):
+    if config.is_stack:
         tensor = tensor_seconds(config, work.positions, stage.parts, machine)
     if stage.tower == "llm":
         # The first ranks send encoders' tokens on to those whose rows they are in; the last ones
@@ -138,7 +137,7 @@ def pass_times(
         widths = {
             name: n
             for name, n in batch.widths.items()
-            if (last if name in model.generators else first)
+            if (last if model.towers[name].is_generator else first)
         }
         exchange = (
             exchange_seconds(model, replace(batch, widths=widths), machine)
@@ -178,11 +177,11 @@ def _compute_seconds(
     machine = stage.machine
     config = stage.config(model)
     rates, parts = machine.speed.rates, stage.parts
-    unet = isinstance(config, UnetConfig)
+    is_stack = config.is_stack
     measured = machine.speed.layer(stage.tower, batch.shape[stage.tower])
     # Layers that were timed are taken out of the operations, and their times added.
     counted = () if measured else stage.policies
-    saved = stage.policies if unet else ("none",) * len(counted)
+    saved = ("none",) * len(counted) if is_stack else stage.policies
     flops = stage_flops(
         model,
         stage.tower,
@@ -198,7 +197,7 @@ def _compute_seconds(
         share = flops.forward / (flops.total or 1.0)
         attention = (
             len(counted) * attention_flops(model, stage.tower, work)
-            if not unet
+            if is_stack
             else share * flops.attention
         )
 
@@ -231,15 +230,15 @@ def _compute_seconds(
         recompute += sum(measured[policy] - measured["none"] for policy in stage.policies) / parts
     # Written in forward; read in backward, with gradients of the same size.
     activations = len(counted) * work.positions * stage.unsaved / parts / rates.memory
-    kernels = len(unet_blocks(config)) if unet else len(counted)
+    kernels = len(counted) if is_stack else len(unet_blocks(config))
     forward += kernels * FORWARD_KERNELS * rates.launch + activations
     backward += kernels * BACKWARD_KERNELS * rates.launch + (PASSES - 1) * activations
-    generates = stage.tower in model.generators
+    # A generator's connector stands before its layers.
     has_connector = (
-        stage.layers.start == 0 if generates else unet or stage.layers.stop == config.layers
+        stage.layers.start == 0 if config.is_generator else stage.layers.stop == config.layers
     )
     shares = {
-        stage.tower: len(counted) / (1 if unet else config.layers),
+        stage.tower: len(counted) / config.layers,
         f"{stage.tower}.connector": float(has_connector),
     }
     for module in adapted_modules(model):
@@ -341,8 +340,8 @@ def _add_over_data_seconds(stage: StageRun) -> float:
 def update_seconds(model: ModelConfig, stage: StageRun, optimizer: OptimizerConfig) -> float:
     """Estimate the seconds of a stage's update, Muon's gathers included."""
     seconds = elementwise_update_seconds(stage.trainable, stage.moments, optimizer, stage.machine)
-    unet = isinstance(stage.config(model), UnetConfig)
-    if isinstance(optimizer, Muon) and not unet and stage.tower not in frozen_modules(model):
+    is_stack = stage.config(model).is_stack
+    if isinstance(optimizer, Muon) and is_stack and stage.tower not in frozen_modules(model):
         seconds += muon_seconds(model, len(stage.layers), stage.tower, stage.machine)
     return seconds
 
@@ -364,7 +363,7 @@ def elementwise_update_seconds(
 
 def muon_seconds(model: ModelConfig, layers: int, tower: str, machine: ClusterRun) -> float:
     """Estimate the seconds of Muon's update of so many layers of a tower."""
-    config = towers_of(model)[tower]
+    config = stacked_towers(model)[tower]
     layer = layer_sizes(config)
     matrices = module_parameters(model)[tower].matrices / config.layers
     parts = machine.sharding.parts(tower)

@@ -30,7 +30,7 @@ class UnetBlock(NamedTuple):
 
 def unets(model: ModelConfig) -> dict[str, UnetConfig]:
     """Return a model's UNets by name."""
-    return {name: c for name, c in model.generators.items() if isinstance(c, UnetConfig)}
+    return {name: tower for name, tower in model.towers.items() if not tower.is_stack}
 
 
 def unet_blocks(config: UnetConfig) -> list[UnetBlock]:

@@ -13,18 +13,8 @@ import numpy as np
 
 from mmjax.balance.mask_work import Mask, block_work
 from mmjax.batch import FIRST_BRANCH_BIT, ROW, TIME, ItemBatch, TextBatch, branch_gap, chunk_numbers
-from mmjax.config import (
-    AudioConfig,
-    DecoderConfig,
-    DiffusionTransformerConfig,
-    Generator,
-    ModelConfig,
-    UnetConfig,
-    VisionConfig,
-)
-from mmjax.config.generators import Tower
-from mmjax.config.model import layer_positions, merged_positions, with_changes
-from mmjax.config.towers import Encoder
+from mmjax.config import Encoder, Generator, ModelConfig, Tower
+from mmjax.config.model import with_changes
 from mmjax.kernels.tiles import MAX_BLOCK, TILES, tiles_for, window_block
 from mmjax.planning.hardware import Rates
 
@@ -55,17 +45,15 @@ class LayerSizes(NamedTuple):
 def layer_sizes(config: Tower) -> LayerSizes:
     """Return the widths of a tower's layers."""
     c = config
-    if not isinstance(c, DecoderConfig):
-        gated = isinstance(c, VisionConfig) and c.gated
-        cross = c.width if isinstance(c, DiffusionTransformerConfig) else 0
+    if not c.is_causal:
         return LayerSizes(
             width=c.width,
             queries=c.width,
             keys=c.width,
             heads=c.heads,
             mlp=c.mlp_width,
-            gated=gated,
-            cross=cross,
+            gated=c.gated,
+            cross=c.cross_width,
         )
     attention = np.array([c.heads * c.head_width, c.kv_heads * c.head_width, c.heads], float)
     share = sum(c.delta_layers) / max(1, c.layers)
@@ -84,11 +72,6 @@ def layer_sizes(config: Tower) -> LayerSizes:
     )
 
 
-def head_width(config: Tower) -> int:
-    """Return the channels of a head of attention."""
-    return config.head_width if isinstance(config, DecoderConfig) else config.width // config.heads
-
-
 def connector_mlps(module: Encoder | Generator) -> int:
     """Count the MLPs of a connector: one, plus one per deepstack layer of an encoder."""
     return 1 + len(module.deepstack)
@@ -101,10 +84,9 @@ def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> Mod
     """
     backend = "blockwise" if rates.attention is None else "flash"
 
-    modules = {"llm": model.llm, **model.item_modules}
     changes = {
         name: {"attention": backend}
-        for name, config in modules.items()
+        for name, config in model.towers.items()
         if config.attention == "auto"
     }
     if context > 1 and model.llm.attention == "dense":
@@ -114,14 +96,10 @@ def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> Mod
 
 def _mean_pairs(config: Tower, pairs: Any, window_pairs: Callable[[int], Any]) -> Any:
     """Average over a tower's layers: `pairs` without a window, `window_pairs` with one, of so many positions."""
-    if isinstance(config, AudioConfig):
-        return (
-            window_pairs(config.chunk_positions * config.attended_chunks) if config.chunk else pairs
-        )
     if not config.windowed:
         return pairs
-    window = config.window if isinstance(config, DecoderConfig) else config.window**2
-    return pairs + (window_pairs(window) - pairs) * len(config.windowed) / config.layers
+    in_windows = window_pairs(config.window_positions)
+    return pairs + (in_windows - pairs) * len(config.windowed) / config.layers
 
 
 def useful_work(
@@ -134,20 +112,20 @@ def useful_work(
     )
     work = {"llm": Work(int((text.sample >= 0).sum()), pairs)}
     for name, batch in items.items():
-        if name in model.generators:
-            work[name] = _generator_work(model.generators[name], batch.item)
+        encoder = model.towers[name]
+        if encoder.is_generator:
+            work[name] = _generator_work(encoder, batch.item)
             continue
-        encoder = model.encoders[name]
         # Coordinates below 0 mark inputs that become no token: class tokens, which pass through the
         # layers, and the silence behind a clip, which does not.
         output_item = np.where(batch.coordinates[..., ROW] >= 0, batch.item, -1)
         layer_item = batch.item
-        if isinstance(encoder, AudioConfig):
+        if encoder.stride > 1:
             # The convolutions keep one frame of each position, pooling the last position of each
             # group.
             layer_item = output_item[:, :: encoder.stride]
             output_item = layer_item[:, encoder.pool - 1 :: encoder.pool]
-        group = merged_positions(encoder)
+        group = encoder.merged_positions
         # A token exists where any member of its merge group does.
         token_item = output_item.reshape(
             len(output_item), output_item.shape[1] // group, group
@@ -174,15 +152,12 @@ def _windows(encoder: Encoder, items: ItemBatch, layer_item: np.ndarray) -> np.n
 
     Returns each position's, int `[R, L]`, -1 = padding; the items where there are no windows.
     """
-    if isinstance(encoder, AudioConfig):
-        if not encoder.chunk:
-            return layer_item
-        time = items.coordinates[:, :: encoder.stride, TIME] // encoder.stride
-        positions = encoder.chunk_positions * encoder.attended_chunks
-        return chunk_numbers(layer_item, time, np.arange(time.shape[1]), positions)
     if not encoder.windowed:
         return layer_item
     window = encoder.window
+    if encoder.modality == "audio":
+        time = items.coordinates[:, :: encoder.stride, TIME] // encoder.stride
+        return chunk_numbers(layer_item, time, np.arange(time.shape[1]), window)
     row, column = np.moveaxis(np.maximum(items.coordinates[..., ROW:], 0) // window, -1, 0)
     sizes = (
         np.array([items.item.max(initial=0), row.max(initial=0), column.max(initial=0)], np.int64)
@@ -216,19 +191,16 @@ def length_work(
     work = {"llm": Work(int(length.sum()), pairs)}
     for k, (name, config) in enumerate(model.item_modules.items()):
         inputs = useful[encoder == k].astype(np.int64)
-        positions = inputs
-        if isinstance(config, AudioConfig):
-            positions = config.count_positions(inputs) if config.chunk else inputs // config.stride
+        positions = config.positions_of(inputs)
         # Full attention inside an item: n queries of n keys each.
         pairs = int((positions**2).sum())
         # A length does not tell which windows an image's edge cuts: all are counted as complete.
         pairs = _mean_pairs(
             config, pairs, lambda size, n=positions: int((n * np.minimum(n, size)).sum())
         )
-        is_generator = isinstance(config, Generator)
         count = (
             int((encoder == k).sum()) * config.condition_tokens
-            if is_generator
+            if config.is_generator
             else int(tokens[encoder == k].sum())
         )
         work[name] = Work(int(positions.sum()), pairs, int(inputs.sum()), count)
@@ -249,8 +221,8 @@ def row_work(
     """
     work = {}
     for name, (rows, length) in shape.items():
-        config = {"llm": model.llm, **model.item_modules}[name]
-        if isinstance(config, UnetConfig):
+        config = model.towers[name]
+        if not config.is_stack:
             # Every place for an image is computed, and nothing behind the last one.
             images = rows * config.most_images(length)
             positions = images * config.min_patches
@@ -273,7 +245,7 @@ def row_work(
             work[name] = Work(
                 positions, rows * float(visited_pairs(config, one, one, one + length, 1, length)[0])
             )
-        if isinstance(config, DiffusionTransformerConfig):
+        if config.is_generator:
             images = config.most_images(length)
             blocks = rows * -(-length // config.min_patches)
             changes = {
@@ -283,18 +255,18 @@ def row_work(
             }
             work[name] = work[name]._replace(inputs=positions, **changes)
         elif name != "llm":
-            tokens = positions // layer_positions(config)
+            tokens = positions // config.token_positions
             work[name] = work[name]._replace(inputs=rows * length, tokens=tokens)
     return work
 
 
 def _blocks(config: Tower, length: int) -> tuple[int, int]:
     """Return the queries and the keys of a block; a row that is shorter than a block is one of its own length."""
-    windows = isinstance(config, VisionConfig) and config.windowed
+    windows = config.modality == "image" and config.windowed
     max_block = window_block(config.window) if windows else MAX_BLOCK
     if config.attention == "blockwise":
         return min(max_block, length), min(max_block, length)
-    tiles = tiles_for(min(head_width(config), max(TILES)), length, max_block).forward
+    tiles = tiles_for(min(config.head_width, max(TILES)), length, max_block).forward
     return tiles.q, tiles.k
 
 
@@ -312,8 +284,7 @@ def visited_pairs(
     row. Samples are causal (what an item's tokens see ahead of them is left out), items full; the
     patches of an image's window lie side by side.
     """
-    if isinstance(config, AudioConfig):
-        offset, length, row_length = (x // config.stride for x in (offset, length, row_length))
+    offset, length, row_length = (x // config.stride for x in (offset, length, row_length))
     q, k = _blocks(config, row_length)
     padded = -(-row_length // max(q, k)) * max(q, k)  # of q and k, one divides the other
     order = np.lexsort((offset, row))
@@ -327,7 +298,7 @@ def visited_pairs(
 
     def pairs(window: int | None = None) -> np.ndarray:
         low, high = begin[first], end[last]
-        if isinstance(config, DecoderConfig):
+        if config.is_causal:
             high = stop
             low = low if window is None else np.maximum(low, start - window + 1)
         elif window is not None:

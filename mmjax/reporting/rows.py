@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from mmjax.batch import TOKEN_FIELDS, TextBatch
-from mmjax.config import AudioConfig
+from mmjax.config import Tower
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.replay import (
     PackedRow,
@@ -307,9 +307,9 @@ def _runs(values: np.ndarray) -> list[tuple[int, int, int]]:
     return [(a, b, int(values[a])) for a, b in pairwise(borders) if values[a] >= 0]
 
 
-def shown_item(config: object, value: np.ndarray, caption: str, side: int = SIDE) -> ShownItem:
+def shown_item(config: Tower, value: np.ndarray, caption: str, side: int = SIDE) -> ShownItem:
     """Show a decoded item of an encoder: an image of at most `side` pixels, or a clip."""
-    if isinstance(config, AudioConfig):
+    if config.modality == "audio":
         caption = f"{caption}; {len(value) / config.clips.sample_rate:.2f} s"
         return ShownItem(
             caption, mel_picture(log_mel_frames(config, value)), wave_picture(value), CLIP[0]

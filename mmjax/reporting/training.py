@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.balance.parts import dist_ratio
-from mmjax.config import AudioConfig
 from mmjax.console import count, duration, size
 from mmjax.reporting.charts import (
     GREY,
@@ -36,14 +35,8 @@ def length_figures(run: Run, planned: Planned) -> Iterator[Figure]:
         used = np.asarray(lengths[lengths > 0], float)
         if not len(used):
             continue
-        if k == 0:
-            what = "samples"
-        else:
-            what = (
-                "clips"
-                if isinstance(run.config.model.item_modules[module], AudioConfig)
-                else "images"
-            )
+        modality = run.config.model.towers[module].modality
+        what = {"text": "samples", "image": "images", "audio": "clips"}[modality]
         span = f"{count(used.min())} to {count(used.max())} {'tokens' if k == 0 else 'positions'}"
         title = f"Before: {what} have {span}, half under {count(np.median(used))}"
         caption = (

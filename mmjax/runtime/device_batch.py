@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import PADDING, TABLES, ItemBatch, Microbatch, TextBatch
-from mmjax.config import Generator
-from mmjax.config.towers import Encoder
+from mmjax.config import Encoder, Generator
 from mmjax.data.loading.context import tokens_on_device
 from mmjax.data.plan.placement import Shape
 from mmjax.parallel.sharding import (

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Array
 
-from mmjax.config import Config, Generator, ModelConfig, VaeLatents
-from mmjax.config.generators import step_vae
+from mmjax.config import Config, Generator, ModelConfig
+from mmjax.config.model import tower_key
 from mmjax.console import ProgressLine, print_lines, print_note, size
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.sample import BadSample, Source
@@ -48,11 +48,7 @@ ReadImages = Callable[[int], list[np.ndarray]]
 
 def vae_generators(model: ModelConfig) -> dict[str, Generator]:
     """Select the generators whose latents a VAE makes before training."""
-    return {
-        name: g
-        for name, g in model.generators.items()
-        if isinstance(g.latents, VaeLatents) and not step_vae(g)
-    }
+    return {name: g for name, g in model.generators.items() if g.latents.encode == "once"}
 
 
 def read_images(source: Source, generator: str, sample: int) -> list[np.ndarray]:
@@ -243,7 +239,7 @@ def make_all_latents(config: Config) -> Iterator[BadSampleEntry]:
             "latents=vae"
         )
     for generator, of_generator in generators.items():
-        vae = load_vae(of_generator.latents, f"model.generators.{generator}.latents")
+        vae = load_vae(of_generator.latents, f"{tower_key(config.model, generator)}.latents")
         for split in SPLITS:
             for name, source in open_sources(config, split, Path()).items():
                 part = part_name(name, split)

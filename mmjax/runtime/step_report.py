@@ -61,7 +61,7 @@ def loss_weights(
 ) -> dict[str, Any]:
     """Return the divisors of a step's losses: the LLM's weight, and generators' patches (default: as many)."""
     return {"llm": llm} | {
-        name: llm if patches is None else patches[name] for name in model.generators
+        name: llm if patches is None else patches[name] for name in model.towers_behind("llm")
     }
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from mmjax.config import LoraConfig, ModelConfig
-from mmjax.config.model import adapters_by_layer, lora_scale, step_vaes, towers_of
+from mmjax.config.model import adapters_by_layer, lora_scale, stacked_towers, step_vaes, tower_key
 from mmjax.config.towers import Quantization
 from mmjax.errors import UserError
 from mmjax.hf.families import layout_of
@@ -75,7 +75,7 @@ def load_pretrained(model: Model, shardings: Params) -> Params:
             for name in names[:-1]:
                 parent = parent.setdefault(name, {})
             if isinstance(like, dict):
-                how = towers_of(model.config)[module_of(names)].quantize
+                how = stacked_towers(model.config)[module_of(names)].quantize
                 parent[names[-1]] = _load_quantized(folder, layers, how, like, layout)
                 continue
             dtype = jnp.dtype(model.dtype if module_of(names) in model.frozen else jnp.float32)
@@ -85,11 +85,11 @@ def load_pretrained(model: Model, shardings: Params) -> Params:
 
 def _vae_folder(config: ModelConfig, name: str) -> HfFolder:
     """Open the folder of a generator's VAE. Raises UserError where there is none, or another VAE than the config's."""
-    latents = config.generators[name].latents
+    latents = config.towers[name].latents
     folder = open_vae(latents.weights)
     if (stored := read_vae(folder)) != latents.vae:
         raise UserError(
-            f"model.generators.{name}.latents.vae is another VAE than that of {folder.path}, which is {stored}; use "
+            f"{tower_key(config, name)}.latents.vae is another VAE than that of {folder.path}, which is {stored}; use "
             "what mmjax.hf.vae.vae_latents reads of it"
         )
     return folder

@@ -13,7 +13,7 @@ import numpy as np
 
 from mmjax import __version__
 from mmjax.balance.parts import LLM
-from mmjax.config import Config, EmbeddedSource, Generator
+from mmjax.config import Config, EmbeddedSource
 from mmjax.config.model import quantized_layers
 from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
@@ -32,7 +32,6 @@ from mmjax.models.model import Model, parameter_group
 from mmjax.models.quantization import parameter_shapes
 from mmjax.planning.remat import RunPlan, StagePlan
 from mmjax.planning.schedules import ScheduleName, unit_graph
-from mmjax.planning.work import head_width
 from mmjax.runtime.compiler_options import CompilerOptions, describe_compiler_options
 from mmjax.runtime.run_dir import path_words
 from mmjax.runtime.state import hyperparameters
@@ -160,12 +159,12 @@ def describe_waits(grouper: StepGrouper, config: Config, layout: RankLayout) -> 
 
 def describe_attention(config: Config, layout: RankLayout) -> str:
     """Name the backend of each tower's attention, or the kernel that runs on this GPU."""
-    towers = {"llm": config.model.llm, **config.model.item_modules}
+    towers = config.model.towers
     longest = np.max([shape.lengths for shape in layout.shapes], axis=0).tolist()
     dtype = np.dtype(config.training.precision)
     backends = []
     for (name, tower), length in zip(towers.items(), longest, strict=True):
-        if isinstance(tower, Generator):
+        if tower.is_generator:
             continue
         block = (
             {"max_block": encoder_layer_config(tower).max_block}
@@ -173,7 +172,7 @@ def describe_attention(config: Config, layout: RankLayout) -> str:
             else {}
         )
         heads = (tower.heads, getattr(tower, "kv_heads", tower.heads))
-        kernel = describe_kernel(head_width(tower), length, heads, dtype, **block)
+        kernel = describe_kernel(tower.head_width, length, heads, dtype, **block)
         backends.append(
             f"{name}: {kernel if chosen_backend(tower.attention) == 'flash' else tower.attention}"
         )
@@ -262,7 +261,7 @@ def _describe_ranks(config: Config, layout: RankLayout) -> list[str]:
         widths = sorted({shape.widths[k] for shape in layout.shapes})
         if any(widths):
             moves = f"at most {'/'.join(map(str, widths))} tokens from a rank to another"
-            lines[0] += f"; {name} {'gets' if isinstance(module, Generator) else 'sends'} {moves}"
+            lines[0] += f"; {name} {'gets' if module.is_generator else 'sends'} {moves}"
     for k, module in enumerate(("llm", *config.model.item_modules)):
         # Encoders' rows are divided among encoder ranks, the LLM's among ranks.
         ranks = topology.ranks * (1 if k == LLM else topology.encoders_per_rank)

@@ -18,7 +18,6 @@ from mmjax.config import (
     ModelConfig,
     VisionConfig,
 )
-from mmjax.config.model import layers_of
 from mmjax.config.unit_stages import LayerRange
 from mmjax.models.decoder import logits_of
 from mmjax.models.layer_stacks import stack_layers, unstack_layers
@@ -247,7 +246,7 @@ def assert_trees_close(got, expected, tolerance=1e-5):
 
 def cut_tower(model, tower, cuts):
     """A stage of its own for the layers between two cuts of a tower."""
-    ends = (0, *cuts, layers_of(model.config, tower))
+    ends = (0, *cuts, model.config.towers[tower].layers)
     return [
         Stage.of_layers(model, [LayerRange(tower, *layers)]) for layers in itertools.pairwise(ends)
     ]

@@ -19,7 +19,7 @@ from mmjax.config.loading import (
     load,
     shipped_configs,
 )
-from mmjax.config.model import layers_of, towers_of
+from mmjax.config.model import stacked_towers
 from mmjax.errors import UserError
 from mmjax.planning.plan_file import plan_text, read_plan
 
@@ -101,8 +101,8 @@ def arguments_of(config: str, place) -> list[str]:
 def mixed(config):
     """The config as planning may change it: another policy in every second layer, another mesh, more loss chunks."""
     policies = {
-        tower: tuple(islice(cycle(("full", "none")), layers_of(config.model, tower)))
-        for tower in towers_of(config.model)
+        tower: tuple(islice(cycle(("full", "none")), config.model.towers[tower].layers))
+        for tower in stacked_towers(config.model)
     }
     mesh = (
         config.mesh

@@ -13,7 +13,6 @@ from commands import TINY, TINY_MEDIA
 
 from mmjax.config import Adafactor, AdamW, MeshConfig, ModelConfig, Muon
 from mmjax.config.loading import load
-from mmjax.config.model import layers_of
 from mmjax.disk import verify_checksum, with_checksum
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import unstack_layers
@@ -163,7 +162,7 @@ def test_stages_go_on_from_one_mesh_though_one_of_them_trains_nothing(tmp_path):
     stages = [
         PlacedStage(
             tower,
-            Stage(one.model, (Piece(model, tower, 0, layers_of(model, tower)),)),
+            Stage(one.model, (Piece(model, tower, 0, model.towers[tower].layers),)),
             make_mesh(WHOLE, [device]),
         )
         for tower, device in zip(("vision", "llm"), jax.devices(), strict=False)

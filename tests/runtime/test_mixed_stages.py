@@ -17,7 +17,6 @@ from test_executor import (
 from tiny_run import load_steps, one_shape
 
 from mmjax.config import Config, Layout
-from mmjax.config.model import layers_of
 from mmjax.data.plan.placement import Topology
 from mmjax.models.model import Model
 from mmjax.models.stage import Piece, Stage
@@ -73,7 +72,7 @@ def make_pipeline(config: Config, plan: Plan) -> Executor:
     for _, pieces in plan:
         for tower, start, stop in pieces:
             cuts.setdefault(tower, set()).update(
-                {start, stop} - {0, layers_of(config.model, tower)}
+                {start, stop} - {0, config.model.towers[tower].layers}
             )
     sorted_cuts = {tower: tuple(sorted(layers)) for tower, layers in cuts.items()}
     model = Model.build(config.model, jnp.dtype(config.training.precision), sorted_cuts)

@@ -16,7 +16,6 @@ from vae_folder import TINY, drawing_words, save_vae
 from mmjax import generate, train
 from mmjax.batch import Microbatch
 from mmjax.config import Config, FixedSize, VaeConfig
-from mmjax.config.generators import image_size, row_values
 from mmjax.config.loading import apply_overrides, find_config, load
 from mmjax.config.model import with_changes
 from mmjax.cost import table
@@ -86,7 +85,7 @@ def stored(config: Config, batch: Microbatch) -> Microbatch:
     generator, items = config.model.generators["picture"], batch.items["picture"]
     posterior = np.asarray(draw(np.zeros(2, np.uint32), "picture", generator, items).posterior)
     patch, side = generator.patch, generator.patch * generator.latents.factor
-    rows, columns = (n // patch for n in image_size(generator))
+    rows, columns = (n // patch for n in generator.image_size)
     values = np.zeros((*items.item.shape, generator.patch_values), np.float32)
     model = VaeModel.build(generator.latents.vae)
     params, encode = (
@@ -185,7 +184,7 @@ def test_what_encodes_is_planned(tmp_path):
     assert parameters(config.model)["picture.vae"] == sum(
         x.size for x in jax.tree.leaves(model.abstract["vaes"])
     )
-    assert row_values(config.model.generators["picture"]) == 4 * 4 * 3
+    assert config.model.generators["picture"].input_values == 4 * 4 * 3
     pixels = tower_batch(config.model, "picture", (2, 18)).values
     assert (pixels.shape, pixels.dtype) == ((2, 18, 4 * 4 * 3), np.uint8)
     latents = replace(config.model.generators["picture"].latents, encode="once")

@@ -12,7 +12,7 @@ import numpy as np
 from mmjax.balance.mask_work import Mask, block_work, token_order
 from mmjax.balance.sample_blocks import block_samples, distribute_samples
 from mmjax.batch import PADDING, TOKEN_FIELDS, Microbatch, TextBatch, WeightedSlots
-from mmjax.config.towers import Encoder
+from mmjax.config import Encoder
 from mmjax.data.loading.text_rows import Arrays
 from mmjax.data.media.patches import positions_per_token
 from mmjax.data.plan.placement import MicrobatchPlan

@@ -17,6 +17,7 @@ import numpy as np
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config, NoBalance
+from mmjax.config.model import tower_key
 from mmjax.cost import table
 from mmjax.data.loading.batch_hash import (
     EncoderRanks,
@@ -202,7 +203,7 @@ class StepLoader:
             (source, generator): StoredLatents(
                 folder,
                 samples[source],
-                f"model.generators.{generator}: the latents of data.sources.{source}",
+                f"{tower_key(self.config.model, generator)}: the latents of data.sources.{source}",
             )
             for (source, generator), folder in self.latents.items()
         }
@@ -223,7 +224,7 @@ class StepLoader:
             return self.reader.item(sample, number)
         moments = stored.moments(int(sample - index.source_start[k]), preceding.count(module))
         rng = np.random.default_rng((self.config.seed, step, sample, number))
-        return moments.draw(self.config.model.generators[generator].latents, rng)
+        return moments.draw(self.config.model.towers[generator].latents, rng)
 
     def plan(self, step: int) -> StepPlan:
         """Plan a step without loading anything."""

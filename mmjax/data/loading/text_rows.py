@@ -11,7 +11,6 @@ import numpy as np
 
 from mmjax.batch import FIRST_BRANCH_BIT, PADDING, TIME, TOKEN_FIELDS, TextBatch, WeightedSlots
 from mmjax.config import AudioConfig, CrossEntropy, Generator, LossConfig, ModelConfig, VisionConfig
-from mmjax.config.generators import row_values, takes_pixels
 from mmjax.data.plan.attended_pairs import MaskRules, prefix_tokens
 from mmjax.data.sample import (
     CORNERS,
@@ -65,20 +64,11 @@ class Arrays:
 
     def features(self, module: str) -> int:
         """Return the width of one patch or frame."""
-        config = self.modules[module]
-        if isinstance(config, Generator):
-            return row_values(config)
-        return config.mels if isinstance(config, AudioConfig) else config.patch_values
+        return self.modules[module].input_values
 
     def dtype(self, module: str) -> type:
         """Return the dtype of the patches or frames."""
-        config = self.modules[module]
-        pixels = (
-            takes_pixels(config)
-            if isinstance(config, Generator)
-            else isinstance(config, VisionConfig)
-        )
-        return np.uint8 if pixels else np.float32
+        return np.uint8 if self.modules[module].takes_pixels else np.float32
 
     def newline(self, encoder: str) -> bool:
         """Tell whether the connector has a newline token, which follows every row of an image."""
@@ -352,7 +342,7 @@ def _checked_lengths(
 
 def _check_answers(sample: Sample, loss: LossConfig) -> None:
     """Check that a sample's branches are answers as the loss reads them. Raises ValueError."""
-    if isinstance(loss, CrossEntropy):
+    if not loss.is_branched:
         return
     trained = [
         segment

@@ -13,6 +13,7 @@ from mmjax.batch import COLUMN, ROW, TIME
 from mmjax.config import (
     AlternatingGrid,
     AudioConfig,
+    Encoder,
     FractionalGrid,
     Generator,
     LearnedGrid,
@@ -20,8 +21,6 @@ from mmjax.config import (
     UnetConfig,
     VisionConfig,
 )
-from mmjax.config.generators import image_size, step_vae, takes_pixels
-from mmjax.config.towers import Encoder
 from mmjax.data.media.preparations import preparation
 from mmjax.errors import BadMedia
 
@@ -124,9 +123,7 @@ def latent_grid(generator: Generator, size: tuple[int, ...]) -> tuple[int, int]:
     rows, columns = height // unit, width // unit
     latents = height // generator.latents.factor, width // generator.latents.factor
     fixed = (
-        image_size(generator)
-        if isinstance(generator, UnetConfig) or step_vae(generator)
-        else latents
+        generator.image_size if isinstance(generator, UnetConfig) or generator.step_vae else latents
     )
     if latents != fixed:
         actual, required = (" x ".join(map(str, size)) for size in (latents, fixed))
@@ -145,9 +142,9 @@ def generator_input(generator: Generator, array: np.ndarray) -> EncoderInput:
 
     Raises ValueError for another shape or type than the generator's rows take.
     """
-    vae = step_vae(generator)
+    vae = generator.step_vae
     channels = vae.image_channels if vae else generator.latents.channels
-    dtype = np.uint8 if takes_pixels(generator) else np.float32
+    dtype = np.uint8 if generator.takes_pixels else np.float32
     if array.ndim != 3 or array.shape[2] != channels or array.dtype != dtype:
         layout = f"{np.dtype(dtype)} [height, width, {channels}]"
         raise ValueError(f"an image to be made is {array.dtype} {list(array.shape)}, not {layout}")

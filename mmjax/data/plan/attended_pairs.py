@@ -13,8 +13,7 @@ import numpy as np
 
 from mmjax.balance.mask_work import run_pairs
 from mmjax.batch import FIRST_BRANCH_BIT, TEXT_KIND
-from mmjax.config import AudioConfig, DecoderConfig, Generator, VisionConfig
-from mmjax.config.generators import Tower
+from mmjax.config import DecoderConfig, Tower
 from mmjax.data.media.patches import ItemModules, clip_size, patch_grid
 from mmjax.data.sample import ArrangedItems, Item, Sample, Text
 
@@ -39,9 +38,7 @@ class MaskRules:
     @classmethod
     def of(cls, llm: DecoderConfig, modules: ItemModules) -> MaskRules:
         """Return the rules of a model's LLM for its encoders and generators."""
-        generators = tuple(
-            name for name, module in modules.items() if isinstance(module, Generator)
-        )
+        generators = tuple(name for name, module in modules.items() if module.is_generator)
         return cls(tuple(modules), generators, llm.items)
 
     @property
@@ -161,8 +158,6 @@ def mean_pairs(
 
 def _windows(tower: Tower) -> tuple[int, float]:
     """Return the window of a tower's layers, and the share of the layers that have one; of images its side."""
-    if isinstance(tower, AudioConfig):
-        return tower.chunk_positions * tower.attended_chunks if tower.chunk else 0, 1.0
     if not tower.windowed:
         return 0, 0.0
     return tower.window, len(tower.windowed) / tower.layers
@@ -170,9 +165,9 @@ def _windows(tower: Tower) -> tuple[int, float]:
 
 def item_pairs(module: Tower, size: tuple[int, ...], positions: int) -> int:
     """Count the pairs of an item of this size. positions: of its rows that hold something."""
-    if isinstance(module, AudioConfig):
+    if module.modality == "audio":
         return round(mean_pairs(module, _squares, clip_size(module, size[0]).positions))
-    if not isinstance(module, VisionConfig):
+    if not module.windowed:
         return positions**2
     height, width = patch_grid(module, size[-2:])
 
@@ -201,16 +196,13 @@ def pairs_by_length(tower: Tower | None, length: np.ndarray) -> np.ndarray:
     length: positions of the LLM, patches, or frames before the stride. None: of an unknown encoder.
     """
     length = np.asarray(length, np.int64)
-    if isinstance(tower, DecoderConfig):
+    if tower is None:
+        return length * length
+    if tower.is_causal:
         return np.rint(mean_pairs(tower, causal_pairs, length)).astype(np.int64)
-    if isinstance(tower, AudioConfig):
-        length = tower.count_positions(length) if tower.chunk else length // tower.stride
 
     def full(n: np.ndarray, window: int) -> np.ndarray:
         # A length does not tell which windows an image's edge cuts: all are counted as complete.
-        size = window**2 if isinstance(tower, VisionConfig) else window
-        return n * np.minimum(n, size) if window else n * n
+        return n * np.minimum(n, tower.window_positions) if window else n * n
 
-    return np.rint(full(length, 0) if tower is None else mean_pairs(tower, full, length)).astype(
-        np.int64
-    )
+    return np.rint(mean_pairs(tower, full, tower.positions_of(length))).astype(np.int64)

@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.balance.parts import LLM, Parts
-from mmjax.config import DecoderConfig, Generator, UnetConfig
-from mmjax.config.generators import Tower
+from mmjax.config import DecoderConfig, Tower
 from mmjax.data.media.patches import ItemModules, item_size, positions_per_token
 from mmjax.data.plan.attended_pairs import (
     MaskRules,
@@ -108,7 +107,7 @@ def interleaved_corpus(samples: int, seed: int, modules: ItemModules) -> Mapping
     turns = samples, 32
     image = np.clip(rng.lognormal(6.6, 0.7, turns), 256, 4096)
     text = np.clip(rng.lognormal(4.0, 1.0, turns), 5, 1000)
-    generators = {name: m for name, m in modules.items() if isinstance(m, Generator)}
+    generators = {name: m for name, m in modules.items() if m.is_generator}
     # 0: seen; else the number of the generator.
     role = np.where(rng.random(turns) < 0.5, 0, rng.integers(1, len(generators) + 1, turns))
     queries = np.array([0, *(generator.queries for generator in generators.values())])
@@ -137,9 +136,7 @@ def index_of_lengths(
     stride = np.array([module.stride for module in modules.values()], np.int64)
     useful = np.stack([np.asarray(lengths[name], np.int64) for name in modules], axis=1) * stride
     queries = np.array([module.queries for module in modules.values()], np.int64)
-    size = np.array(
-        [m.min_patches if isinstance(m, UnetConfig) else 0 for m in modules.values()], np.int64
-    )
+    size = np.array([0 if m.is_stack else m.min_patches for m in modules.values()], np.int64)
     items = np.where(size > 0, -(-useful // np.maximum(size, 1)), useful > 0)
     useful = np.where(size > 0, items * size, useful)
     tokens = np.where(queries > 0, items * queries, -(-useful // per_token))

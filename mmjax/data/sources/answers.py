@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.config import CrossEntropy, FileSource, LossConfig, PreferenceSource, RolloutsSource
+from mmjax.config import FileSource, LossConfig, PreferenceSource, RolloutsSource
 from mmjax.config.losses import Answers, Dpo, Kto
 from mmjax.data.sample import MAX_BRANCHES, BadSample, Conversation, Message, Rollout, Text
 from mmjax.data.sources.chat_records import (
@@ -519,10 +519,8 @@ FORMS: Mapping[Answers, AnswerForm] = {
 
 def with_loss(chat: Chat, loss: LossConfig) -> Chat:
     """Return a chat whose conversations become what a loss is of."""
-    return replace(
-        chat,
-        branching=None if isinstance(loss, CrossEntropy) else FORMS[loss.answers].branching(loss),
-    )
+    branching = FORMS[loss.answers].branching(loss) if loss.is_branched else None
+    return replace(chat, branching=branching)
 
 
 def form_of(record: Mapping[str, Any]) -> AnswerForm | None:

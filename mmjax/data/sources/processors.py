@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mmjax.config import AudioConfig, Generator, MediaLimits, PixelLatents, Qwen2Video, VisionConfig
+from mmjax.config import MediaLimits, Qwen2Video, VisionConfig
 from mmjax.data.media.decode import Probe, VideoHeader
 from mmjax.data.media.decode_clips import ClipHeader, resampled_length
 from mmjax.data.media.decode_images import decode_image, read_image_size
@@ -139,12 +139,10 @@ class MediaProcessors:
         """limits: those of `data.limits`. Media beyond them are bad, also while they are prepared."""
         self.encoders = dict(encoders)
         self.limits = limits
-        vision = {
-            name: encoder for name, encoder in encoders.items() if isinstance(encoder, VisionConfig)
-        }
         self._eyes = {
             name: ImageProcessor.of(name, encoder, functions or {})
-            for name, encoder in vision.items()
+            for name, encoder in encoders.items()
+            if "image" in encoder.media
         }
         # Many media have one of few sizes, and arranging the tokens of an image takes longer than
         # looking them up.
@@ -158,15 +156,12 @@ class MediaProcessors:
     @property
     def makes_pictures(self) -> bool:
         """Tell whether images of the assistant's are made by a generator."""
-        return any(isinstance(module, Generator) for module in self.encoders.values())
+        return any(module.is_generator for module in self.encoders.values())
 
     def encoder(self, kind: Medium | Literal["picture"]) -> str:
         """Return the name of the module that takes media of a kind. Raises UserError where there is none."""
-        config_type = {"audio": AudioConfig, PICTURE: Generator}.get(kind, VisionConfig)
-        fits = [name for name, encoder in self.encoders.items() if isinstance(encoder, config_type)]
-        if kind == "video":
-            fits = [name for name in fits if self.encoders[name].takes_videos]
-        name = next(iter(fits), None)
+        fits = (name for name, encoder in self.encoders.items() if kind in encoder.media)
+        name = next(fits, None)
         if name is None:
             remedy = "set `videos` of one of them" if kind == "video" else "add one"
             raise UserError(
@@ -263,7 +258,7 @@ class MediaProcessors:
                 self.limits,
             )
             # a VAE takes colours, however many channels it makes
-            pixels = isinstance(encoder.latents, PixelLatents)
+            pixels = encoder.latents.kind == "pixels"
             return tuple(map(grey, items)) if pixels and encoder.latents.channels == 1 else items
         wave = decode_clip(file.read(), encoder.sample_rate, self.limits)
         # Cut after resampling, as `_items` does from the header's length.
