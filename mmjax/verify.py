@@ -526,7 +526,7 @@ def verify(
             )
             yield from checks_of(compare_gradients(*gradients), backend, rounding)
     balance = run.config.batch.balance
-    if first and not isinstance(balance, NoBalance):
+    if first and balance.moves_samples:
         with activity("comparing balanced with unbalanced"):
             differences, about = first.balanced_is_unbalanced(len(steps))
             kind = f"balance {balance.kind}: {about}"

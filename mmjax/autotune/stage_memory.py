@@ -18,7 +18,6 @@ from mmjax.autotune.sharded_stages import (
 )
 from mmjax.config import (
     Config,
-    Muon,
 )
 from mmjax.config.model import stacked_towers, step_vaes
 from mmjax.data.plan.step_plan import RankLayout
@@ -177,7 +176,7 @@ def fixed_bytes(
     else:
         # Pieces run in turn.
         transient = max(max(beside_copies), max(before_copies) - kinds["copies"])
-    if isinstance(config.optimizer, Muon):
+    if config.optimizer.has_muon:
         # The update begins when copies and activations are gone.
         trained = {
             p.piece.tower: len(p.piece.layers)

@@ -41,7 +41,6 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
-from mmjax.data.media.patches import positions_per_token
 from mmjax.data.plan.budget import Budget, prices_of
 from mmjax.data.plan.fit_budget import make_budget
 from mmjax.data.plan.grouping import StepGrouper
@@ -120,7 +119,7 @@ def scaled(corpus: Mapping[str, np.ndarray], scale: int) -> LengthSource:
 
     vision, audio, llm = (divided(corpus[key], scale) for key in ("vision", "audio", "llm_tokens"))
     items = sum(
-        -(-length // positions_per_token(MODEL.encoders[name]))
+        -(-length // MODEL.encoders[name].positions_per_token)
         for name, length in (("vision", vision), ("audio", audio))
     )
     return LengthSource(np.maximum(llm - items, 1), vision, audio)

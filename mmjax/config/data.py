@@ -55,6 +55,8 @@ class NoGrouping:
 class NoBalance:
     """The baseline: samples on the ranks that grouping assigns, items on their sample's rank."""
 
+    moves_samples: ClassVar[bool] = False
+    phases_apart: ClassVar[bool] = False
     kind: Literal["none"] = "none"
 
 
@@ -62,6 +64,8 @@ class NoBalance:
 class LlmBalance:
     """Balance the LLM's work across ranks; items stay on their sample's rank."""
 
+    moves_samples: ClassVar[bool] = True
+    phases_apart: ClassVar[bool] = False
     kind: Literal["llm"] = "llm"
 
 
@@ -72,6 +76,13 @@ class PostBalance:
     # off: each phase on its own, and most encoder outputs travel (OrchMLLM)
     locality: Literal["on", "off"] = "on"
     kind: Literal["post"] = "post"
+
+    moves_samples: ClassVar[bool] = True
+
+    @property
+    def phases_apart(self) -> bool:
+        """Return whether every phase is placed by itself, on any rank."""
+        return self.locality == "off"
 
 
 @dataclass(frozen=True)

@@ -166,9 +166,14 @@ class TowerFacts:
         return self.merged_positions * self.pool
 
     @property
+    def positions_per_token(self) -> int:
+        """Return how many inputs become one token of the LLM; 1 for a generator."""
+        return self.stride * self.token_positions
+
+    @property
     def shortest_row(self) -> int:
         """Return the inputs of the shortest row of a batch; others are multiples of it."""
-        return self.stride * self.token_positions
+        return self.positions_per_token
 
     def positions_of(self, inputs: Any) -> Any:
         """Count the positions of the layers that an item of so many inputs becomes, int or int `[n]`."""
@@ -309,10 +314,16 @@ class ConnectorConfig:
     gated: bool = False  # the MLP has a gate
 
 
+# What of an image counts: all of it, padded; whole patches; or whole patches, which must be in whole
+# squares that the connector merges.
+Counted = Literal["all", "patches", "squares"]
+
+
 @dataclass(frozen=True)
 class RotaryGrid:
     """2D RoPE by row and column, for images of any size."""
 
+    counts: ClassVar[Counted] = "all"
     theta: float = 100.0  # base of the frequencies
     kind: Literal["rotary"] = "rotary"
 
@@ -321,6 +332,7 @@ class RotaryGrid:
 class AlternatingGrid:
     """2D RoPE whose frequencies turn by row and by column in turn; of an image only whole patches count (Pixtral)."""
 
+    counts: ClassVar[Counted] = "squares"
     theta: float = 10_000.0  # base of the frequencies
     kind: Literal["alternating"] = "alternating"
 
@@ -333,6 +345,7 @@ class LearnedGrid:
     sizes (DINOv2).
     """
 
+    counts: ClassVar[Counted] = "patches"
     rows: int  # of patches
     columns: int  # of patches
     kind: Literal["learned"] = "learned"
@@ -344,6 +357,7 @@ class LearnedGrid:
 class StretchedGrid:
     """A learned vector per cell of a square grid, interpolated to each image's size, and 2D RoPE."""
 
+    counts: ClassVar[Counted] = "all"
     side: int  # of the square
     theta: float = 10_000.0  # base of the frequencies
     kind: Literal["stretched"] = "stretched"
@@ -359,6 +373,7 @@ class FractionalGrid:
     Of an image only whole patches count.
     """
 
+    counts: ClassVar[Counted] = "squares"
     side: int  # of the square
     kind: Literal["fractional"] = "fractional"
 
@@ -467,6 +482,11 @@ class VisionConfig(TowerFacts):
     def own_tokens(self) -> int:
         """Return how many learned tokens stand beside the patches of every image; the LLM sees none of them."""
         return self.class_token + self.registers
+
+    @property
+    def hidden_tokens(self) -> int:
+        """Return how many tokens behind each image the LLM does not see: the windows of its own tokens."""
+        return -(-self.own_tokens // self.merged_positions)
 
     @property
     def patch_values(self) -> int:
@@ -585,6 +605,14 @@ class AudioConfig(TowerFacts):
     def input_values(self) -> int:
         """Return how many values of a batch an input has: the bins of a frame."""
         return self.mels
+
+    @property
+    def hidden_tokens(self) -> int:
+        """Return how many tokens behind each clip the LLM does not see.
+
+        That is one for the silence after it, or for positions too few to be pooled.
+        """
+        return int(self.pool > 1 or (self.clips.reads_silence and not self.chunk))
 
     @property
     def mels(self) -> int:

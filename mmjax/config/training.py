@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 Exchange = Literal["padded", "ragged"]
 ContextAttention = Literal["auto", "gather", "heads"]
@@ -137,6 +137,9 @@ Moments = Literal["float32", "bfloat16", "int8"]
 class AdamW:
     """AdamW on every parameter."""
 
+    has_muon: ClassVar[bool] = False  # for matrices
+    moments_per_parameter: ClassVar[int] = 2
+
     learning_rate: float = 1e-3  # at its peak
     weight_decay: float = 0.01  # multiplied by the learning rate
     b1: float = 0.9  # decay of the mean of gradients
@@ -153,6 +156,9 @@ class AdamW:
 @dataclass(frozen=True)
 class Muon:
     """Muon on the matrices of the layers and connectors, AdamW on the rest."""
+
+    has_muon: ClassVar[bool] = True
+    moments_per_parameter: ClassVar[int] = 2  # one of the matrices
 
     learning_rate: float = 0.02  # of the matrices
     weight_decay: float = 0.01  # multiplied by the learning rate
@@ -174,6 +180,8 @@ class Muon:
 class Adafactor:
     """Adafactor without relative steps: mean squares by row and column of a matrix, with momentum."""
 
+    has_muon: ClassVar[bool] = False
+
     learning_rate: float = 1e-3  # at its peak
     weight_decay: float = 0.01  # multiplied by the learning rate
     b1: float = 0.9  # decay of the mean of directions; 0: no momentum, and none is stored
@@ -185,6 +193,11 @@ class Adafactor:
     # by module: llm, vision.connector, llm.lora, ...
     modules: dict[str, Rates] = field(default_factory=dict)
     kind: Literal["adafactor"] = "adafactor"
+
+    @property
+    def moments_per_parameter(self) -> int:
+        """Return how many moments a parameter has, factors of rows and columns aside."""
+        return int(self.b1 > 0)
 
 
 OptimizerConfig = AdamW | Muon | Adafactor

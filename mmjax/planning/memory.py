@@ -14,11 +14,9 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from mmjax.config import (
-    Adafactor,
     AudioConfig,
     DecoderConfig,
     ModelConfig,
-    Muon,
     OptimizerConfig,
     Remat,
     SequenceParallel,
@@ -210,11 +208,12 @@ def moment_bytes(
     Two moments per parameter, but one of Muon's matrices (no adapters), and at most one of
     Adafactor. Left out: scales of rows, and Adafactor's factors.
     """
-    moments = int(optimizer.b1 > 0) if isinstance(optimizer, Adafactor) else 2
     numbers = {
-        module: moments * n for module, n in parameters(model).items() if module not in frozen
+        module: optimizer.moments_per_parameter * n
+        for module, n in parameters(model).items()
+        if module not in frozen
     }
-    if isinstance(optimizer, Muon):
+    if optimizer.has_muon:
         counts = module_parameters(model)
         of_muon = {
             module: n.matrices for module, n in counts.items() if not module.endswith(".lora")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from mmjax.config import ModelConfig, Muon, OptimizerConfig, Remat, Tower, UnetConfig
+from mmjax.config import ModelConfig, OptimizerConfig, Remat, Tower, UnetConfig
 from mmjax.config.model import (
     adapted_modules,
     adapters_by_layer,
@@ -341,7 +341,7 @@ def update_seconds(model: ModelConfig, stage: StageRun, optimizer: OptimizerConf
     """Estimate the seconds of a stage's update, Muon's gathers included."""
     seconds = elementwise_update_seconds(stage.trainable, stage.moments, optimizer, stage.machine)
     is_stack = stage.config(model).is_stack
-    if isinstance(optimizer, Muon) and is_stack and stage.tower not in frozen_modules(model):
+    if optimizer.has_muon and is_stack and stage.tower not in frozen_modules(model):
         seconds += muon_seconds(model, len(stage.layers), stage.tower, stage.machine)
     return seconds
 

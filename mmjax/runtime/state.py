@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.config import Adafactor, AdamW, Config, Muon, OptimizerConfig, Schedule
+from mmjax.config import Adafactor, Config, OptimizerConfig, Schedule
 from mmjax.config.model import rated_modules
 from mmjax.models.layer_stacks import Params, key_names, split_layers
 from mmjax.models.model import Model, merge, parameter_group, partition
@@ -108,7 +108,7 @@ def make_optimizer(config: OptimizerConfig, axes: Params, dtype: Any = jnp.float
     adam = store_moments(
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps), config.moments, matrices
     )
-    if isinstance(config, AdamW):
+    if not config.has_muon:
         return Optimizer(adam, parameter_group, matrices, config.offload, config)
 
     def label(path: Path) -> str:
@@ -196,7 +196,7 @@ def hyperparameters(config: Config, step: int) -> Hyperparameters:
             else o.weight_decay
         )
         rates = {module: factor * rate}
-        if isinstance(o, Muon):
+        if o.has_muon:
             # A module's learning rate scales both of its groups alike; of 0 there is no multiple.
             scale = rate / o.learning_rate if o.learning_rate else 1.0
             rates = {

@@ -18,7 +18,7 @@ from mmjax.benchmarks.balance_steps import (
     scaled,
     work_per_rank,
 )
-from mmjax.data.media.patches import encoder_input
+from mmjax.data.media.patches import item_input
 from mmjax.data.plan.length_index import build_index, omni_corpus
 
 
@@ -37,7 +37,7 @@ def test_samples_are_as_long_as_the_lengths_say(source, index):
     for sample in range(60):
         facts = source.facts(sample)
         for number, (encoder, _) in enumerate(facts.items):
-            prepared = encoder_input(MODEL.encoders[encoder], source.item(sample, number))
+            prepared = item_input(MODEL.encoders[encoder], source.item(sample, number))
             wanted = max(int(found[encoder][sample]) // 64, 1)
             assert wanted <= prepared.valid.sum() <= wanted + 1
         assert [encoder for encoder, _ in facts.items] == [

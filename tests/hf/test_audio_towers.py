@@ -29,7 +29,7 @@ from mmjax.config import (
     WhisperMel,
 )
 from mmjax.cost.table import parameters
-from mmjax.data.media.patches import encoder_input, item_size, positions_per_token
+from mmjax.data.media.patches import item_input, item_size
 from mmjax.errors import UserError
 from mmjax.hf.families import encoder_from_hf, from_hf, layout_of
 from mmjax.hf.folder import HfFolder
@@ -120,7 +120,7 @@ def packed_clips(
     encoder: AudioConfig, clips: Sequence[np.ndarray], spare: int = 3
 ) -> tuple[ItemBatch, list[range]]:
     """One row of clips one after the other with padding behind, and the places of each clip's tokens in the output."""
-    group = positions_per_token(encoder)
+    group = encoder.positions_per_token
     sizes = [item_size(encoder, wave.shape) for wave in clips]
     length = sum(size.positions for size in sizes) + spare * group
     item, owner = np.full((1, length), -1, np.int32), np.full((1, length), -1, np.int32)
@@ -130,7 +130,7 @@ def packed_clips(
     )
     at, places = 0, []
     for number, (wave, size) in enumerate(zip(clips, sizes, strict=True)):
-        here, made = slice(at, at + size.positions), encoder_input(encoder, wave)
+        here, made = slice(at, at + size.positions), item_input(encoder, wave)
         values[0, here], coordinates[0, here], owner[0, here] = (
             made.values,
             made.coordinates,

@@ -12,7 +12,7 @@ from flax import nnx
 
 from mmjax.batch import PADDING, ROW, ItemBatch
 from mmjax.config import ConnectorConfig, MeshConfig, VisionConfig
-from mmjax.data.media.patches import encoder_input
+from mmjax.data.media.patches import item_input
 from mmjax.kernels.flash_attention import BlockPlan
 from mmjax.kernels.masks import MaskSpec, encoder_mask
 from mmjax.kernels.tiles import Tiles, tiles_for
@@ -42,7 +42,7 @@ def pack_images(config: VisionConfig, length: int, rows: list[Grids]) -> ItemBat
     for row, grids in enumerate(rows):
         at = 0
         for number, grid in enumerate(grids):
-            image = encoder_input(
+            image = item_input(
                 config, rng.integers(0, 256, (2 * grid[0], 2 * grid[1], 3), np.uint8)
             )
             span = slice(at, at + len(image.valid))

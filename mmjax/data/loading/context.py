@@ -14,7 +14,6 @@ from mmjax.balance.sample_blocks import block_samples, distribute_samples
 from mmjax.batch import PADDING, TOKEN_FIELDS, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Encoder
 from mmjax.data.loading.text_rows import Arrays
-from mmjax.data.media.patches import positions_per_token
 from mmjax.data.plan.placement import MicrobatchPlan
 
 MAX_BLOCK = 128  # tokens that stay together: a block of the attention kernel
@@ -32,7 +31,7 @@ def context_block(length: int, context: int) -> int:
 def tokens_on_device(encoder: Encoder, rows: int, length: int, peers: int, width: int) -> int:
     """Count the slots of a device: `width` tokens of each peer, and those of its rows of so many positions."""
     return peers * width + rows * (
-        length // positions_per_token(encoder) + encoder.connector.newline
+        length // encoder.positions_per_token + encoder.connector.newline
     )
 
 
@@ -66,7 +65,7 @@ def spread_over_context(
             plan.shape.widths[k - 1],
         )
         newline = (
-            sizes[2] * sizes[3] + sizes[1] // positions_per_token(encoder)
+            sizes[2] * sizes[3] + sizes[1] // encoder.positions_per_token
             if arrays.newline(name)
             else PADDING
         )

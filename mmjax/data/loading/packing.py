@@ -14,7 +14,6 @@ import numpy as np
 from mmjax.balance.parts import LLM
 from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
-from mmjax.config import VisionConfig
 from mmjax.data.loading.text_rows import (
     Arrays,
     Place,
@@ -23,13 +22,7 @@ from mmjax.data.loading.text_rows import (
     stretch,
     write_sample,
 )
-from mmjax.data.media.patches import (
-    encoder_input,
-    generator_input,
-    hidden_tokens,
-    positions_per_token,
-    token_grid,
-)
+from mmjax.data.media.patches import item_input, token_grid
 from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.sample import Item, Sample, SampleLengths, Text
 from mmjax.errors import UserError
@@ -111,11 +104,11 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
     peers = plan.topology.peers
     width = plan.shape.widths[module - 1]
     length = plan.shape.lengths[module]
-    group = positions_per_token(arrays.encoders[encoder])
+    group = arrays.encoders[encoder].positions_per_token
     ranks_in_all, context = plan.topology.ranks, plan.topology.context
     rows = plan.rows[module] // context  # of each of the devices that a rank is
     items = np.flatnonzero(plan.module == module)
-    tokens = plan.length[items] // group - hidden_tokens(arrays.encoders[encoder])
+    tokens = plan.length[items] // group - arrays.encoders[encoder].hidden_tokens
     rank = plan.rank()
     device, row = np.divmod(plan.row[items] % plan.rows[module], rows)
     # Devices of one number exchange with each other: those of number 0 come first, by rank, then
@@ -257,10 +250,7 @@ def _pack_items(
         offset[row, span] = preceding[part] + np.arange(length)
         with _reading(reader, sample, spoiled, f"item {number} ({encoder})"):
             decoded = reader.item(sample, number)
-            if encoder in arrays.generators:
-                value, place, valid = generator_input(arrays.generators[encoder], decoded)
-            else:
-                value, place, valid = encoder_input(arrays.encoders[encoder], decoded)
+            value, place, valid = item_input(arrays.modules[encoder], decoded)
             if len(value) != length:
                 raise ValueError(
                     f"it has {len(value)} positions where its source's facts() promised {length}"
@@ -355,7 +345,7 @@ def _place(plan: MicrobatchPlan, arrays: Arrays, part: int, sent: dict[str, Sent
     if encoder in arrays.generators:
         return Place(encoder, 0, arrays.generators[encoder].queries)
     config = arrays.encoders[encoder]
-    tokens = int(plan.length[part]) // positions_per_token(config) - hidden_tokens(config)
+    tokens = int(plan.length[part]) // config.positions_per_token - config.hidden_tokens
     return Place(encoder, int(sent[encoder].slot[part]), tokens, sent[encoder].newline)
 
 
@@ -368,7 +358,7 @@ def _with_grids(places: Sequence[Place], arrays: Arrays, facts: SampleLengths) -
     placed = []
     for number, (place, (_, size)) in enumerate(zip(places, facts.items, strict=True)):
         encoder = arrays.modules[place.encoder]
-        grid = token_grid(encoder, size) if isinstance(encoder, VisionConfig) else None
+        grid = token_grid(encoder, size) if "image" in encoder.media else None
         if grid is not None and math.prod(grid) != place.tokens:
             raise ValueError(
                 f"its item {number} has {place.tokens} tokens, and by its source's facts() the size {size}"

@@ -11,16 +11,14 @@ import numpy as np
 
 from mmjax.batch import COLUMN, ROW, TIME
 from mmjax.config import (
-    AlternatingGrid,
     AudioConfig,
     Encoder,
-    FractionalGrid,
     Generator,
     LearnedGrid,
     StoredTable,
-    UnetConfig,
     VisionConfig,
 )
+from mmjax.config.generators import GeneratorFacts
 from mmjax.data.media.preparations import preparation
 from mmjax.errors import BadMedia
 
@@ -40,7 +38,7 @@ class ItemSize(NamedTuple):
     valid: int
 
 
-class EncoderInput(NamedTuple):
+class ItemInput(NamedTuple):
     """One item as an encoder's input, or as what a generator learns to make; `n` is `ItemSize.positions`."""
 
     values: np.ndarray  # [n, F]: pixels, uint8; or log-mel bins or latents, float32
@@ -48,24 +46,8 @@ class EncoderInput(NamedTuple):
     valid: np.ndarray  # bool [n]
 
 
-def positions_per_token(module: Encoder | Generator) -> int:
-    """Return how many positions of an encoder's row become one token of the LLM; 1 for a generator."""
-    merge = module.connector.merge
-    return module.stride * module.pool * merge if isinstance(module, AudioConfig) else merge * merge
-
-
-def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
-    """Return how many tokens at the end of each item the encoder computes but the LLM does not see.
-
-    For images those are the windows of the class token and registers; for clips one token for the
-    silence after them, or for positions too few to be pooled.
-    """
-    if isinstance(encoder, VisionConfig):
-        return -(-encoder.own_tokens // encoder.connector.merge**2)
-    return int(encoder.pool > 1 or (encoder.clips.reads_silence and not encoder.chunk))
-
-
-def item_size(encoder: Encoder | Generator, size: tuple[int, ...]) -> ItemSize:
+@functools.singledispatch
+def item_size(module: Encoder | Generator, size: tuple[int, ...]) -> ItemSize:
     """Compute the lengths of an item of `size`.
 
     That is (height, width) in pixels, (frames, height, width) of a video's temporal patch, or
@@ -74,41 +56,37 @@ def item_size(encoder: Encoder | Generator, size: tuple[int, ...]) -> ItemSize:
     Raises ValueError for an empty item, and BadMedia (a ValueError) beyond the learned positions,
     for a clip that is too short or too long, and for an image that a generator cannot make.
     """
+    raise TypeError(f"{type(module).__name__} takes no items")
+
+
+@functools.singledispatch
+def item_input(module: Encoder | Generator, array: np.ndarray) -> ItemInput:
+    """Convert an item to what a row of a batch holds of it, of as many positions as `item_size` says.
+
+    array: an image, uint8 `[H, W, C]`, or a temporal patch of a video, uint8 `[frames, H, W, C]`,
+    becomes patches; a clip, float `[n]`, log-mel frames; an image to be made, uint8 `[H, W, C]`, or
+    its latents, float32 `[h, w, C]`, patches row by row.
+
+    Raises ValueError for an empty item, or a shape, type or number of channels that the module does
+    not take.
+    """
+    raise TypeError(f"{type(module).__name__} takes no items")
+
+
+def _check_extent(size: tuple[int, ...]) -> None:
     if any(extent < 1 for extent in size):
         raise ValueError(f"an item of size {size} is empty")
-    if isinstance(encoder, Generator):
-        patches = math.prod(latent_grid(encoder, size))
-        return ItemSize(patches, encoder.queries, patches)
-    merge = encoder.connector.merge
-    if isinstance(encoder, VisionConfig):
-        if len(size) == 3 and not (encoder.takes_videos and size[0] == encoder.frames):
-            takes = (
-                f"{encoder.frames} frame(s) of one at a time"
-                if encoder.takes_videos
-                else "no videos"
-            )
-            raise ValueError(f"an item of size {size} is of a video, and the encoder takes {takes}")
-        size = size[-2:]
-        height, width = patch_grid(encoder, size)
-        _check_grid(encoder, size, height, width)
-        _check_windows(encoder, size, height, width)
-        _check_positions(encoder, size, max(-(-height // merge), -(-width // merge)))
-        windows = -(-height // merge) * -(-width // merge)
-        hidden = hidden_tokens(encoder)
-        return ItemSize(
-            (windows + hidden) * merge * merge, windows, height * width + encoder.own_tokens
-        )
-    clip = clip_size(encoder, size[0])
-    # Pooling drops a remainder, as average pooling does; merging pads one.
-    tokens = -(-(clip.positions // encoder.pool) // merge)
-    if not tokens:
-        raise BadMedia(
-            f"a clip of {size[0]} samples is too short: the encoder makes no token of it"
-        )
-    _check_positions(encoder, size, tokens)
-    return ItemSize(
-        (tokens + hidden_tokens(encoder)) * positions_per_token(encoder), tokens, clip.input_frames
-    )
+
+
+# --------------------------------------------------------------------------------------------------
+# images to be made
+
+
+@item_size.register
+def _(generator: GeneratorFacts, size: tuple[int, ...]) -> ItemSize:
+    _check_extent(size)
+    patches = math.prod(latent_grid(generator, size))
+    return ItemSize(patches, generator.queries, patches)
 
 
 def latent_grid(generator: Generator, size: tuple[int, ...]) -> tuple[int, int]:
@@ -122,9 +100,9 @@ def latent_grid(generator: Generator, size: tuple[int, ...]) -> tuple[int, int]:
         )
     rows, columns = height // unit, width // unit
     latents = height // generator.latents.factor, width // generator.latents.factor
-    fixed = (
-        generator.image_size if isinstance(generator, UnetConfig) or generator.step_vae else latents
-    )
+    # One program encodes all images in the step, and a UNet's blocks have the shapes of one size.
+    is_fixed = generator.step_vae or not generator.is_stack
+    fixed = generator.image_size if is_fixed else latents
     if latents != fixed:
         actual, required = (" x ".join(map(str, size)) for size in (latents, fixed))
         raise BadMedia(
@@ -137,11 +115,8 @@ def latent_grid(generator: Generator, size: tuple[int, ...]) -> tuple[int, int]:
     return rows, columns
 
 
-def generator_input(generator: Generator, array: np.ndarray) -> EncoderInput:
-    """Cut an image, uint8 `[H, W, C]`, or its latents, float32 `[h, w, C]`, into patches, row by row.
-
-    Raises ValueError for another shape or type than the generator's rows take.
-    """
+@item_input.register
+def _(generator: GeneratorFacts, array: np.ndarray) -> ItemInput:
     vae = generator.step_vae
     channels = vae.image_channels if vae else generator.latents.channels
     dtype = np.uint8 if generator.takes_pixels else np.float32
@@ -153,7 +128,33 @@ def generator_input(generator: Generator, array: np.ndarray) -> EncoderInput:
     # In a patch: row, column, channel.
     patches = array.reshape(rows, array.shape[0] // rows, columns, -1, channels).swapaxes(1, 2)
     coordinates, valid = _merge_order(rows, columns, 1)
-    return EncoderInput(patches.reshape(rows * columns, -1), coordinates, valid)
+    return ItemInput(patches.reshape(rows * columns, -1), coordinates, valid)
+
+
+# --------------------------------------------------------------------------------------------------
+# images that are seen
+
+
+@item_size.register
+def _(encoder: VisionConfig, size: tuple[int, ...]) -> ItemSize:
+    _check_extent(size)
+    if len(size) == 3 and not (encoder.takes_videos and size[0] == encoder.frames):
+        takes = (
+            f"{encoder.frames} frame(s) of one at a time" if encoder.takes_videos else "no videos"
+        )
+        raise ValueError(f"an item of size {size} is of a video, and the encoder takes {takes}")
+    size = size[-2:]
+    merge = encoder.connector.merge
+    height, width = patch_grid(encoder, size)
+    _check_grid(encoder, size, height, width)
+    _check_squares(encoder, size, height, width)
+    _check_positions(encoder, size, max(-(-height // merge), -(-width // merge)))
+    tokens = -(-height // merge) * -(-width // merge)
+    return ItemSize(
+        (tokens + encoder.hidden_tokens) * merge * merge,
+        tokens,
+        height * width + encoder.own_tokens,
+    )
 
 
 def token_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int, int]:
@@ -172,7 +173,7 @@ def patch_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int]:
     Otherwise the last patches are padded with black.
     """
     # Convolutions with stride = patch drop a remainder.
-    if isinstance(encoder.positions, LearnedGrid | AlternatingGrid | FractionalGrid):
+    if encoder.positions.counts != "all":
         return size[0] // encoder.patch, size[1] // encoder.patch
     return -(-size[0] // encoder.patch), -(-size[1] // encoder.patch)
 
@@ -192,13 +193,11 @@ def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width
         )
 
 
-def _check_windows(encoder: VisionConfig, size: tuple[int, ...], height: int, width: int) -> None:
+def _check_squares(encoder: VisionConfig, size: tuple[int, ...], height: int, width: int) -> None:
     merge = encoder.connector.merge
     # Mistral 3 drops what is no whole window behind its tower, which has seen it, and Idefics3
     # refuses it.
-    if isinstance(encoder.positions, AlternatingGrid | FractionalGrid) and (
-        height % merge or width % merge
-    ):
+    if encoder.positions.counts == "squares" and (height % merge or width % merge):
         raise BadMedia(
             f"an image of {size[0]} x {size[1]} pixels has {height} x {width} patches, which are no whole squares of "
             f"{merge} x {merge}; prepare images in whole squares"
@@ -216,34 +215,110 @@ def _check_positions(
         )
 
 
-def encoder_input(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> EncoderInput:
-    """Convert an image or temporal patch of a video to patches, a clip to log-mel frames: as many as `item_size` says.
-
-    array: uint8 `[H, W, C]`, uint8 `[frames, H, W, C]`, or float `[n]`.
-
-    Raises ValueError for an empty item, or a shape, type or number of channels that the encoder
-    does not take.
-    """
-    if isinstance(encoder, VisionConfig):
-        frames = array[None] if array.ndim == 3 else array
-        if frames.ndim != 4 or frames.shape[3] != encoder.channels:
-            raise ValueError(
-                f"an image of shape {array.shape} is not [height, width, {encoder.channels}]"
-            )
-        rows, columns = patch_grid(encoder, frames.shape[1:3])
-        frames = frames[:, : rows * encoder.patch, : columns * encoder.patch]
-        # In a patch: frame, row, column, channel.
-        parts = [to_patches(frame, encoder.patch, encoder.connector.merge) for frame in frames]
-        # A still image is repeated where the batch has room for the frames of videos.
-        repeats = encoder.patch_values // (len(frames) * encoder.patch**2 * encoder.channels)
-        if repeats * len(frames) * encoder.patch**2 * encoder.channels != encoder.patch_values:
-            raise ValueError(
-                f"it has {len(frames)} frames; the encoder takes {encoder.frames} of a video at a time"
-            )
-        item = parts[0]._replace(
-            values=np.concatenate([part.values for part in parts] * repeats, axis=1)
+@item_input.register
+def _(encoder: VisionConfig, array: np.ndarray) -> ItemInput:
+    frames = array[None] if array.ndim == 3 else array
+    if frames.ndim != 4 or frames.shape[3] != encoder.channels:
+        raise ValueError(
+            f"an image of shape {array.shape} is not [height, width, {encoder.channels}]"
         )
-        return _with_own_tokens(item, encoder) if encoder.class_token else item
+    rows, columns = patch_grid(encoder, frames.shape[1:3])
+    frames = frames[:, : rows * encoder.patch, : columns * encoder.patch]
+    # In a patch: frame, row, column, channel.
+    parts = [to_patches(frame, encoder.patch, encoder.connector.merge) for frame in frames]
+    # A still image is repeated where the batch has room for the frames of videos.
+    repeats = encoder.patch_values // (len(frames) * encoder.patch**2 * encoder.channels)
+    if repeats * len(frames) * encoder.patch**2 * encoder.channels != encoder.patch_values:
+        raise ValueError(
+            f"it has {len(frames)} frames; the encoder takes {encoder.frames} of a video at a time"
+        )
+    item = parts[0]._replace(
+        values=np.concatenate([part.values for part in parts] * repeats, axis=1)
+    )
+    return _with_own_tokens(item, encoder) if encoder.class_token else item
+
+
+def to_patches(image: np.ndarray, patch: int, merge: int) -> ItemInput:
+    """Cut a uint8 `[H, W, C]` image into patches in merge order: values uint8 `[n, patch * patch * C]`.
+
+    The image is padded with black (0) to whole patches, and the grid to whole merge x merge
+    windows; a patch without a pixel of the image is not valid. Windows follow each other row by
+    row, and so do the patches inside a window: with merge 2 a grid of 2 x 4 patches has the order 0
+    1 4 5, 2 3 6 7.
+    """
+    height, width, _ = image.shape
+    coordinates, valid = _merge_order(-(-height // patch), -(-width // patch), merge)
+    return ItemInput(patchify(image, patch, merge), coordinates, valid)
+
+
+def patchify(image: np.ndarray, patch: int, merge: int) -> np.ndarray:
+    """Cut a uint8 `[H, W, C]` image into patches `[n, patch * patch * C]`, ordered and padded as in `to_patches`.
+
+    Within a patch: row, column, channel.
+    """
+    if image.dtype != np.uint8 or image.ndim != 3:
+        raise ValueError(
+            f"an image must be uint8 [height, width, channels], not {image.dtype} {list(image.shape)}"
+        )
+    if image.size == 0:
+        raise ValueError(f"an image of shape {image.shape} is empty")
+    height, width, channels = image.shape
+    window = patch * merge
+    # -height % window is what is missing to a multiple: -10 % 28 = 18.
+    if height % window or width % window:
+        image = np.pad(image, ((0, -height % window), (0, -width % window), (0, 0)))
+    rows, columns = (side // window for side in image.shape[:2])
+    windows = image.reshape(rows, merge, patch, columns, merge, patch, channels).transpose(
+        0, 3, 1, 4, 2, 5, 6
+    )
+    return windows.reshape(-1, patch * patch * channels)
+
+
+def _with_own_tokens(item: ItemInput, encoder: VisionConfig) -> ItemInput:
+    """Append windows with the class token, the registers and padding: in row -1, and in columns -1, -2, .."""
+    number = np.arange(encoder.hidden_tokens * encoder.connector.merge**2, dtype=np.int32)
+    values = np.concatenate([item.values, np.zeros((len(number), item.values.shape[1]), np.uint8)])
+    places = np.stack([np.zeros_like(number), np.full_like(number, -1), -1 - number], axis=1)
+    coordinates = np.concatenate([item.coordinates, places])
+    return ItemInput(values, coordinates, np.concatenate([item.valid, number < encoder.own_tokens]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _merge_order(height: int, width: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return coordinates int32 `[n, 3]` and validity `[n]` of a patch grid in merge order; read-only, since cached."""
+    rows, columns = (-(-side // merge) for side in (height, width))  # of windows
+    grid = np.zeros((rows * merge, columns * merge, 3), np.int32)
+    grid[..., ROW] = np.arange(rows * merge)[:, None]
+    grid[..., COLUMN] = np.arange(columns * merge)
+    windows = grid.reshape(rows, merge, columns, merge, 3).transpose(0, 2, 1, 3, 4)
+    coordinates = np.ascontiguousarray(windows.reshape(-1, 3))
+    valid = (coordinates[:, ROW] < height) & (coordinates[:, COLUMN] < width)
+    # lru_cache returns the same arrays to all callers.
+    coordinates.flags.writeable = valid.flags.writeable = False
+    return coordinates, valid
+
+
+# --------------------------------------------------------------------------------------------------
+# clips
+
+
+@item_size.register
+def _(encoder: AudioConfig, size: tuple[int, ...]) -> ItemSize:
+    _check_extent(size)
+    clip = clip_size(encoder, size[0])
+    # Pooling drops a remainder, as average pooling does; merging pads one.
+    tokens = -(-(clip.positions // encoder.pool) // encoder.connector.merge)
+    if not tokens:
+        raise BadMedia(
+            f"a clip of {size[0]} samples is too short: the encoder makes no token of it"
+        )
+    _check_positions(encoder, size, tokens)
+    positions = (tokens + encoder.hidden_tokens) * encoder.positions_per_token
+    return ItemSize(positions, tokens, clip.input_frames)
+
+
+@item_input.register
+def _(encoder: AudioConfig, array: np.ndarray) -> ItemInput:
     frames = log_mel_frames(encoder, array)
     positions = item_size(encoder, array.shape).positions
     size = clip_size(encoder, len(array))
@@ -257,7 +332,7 @@ def encoder_input(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Enc
     # Row -1 marks frames that the convolutions read but that make no position of the layers.
     coordinates[:, ROW] = -1
     coordinates[columns[: size.frames], ROW] = 0
-    return EncoderInput(values, coordinates, valid)
+    return ItemInput(values, coordinates, valid)
 
 
 class ClipSize(NamedTuple):
@@ -307,65 +382,3 @@ def log_mel_frames(encoder: AudioConfig, wave: np.ndarray) -> np.ndarray:
 def split_clip(encoder: AudioConfig, samples: int) -> tuple[tuple[int, int], ...]:
     """Cut a clip of so many samples into items, (start, stop). Raises BadMedia for one that is too long, or empty."""
     return preparation(encoder.clips).split(encoder.clips, samples)
-
-
-def to_patches(image: np.ndarray, patch: int, merge: int) -> EncoderInput:
-    """Cut a uint8 `[H, W, C]` image into patches in merge order: values uint8 `[n, patch * patch * C]`.
-
-    The image is padded with black (0) to whole patches, and the grid to whole merge x merge
-    windows; a patch without a pixel of the image is not valid. Windows follow each other row by
-    row, and so do the patches inside a window: with merge 2 a grid of 2 x 4 patches has the order 0
-    1 4 5, 2 3 6 7.
-    """
-    height, width, _ = image.shape
-    coordinates, valid = _merge_order(-(-height // patch), -(-width // patch), merge)
-    return EncoderInput(patchify(image, patch, merge), coordinates, valid)
-
-
-def patchify(image: np.ndarray, patch: int, merge: int) -> np.ndarray:
-    """Cut a uint8 `[H, W, C]` image into patches `[n, patch * patch * C]`, ordered and padded as in `to_patches`.
-
-    Within a patch: row, column, channel.
-    """
-    if image.dtype != np.uint8 or image.ndim != 3:
-        raise ValueError(
-            f"an image must be uint8 [height, width, channels], not {image.dtype} {list(image.shape)}"
-        )
-    if image.size == 0:
-        raise ValueError(f"an image of shape {image.shape} is empty")
-    height, width, channels = image.shape
-    window = patch * merge
-    # -height % window is what is missing to a multiple: -10 % 28 = 18.
-    if height % window or width % window:
-        image = np.pad(image, ((0, -height % window), (0, -width % window), (0, 0)))
-    rows, columns = (side // window for side in image.shape[:2])
-    windows = image.reshape(rows, merge, patch, columns, merge, patch, channels).transpose(
-        0, 3, 1, 4, 2, 5, 6
-    )
-    return windows.reshape(-1, patch * patch * channels)
-
-
-def _with_own_tokens(item: EncoderInput, encoder: VisionConfig) -> EncoderInput:
-    """Append windows with the class token, the registers and padding: in row -1, and in columns -1, -2, .."""
-    number = np.arange(hidden_tokens(encoder) * encoder.connector.merge**2, dtype=np.int32)
-    values = np.concatenate([item.values, np.zeros((len(number), item.values.shape[1]), np.uint8)])
-    places = np.stack([np.zeros_like(number), np.full_like(number, -1), -1 - number], axis=1)
-    coordinates = np.concatenate([item.coordinates, places])
-    return EncoderInput(
-        values, coordinates, np.concatenate([item.valid, number < encoder.own_tokens])
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _merge_order(height: int, width: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return coordinates int32 `[n, 3]` and validity `[n]` of a patch grid in merge order; read-only, since cached."""
-    rows, columns = (-(-side // merge) for side in (height, width))  # of windows
-    grid = np.zeros((rows * merge, columns * merge, 3), np.int32)
-    grid[..., ROW] = np.arange(rows * merge)[:, None]
-    grid[..., COLUMN] = np.arange(columns * merge)
-    windows = grid.reshape(rows, merge, columns, merge, 3).transpose(0, 2, 1, 3, 4)
-    coordinates = np.ascontiguousarray(windows.reshape(-1, 3))
-    valid = (coordinates[:, ROW] < height) & (coordinates[:, COLUMN] < width)
-    # lru_cache returns the same arrays to all callers.
-    coordinates.flags.writeable = valid.flags.writeable = False
-    return coordinates, valid

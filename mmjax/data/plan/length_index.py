@@ -19,7 +19,7 @@ import numpy as np
 
 from mmjax.balance.parts import LLM, Parts
 from mmjax.config import DecoderConfig, Tower
-from mmjax.data.media.patches import ItemModules, item_size, positions_per_token
+from mmjax.data.media.patches import ItemModules, item_size
 from mmjax.data.plan.attended_pairs import (
     MaskRules,
     branched_pairs,
@@ -132,7 +132,7 @@ def index_of_lengths(
     cut into images. The rest of a sample's LLM tokens is text.
     """
     llm = np.asarray(lengths["llm_tokens"], np.int64)
-    per_token = np.array([positions_per_token(module) for module in modules.values()], np.int64)
+    per_token = np.array([module.positions_per_token for module in modules.values()], np.int64)
     stride = np.array([module.stride for module in modules.values()], np.int64)
     useful = np.stack([np.asarray(lengths[name], np.int64) for name in modules], axis=1) * stride
     queries = np.array([module.queries for module in modules.values()], np.int64)
@@ -425,7 +425,7 @@ def build_index(
         item_positions=items["positions"],
         item_tokens=items["tokens"],
         item_useful=items["useful"],
-        positions_per_token=np.array([positions_per_token(e) for e in encoders.values()], np.int32),
+        positions_per_token=np.array([e.positions_per_token for e in encoders.values()], np.int32),
         pairs=causal_pairs(totals[:, LLM].astype(np.int64), 0)
         if llm is None
         else np.array(pairs, np.int64),

@@ -246,12 +246,12 @@ class Placer:
         ranks = self.topology.ranks
         in_order = self._sample_ranks(inputs)
         columns = self.in_columns and inputs.row is not None
-        if ranks == 1 or len(inputs.parts) == 0 or isinstance(self.balance, NoBalance) or columns:
+        if ranks == 1 or len(inputs.parts) == 0 or not self.balance.moves_samples or columns:
             return [self._in_order(inputs, in_order)]
         costs = self._costs(inputs)
         if isinstance(self.balance, LlmBalance):
             return [self._place_phases(inputs, place_by_llm(costs, ranks))]
-        if self._apart:
+        if self.balance.phases_apart:
             return [self._place_phases(inputs, place_each_phase(costs, ranks))]
         plans = [place_jointly(costs, ranks, self.topology.peers, widths, in_order)]
         if plans[0].width.any():  # whether what it gains is worth an exchange, the shapes say
@@ -288,7 +288,7 @@ class Placer:
         # up.
         rank[inputs.parts.module != LLM] = plan.item_rank
         return self._place_on_ranks(
-            inputs, self._level_apart(inputs, rank) if self._apart else rank
+            inputs, self._level_apart(inputs, rank) if self.balance.phases_apart else rank
         )
 
     def _place_on_ranks(self, inputs: _Inputs, rank: np.ndarray) -> Placed:
@@ -302,7 +302,12 @@ class Placer:
     def _level(self, inputs: _Inputs, placed: Placed, shape: Shape) -> Placed:
         """Exchange samples between ranks so that their attention is as equal as can be in rows of this shape."""
         settled = self.in_columns and inputs.row is not None  # grouping has levelled the columns
-        if self.prices is None or settled or isinstance(self.balance, NoBalance) or self._apart:
+        if (
+            self.prices is None
+            or settled
+            or not self.balance.moves_samples
+            or self.balance.phases_apart
+        ):
             return placed
         rank = self._ranks(inputs, placed.row)
         levelled = self._exchange(inputs.parts, rank, np.array(shape.lengths))
@@ -320,11 +325,6 @@ class Placer:
             if np.all(exchanged.needs <= np.array(shape.lengths + shape.widths))
             else placed
         )
-
-    @property
-    def _apart(self) -> bool:
-        """Tell whether every phase is placed by itself, on any rank."""
-        return isinstance(self.balance, PostBalance) and self.balance.locality == "off"
 
     def _exchange(self, parts: Parts, rank: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Level the attention of ranks, whose parts stay together with their sample: the rank of each, int `[p]`."""

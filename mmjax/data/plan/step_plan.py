@@ -17,7 +17,7 @@ import numpy as np
 from mmjax.balance.parts import LLM
 from mmjax.balance.phases import PlanGoals
 from mmjax.balance.shapes import choose_shapes
-from mmjax.config import Config, NoGrouping, PostBalance
+from mmjax.config import Config, NoGrouping
 from mmjax.data.plan.budget import Budget, Lengths, position_flops
 from mmjax.data.plan.data_change import WHOLE_RUN, Segment
 from mmjax.data.plan.fit_budget import make_budget
@@ -63,7 +63,7 @@ def lay_out(
     config's alone.
     max_steps: of these, for a look; a run needs shapes that later steps fit too.
     """
-    if isinstance(config.batch.balance, PostBalance) and config.batch.balance.locality == "off":
+    if config.batch.balance.phases_apart:
         # Each phase by itself sends nearly everything, so all ranks must be able to send to all.
         topology = replace(topology, peers=topology.ranks)
     rows = tuple(

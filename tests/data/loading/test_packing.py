@@ -28,7 +28,7 @@ from mmjax.config import NoGrouping, Samples
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
 from mmjax.data.loading.text_rows import FIRST_BRANCH_BIT, MAX_BRANCHES, MAX_MODULES, Arrays
-from mmjax.data.media.patches import encoder_input
+from mmjax.data.media.patches import item_input
 from mmjax.data.plan.placement import MicrobatchPlan, Topology
 from mmjax.data.sample import Item, SampleLengths, Text
 from mmjax.errors import UserError
@@ -57,8 +57,7 @@ def tokens_of(source: Made, sample: int) -> list[dict[str, Any]]:
         else:
             array = source.samples[sample][1][segment.number]
             count = (
-                len(encoder_input(ENCODERS[segment.encoder], array).values)
-                // GROUP[segment.encoder]
+                len(item_input(ENCODERS[segment.encoder], array).values) // GROUP[segment.encoder]
             )
             branch, pieces = (
                 0,
@@ -165,7 +164,7 @@ def test_slots_lead_every_item_token_to_its_patches_or_frames(tmp_path):
             for number, array in enumerate(source.samples[sample][1]):
                 at = [plan.offset[llm] + n for n, t in enumerate(tokens) if t.get("item") == number]
                 encoder = next(t["encoder"] for t in tokens if t.get("item") == number)
-                group, prepared = GROUP[encoder], encoder_input(ENCODERS[encoder], array)
+                group, prepared = GROUP[encoder], item_input(ENCODERS[encoder], array)
                 slots = batch.text.slots[encoder][plan.row[llm], at]
                 others = [s for e, s in batch.text.slots.items() if e != encoder]
                 assert all(np.all(s[plan.row[llm], at] == -1) for s in others)

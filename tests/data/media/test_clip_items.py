@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 
 from mmjax.config import AudioConfig, ConnectorConfig, LogMel, Sinusoids, StoredTable, WhisperMel
-from mmjax.data.media.patches import (
-    ClipSize,
-    clip_size,
-    encoder_input,
-    hidden_tokens,
-    item_size,
-    log_mel_frames,
-    positions_per_token,
-)
+from mmjax.data.media.patches import ClipSize, clip_size, item_input, item_size, log_mel_frames
 from mmjax.data.media.preparations.whisper_mel import compute_frames
 from mmjax.errors import BadMedia
 
@@ -41,13 +33,11 @@ def test_any_pooling_and_merging_has_room_for_every_frame_and_tokens_for_every_w
     encoder = replace(WHISPER, clips=clips, pool=pool, connector=ConnectorConfig(merge=merge))
     for frames in (*range(6, 20), 97, 98, 99, 100):
         wave = clip(frames * HOP - 5)
-        size, made = item_size(encoder, wave.shape), encoder_input(encoder, wave)
+        size, made = item_size(encoder, wave.shape), item_input(encoder, wave)
         seen = 50 if attended == "window" else -(-frames // 2)
         held = 100 if attended == "window" else min(2 * seen + 1, 100)
         assert size.tokens == -(-(seen // pool) // merge)
-        assert size.positions == (size.tokens + hidden_tokens(encoder)) * positions_per_token(
-            encoder
-        )
+        assert size.positions == (size.tokens + encoder.hidden_tokens) * encoder.positions_per_token
         assert ((made.coordinates[:, 1] >= 0) & made.valid)[::2].sum() == seen
         assert made.valid.sum() == size.valid == held
         np.testing.assert_array_equal(made.values[:held], compute_frames(clips, wave, held))
@@ -93,7 +83,7 @@ def test_chunks_of_2d_convolutions_begin_with_a_position_and_the_last_is_read_as
         wave = clip(frames * HOP + 5)
         assert clip_size(encoder, len(wave)) == ClipSize(frames, read, positions)
         assert item_size(encoder, wave.shape) == (8 * positions, positions, read)
-        row = encoder_input(encoder, wave)
+        row = item_input(encoder, wave)
         heard = row.coordinates[:, 1] == 0
         np.testing.assert_array_equal(
             np.flatnonzero(heard), [n if n < 20 else n + 4 for n in range(frames)]

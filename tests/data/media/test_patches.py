@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from made import Made
 
 from mmjax.config import AudioConfig, ConnectorConfig, LearnedGrid, LogMel, RotaryGrid, VisionConfig
-from mmjax.data.media.patches import encoder_input, item_size, to_patches, token_grid
+from mmjax.data.media.patches import item_input, item_size, to_patches, token_grid
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.sample import Item
 from mmjax.errors import BadMedia
@@ -85,7 +85,7 @@ def test_item_size_is_known_before_decoding(height, width, channels, patch, merg
         (audio(merge), np.zeros(samples, np.float32), (samples,)),
     )
     for encoder, array, size in items:
-        prepared, expected = encoder_input(encoder, array), item_size(encoder, size)
+        prepared, expected = item_input(encoder, array), item_size(encoder, size)
         assert {len(part) for part in prepared} == {expected.positions}
         assert prepared.valid.sum() == expected.valid
         per_token = merge * merge if encoder.kind == "vision" else 2 * merge
@@ -109,7 +109,7 @@ def test_item_size_is_known_before_decoding(height, width, channels, patch, merg
 )
 def test_what_an_encoder_cannot_take_is_refused(encoder, array, message):
     with pytest.raises(ValueError, match=message):
-        encoder_input(encoder, array)
+        item_input(encoder, array)
 
 
 @pytest.mark.parametrize(("encoder", "size"), [(vision(), (0, 8)), (audio(), (0,))])
@@ -146,7 +146,7 @@ def test_of_a_learned_grid_only_whole_patches_are_seen_and_elsewhere_black_fills
     assert (item_size(grid, (11, 14)).tokens, item_size(filled, (11, 14)).tokens) == (2 * 3, 3 * 4)
     assert (token_grid(grid, (11, 14)), token_grid(filled, (11, 14))) == ((1, 2, 3), (1, 3, 4))
     np.testing.assert_array_equal(
-        encoder_input(grid, image).values, encoder_input(grid, image[:8, :12]).values
+        item_input(grid, image).values, item_input(grid, image[:8, :12]).values
     )
     with pytest.raises(BadMedia, match="an image of 3 x 14 pixels has not one patch of 4"):
         item_size(grid, (3, 14))

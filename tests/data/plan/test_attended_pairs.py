@@ -11,7 +11,7 @@ from mmjax.batch import ItemBatch
 from mmjax.config import WhisperMel
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.text_rows import Arrays, empty_text
-from mmjax.data.media.patches import encoder_input
+from mmjax.data.media.patches import item_input
 from mmjax.data.plan.attended_pairs import item_pairs
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.placement import Topology
@@ -91,7 +91,7 @@ def test_items_attend_within_their_windows_and_chunks(name, encoder):
             if name == "vision"
             else clip(rng, int(rng.integers(8, 900)))
         )
-        values, place, valid = encoder_input(encoder, made)
+        values, place, valid = item_input(encoder, made)
         owner = np.zeros((1, len(valid)), np.int32)
         batch = ItemBatch(values[None], np.where(valid, 0, -1)[None], place[None], owner, owner)
         size = made.shape[:2] if name == "vision" else made.shape

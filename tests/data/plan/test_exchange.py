@@ -22,7 +22,7 @@ from mmjax.batch import Microbatch
 from mmjax.config import NoGrouping, PostBalance, Samples
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import StepLoader
-from mmjax.data.media.patches import EncoderInput, encoder_input
+from mmjax.data.media.patches import ItemInput, item_input
 from mmjax.data.plan.grouping import Group
 from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.sample import Item, Text
@@ -63,8 +63,8 @@ def item_tokens(source: Made, sample: int) -> list[tuple[str, int, int] | None]:
     return tokens
 
 
-def _prepared(source: Made, sample: int, item: int, encoder: str) -> EncoderInput:
-    return encoder_input(ENCODERS[encoder], source.samples[sample][1][item])
+def _prepared(source: Made, sample: int, item: int, encoder: str) -> ItemInput:
+    return item_input(ENCODERS[encoder], source.samples[sample][1][item])
 
 
 def _tokens(source: Made, sample: int, item: Item) -> int:

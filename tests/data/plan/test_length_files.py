@@ -6,7 +6,6 @@ import numpy as np
 from made import AUDIO, VISION
 
 from mmjax.config import UnetConfig
-from mmjax.data.media.patches import positions_per_token
 from mmjax.data.plan.length_index import index_of_lengths, interleaved_corpus
 
 ENCODERS = {"vision": VISION, "audio": AUDIO}
@@ -20,7 +19,7 @@ def test_an_index_of_lengths_holds_whole_tokens_of_items_and_the_rest_as_text():
     }
     index = index_of_lengths(lengths, ENCODERS)
     per_token = index.positions_per_token
-    assert per_token.tolist() == [positions_per_token(e) for e in ENCODERS.values()]
+    assert per_token.tolist() == [e.positions_per_token for e in ENCODERS.values()]
     assert index.item_encoder.tolist() == [0, 1, 0]
     # the audio encoder's layers see every second frame
     assert index.item_useful.tolist() == [10, 14, 40]

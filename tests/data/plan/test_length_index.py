@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from made import AUDIO, VISION, Made, config, image, index_of, random_samples, random_texts, text
 
-from mmjax.data.media.patches import encoder_input
+from mmjax.data.media.patches import item_input
 from mmjax.data.plan.length_index import LengthIndex, build_index, cached_index
 from mmjax.data.sample import Item, SampleLengths
 from mmjax.errors import UserError
@@ -21,7 +21,7 @@ def test_lengths_are_those_of_the_prepared_items():
     for i, (_, items) in enumerate(source.samples):
         facts = source.facts(i)
         prepared = [
-            encoder_input(ENCODERS[e], a) for (e, _), a in zip(facts.items, items, strict=True)
+            item_input(ENCODERS[e], a) for (e, _), a in zip(facts.items, items, strict=True)
         ]
         own = slice(index.item_start[i], index.item_start[i + 1])
         assert index.item_encoder[own].tolist() == [list(ENCODERS).index(e) for e, _ in facts.items]
