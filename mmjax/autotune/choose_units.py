@@ -14,7 +14,7 @@ from mmjax.autotune.forecast import Forecast, RunForecast, forecast_best_mesh, f
 from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.sharded_stages import model_sharding, resolve_sequence_parallel
 from mmjax.config import Config, Layout, MeshConfig, ModelConfig, Remat, Unit
-from mmjax.config.model import with_changes
+from mmjax.config.model import frozen_modules, with_changes
 from mmjax.config.validation import validate
 from mmjax.cost.table import module_parameters, parameters
 from mmjax.data.plan.fit_budget import make_budget
@@ -24,7 +24,7 @@ from mmjax.parallel.sharding import AXES
 from mmjax.planning.allocate import Allocation, allocate
 from mmjax.planning.allocate_chain import allocate_chain, allocate_meshes
 from mmjax.planning.exchange_time import ClusterRun
-from mmjax.planning.flops import frozen_modules, needed_gradients, recompute_flops
+from mmjax.planning.flops import needed_gradients, recompute_flops
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import (
     ACTIVATION,

@@ -27,7 +27,7 @@ from mmjax.config import (
     PostBalance,
     Samples,
 )
-from mmjax.config.model import stacked_towers
+from mmjax.config.model import frozen_modules, stacked_towers
 from mmjax.config.training import unit_devices
 from mmjax.config.validation import check_layout
 from mmjax.data.plan.budget import Budget
@@ -45,9 +45,10 @@ from mmjax.data.plan.step_plan import (
 from mmjax.data.plan.wait_advice import ranks_without_rows, waiting_advice
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import AXES, RANKS, mesh_sizes
-from mmjax.planning.flops import frozen_modules, model_flops, pair_costs
+from mmjax.planning.flops import model_flops
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, USABLE, Cluster
 from mmjax.planning.memory import GB
+from mmjax.planning.prices import pair_costs
 from mmjax.planning.remat import MemoryLimit, RunPlan
 from mmjax.planning.speed import Speed
 from mmjax.planning.work import length_work, resolve_attention

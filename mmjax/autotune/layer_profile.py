@@ -24,7 +24,7 @@ from flax import nnx
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Config, DecoderConfig, ModelConfig, Remat
-from mmjax.config.model import stacked_towers, with_one_item_module
+from mmjax.config.model import frozen_modules, stacked_towers, with_one_item_module
 from mmjax.console import print_note
 from mmjax.cost.trace import tower_batch
 from mmjax.disk import read_sealed, user_cache, write_sealed
@@ -32,7 +32,7 @@ from mmjax.distributed import coordination
 from mmjax.models.generation import latents_of
 from mmjax.models.layers import Context
 from mmjax.models.model import ADAPTER_ATTRIBUTE, Model
-from mmjax.planning.flops import frozen_modules, needed_gradients
+from mmjax.planning.flops import needed_gradients
 from mmjax.planning.speed import FORWARD, LayerTimes, Speed, profile_lengths
 
 VOCAB = 8  # of an isolated LLM, whose embedding and output should cost nothing

@@ -19,10 +19,10 @@ from mmjax.autotune.sharded_stages import (
 from mmjax.config import (
     Config,
 )
-from mmjax.config.model import stacked_towers, step_vaes
+from mmjax.config.model import frozen_modules, stacked_towers, step_vaes
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.parallel.sharding import row_ranks
-from mmjax.planning.flops import frozen_modules, runs_twice
+from mmjax.planning.flops import runs_twice
 from mmjax.planning.memory import (
     ACTIVATION,
     LOADED,

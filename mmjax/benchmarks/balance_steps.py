@@ -40,6 +40,7 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
+from mmjax.config.model import frozen_modules
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.budget import Budget, prices_of
 from mmjax.data.plan.fit_budget import make_budget
@@ -49,7 +50,7 @@ from mmjax.data.plan.placement import Balance, MicrobatchPlan, Shape, Topology, 
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, lay_out, make_placer
 from mmjax.data.sample import SampleLengths
 from mmjax.parallel.sharding import local_ranks, make_mesh, replicated
-from mmjax.planning.flops import executed, frozen_modules
+from mmjax.planning.flops import executed
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter
 from mmjax.runtime.executor import Executor, State

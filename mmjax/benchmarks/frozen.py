@@ -31,9 +31,9 @@ from mmjax.config import (
     PixelLatents,
     Samples,
 )
-from mmjax.config.model import SETTINGS, train_only
+from mmjax.config.model import SETTINGS, frozen_modules, train_only
 from mmjax.data.sample import Sample, SampleLengths
-from mmjax.planning.flops import executed, frozen_modules, needed_gradients
+from mmjax.planning.flops import executed, needed_gradients
 
 ROWS = 2  # samples of a step on every device, and rows of each module
 ALL = "all"

@@ -11,7 +11,8 @@ import numpy as np
 from mmjax.benchmarks.baselines.partition import BASELINES, cut_evenly
 from mmjax.benchmarks.papers_row import Row
 from mmjax.config import DecoderConfig, ModelConfig, VisionConfig
-from mmjax.planning.flops import executed, frozen_modules
+from mmjax.config.model import frozen_modules
+from mmjax.planning.flops import executed
 from mmjax.planning.partition import Chain, fastest_partition, iteration_seconds
 
 

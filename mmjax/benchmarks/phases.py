@@ -27,7 +27,7 @@ from mmjax.benchmarks.corpora import PHASES, draw_steps, steps_options
 from mmjax.benchmarks.harness import Options, option
 from mmjax.config.loading import find_config, load
 from mmjax.data.plan.attended_pairs import causal_pairs
-from mmjax.planning.flops import pair_costs
+from mmjax.planning.prices import pair_costs
 
 AUDIO_STRIDE = 2  # frames of a position in the layers
 

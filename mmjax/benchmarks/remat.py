@@ -17,7 +17,8 @@ from mmjax.benchmarks.phases import balances
 from mmjax.benchmarks.synthetic_run import plan_rows
 from mmjax.config import AdamW, AudioConfig, Config, ModelConfig, Remat
 from mmjax.config.loading import load
-from mmjax.planning.flops import executed, frozen_modules, recompute_flops
+from mmjax.config.model import frozen_modules
+from mmjax.planning.flops import executed, recompute_flops
 from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit

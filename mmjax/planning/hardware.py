@@ -6,6 +6,7 @@ needs no such device.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -175,6 +176,14 @@ ATTENTION_EFFICIENCY = 0.4
 FLOAT8_EFFICIENCY = 0.55
 LAUNCH_SECONDS = 3e-6  # of a GPU's kernel, one after the other in a CUDA graph: 2-4 us
 BANDWIDTH_EFFICIENCY = 0.8  # of the bandwidth of memory and links
+# Of a GPU's data sheet, as parts of its FLOP/s.
+SHEET = Rates(
+    flops=COMPUTE_EFFICIENCY,
+    memory=math.inf,
+    host=math.inf,
+    attention=ATTENTION_EFFICIENCY,
+    float8=2 * FLOAT8_EFFICIENCY,  # whose peak is twice as high
+)
 USABLE = 0.92  # of the memory: the rest goes to the driver, the collectives and fragmentation
 
 

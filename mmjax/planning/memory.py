@@ -25,13 +25,14 @@ from mmjax.config import (
 )
 from mmjax.config.model import (
     NF4_BLOCK,
+    frozen_modules,
     layer_count,
     linear_layers,
     quantized_layers,
     stacked_towers,
 )
 from mmjax.cost.table import module_parameters, parameters
-from mmjax.planning.flops import frozen_modules, mean_layer, needed_gradients, tower_trace
+from mmjax.planning.flops import mean_layer, needed_gradients, tower_trace
 from mmjax.planning.unet import unet_saved_bytes, unets
 from mmjax.planning.work import Work, connector_mlps, layer_sizes, row_work
 

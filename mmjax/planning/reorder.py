@@ -19,7 +19,8 @@ from numba import njit
 from mmjax.config import Config
 from mmjax.config.training import unit_devices
 from mmjax.config.unit_stages import LayerRange
-from mmjax.planning.flops import SHEET, Flops, layer_policies, stage_flops
+from mmjax.planning.flops import Flops, layer_policies, stage_flops
+from mmjax.planning.hardware import SHEET
 from mmjax.planning.schedules import (
     ScheduleName,
     StageGraph,

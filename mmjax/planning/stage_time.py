@@ -13,6 +13,7 @@ from mmjax.config import ModelConfig, OptimizerConfig, Remat, Tower, UnetConfig
 from mmjax.config.model import (
     adapted_modules,
     adapters_by_layer,
+    frozen_modules,
     layer_count,
     linear_layers,
     module_of_layer,
@@ -30,7 +31,7 @@ from mmjax.planning.exchange_time import (
     recomputed_reduces,
     tensor_seconds,
 )
-from mmjax.planning.flops import Flops, attention_flops, frozen_modules, runs_twice, stage_flops
+from mmjax.planning.flops import Flops, attention_flops, runs_twice, stage_flops
 from mmjax.planning.memory import MASTER, DeviceBatch
 from mmjax.planning.unet import unet_blocks
 from mmjax.planning.work import Work, connector_mlps, layer_sizes, row_work

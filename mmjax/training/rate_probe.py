@@ -22,13 +22,14 @@ from mmjax.balance.mask_work import Mask, allowed_keys
 from mmjax.balance.parts import LLM
 from mmjax.batch import PADDING, TEXT_KIND, Microbatch, TextBatch
 from mmjax.config import Config, DecoderConfig
+from mmjax.config.model import frozen_modules
 from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.attended_pairs import pairs_by_length
 from mmjax.data.plan.budget import prices_of
 from mmjax.disk import atomic_write
 from mmjax.distributed import coordination
-from mmjax.planning.flops import Flops, executed, frozen_modules
+from mmjax.planning.flops import Flops, executed
 from mmjax.planning.hardware import Device
 from mmjax.planning.measured_file import Probed, probed_text, read_probed
 from mmjax.planning.work import resolve_attention

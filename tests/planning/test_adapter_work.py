@@ -11,10 +11,10 @@ from flax import nnx
 from test_flops import gradient, make_batch, make_model, traced_products
 
 from mmjax.config import AdamW, LoraConfig, ModelConfig, Muon
-from mmjax.config.model import linear_layers
+from mmjax.config.model import frozen_modules, linear_layers
 from mmjax.models.linear import Linear
 from mmjax.models.model import Model
-from mmjax.planning.flops import executed, frozen_modules, stage_flops, step_needed
+from mmjax.planning.flops import executed, stage_flops, step_needed
 from mmjax.planning.memory import moment_bytes
 from mmjax.runtime.state import make_optimizer, split
 

@@ -28,13 +28,15 @@ from mmjax.config import (
     StoredTable,
     VisionConfig,
 )
+from mmjax.config.model import frozen_modules
 from mmjax.cost.table import active_parameters, parameters
 from mmjax.data.media.patches import to_patches
 from mmjax.kernels.tiles import MAX_BLOCK
 from mmjax.losses.cross_entropy import losses_in_chunks
 from mmjax.models.model import Model, merge, partition
 from mmjax.planning import work
-from mmjax.planning.flops import executed, frozen_modules, model_flops, relative_cost, step_needed
+from mmjax.planning.flops import executed, model_flops, step_needed
+from mmjax.planning.prices import relative_cost
 from mmjax.planning.work import useful_work
 
 GLM = ConnectorConfig(

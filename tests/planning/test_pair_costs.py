@@ -7,7 +7,9 @@ import pytest
 
 from mmjax.config.loading import find_config, load
 from mmjax.config.model import with_changes
-from mmjax.planning.flops import SHEET, executed, pair_costs
+from mmjax.planning.flops import executed
+from mmjax.planning.hardware import SHEET
+from mmjax.planning.prices import pair_costs
 
 
 def test_rows_take_their_positions_and_their_pairs():

@@ -17,9 +17,10 @@ from mmjax.config import (
     SequenceParallel,
 )
 from mmjax.config.loading import load
+from mmjax.config.model import frozen_modules
 from mmjax.cost.table import module_parameters, parameters
 from mmjax.planning.exchange_time import ClusterRun, overlap_pays
-from mmjax.planning.flops import executed, frozen_modules, stage_flops
+from mmjax.planning.flops import executed, stage_flops
 from mmjax.planning.hardware import (
     ATTENTION_EFFICIENCY,
     BANDWIDTH_EFFICIENCY,

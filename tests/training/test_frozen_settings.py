@@ -12,9 +12,9 @@ from tiny_run import MESHES, gradients, load_steps, make_executor, one_shape, pa
 
 from mmjax.config import Config
 from mmjax.config.loading import load
-from mmjax.config.model import with_changes
+from mmjax.config.model import frozen_modules, with_changes
 from mmjax.models.model import module_of
-from mmjax.planning.flops import executed, frozen_modules, model_flops
+from mmjax.planning.flops import executed, model_flops
 from mmjax.planning.work import row_work
 from mmjax.runtime.state import hyperparameters
 

@@ -19,9 +19,10 @@ from mmjax.balance.mask_work import Mask, allowed_keys
 from mmjax.batch import TextBatch
 from mmjax.config import DecoderConfig
 from mmjax.config.model import with_changes
-from mmjax.planning.flops import executed, pair_costs
+from mmjax.planning.flops import executed
 from mmjax.planning.hardware import ATTENTION_EFFICIENCY, COMPUTE_EFFICIENCY
 from mmjax.planning.measured_file import Probed, read_probed
+from mmjax.planning.prices import pair_costs
 from mmjax.planning.work import allowed_pairs, pairs_beyond_window
 from mmjax.training import loop, rate_probe
 from mmjax.training.rate_probe import (

@@ -17,7 +17,7 @@ import numpy as np
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config, NoBalance
-from mmjax.config.model import tower_key
+from mmjax.config.model import frozen_modules, tower_key
 from mmjax.cost import table
 from mmjax.data.loading.batch_hash import (
     EncoderRanks,
@@ -40,7 +40,7 @@ from mmjax.data.sample import Sample, SampleLengths, Source, with_place
 from mmjax.data.sources.opening import check_records, open_sources
 from mmjax.data.storage.latent_store import StoredLatents
 from mmjax.disk import read_sealed, write_sealed
-from mmjax.planning.flops import frozen_modules, model_flops, needed_by_tower, step_needed
+from mmjax.planning.flops import model_flops, needed_by_tower, step_needed
 from mmjax.planning.work import Work
 
 COSTS = "_packed_costs"  # in a pickled loader

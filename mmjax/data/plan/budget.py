@@ -10,7 +10,8 @@ import numpy as np
 from mmjax.balance.budgets import Budgets
 from mmjax.balance.waits import Prices
 from mmjax.config import Config
-from mmjax.planning.flops import frozen_modules, pair_costs, relative_cost
+from mmjax.config.model import frozen_modules
+from mmjax.planning.prices import pair_costs, relative_cost
 
 Lengths = tuple[int, ...]  # of every module, the LLM first
 
