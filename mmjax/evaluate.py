@@ -48,7 +48,7 @@ from mmjax.runtime.devices import choose_devices, enable_compilation_cache
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.run_trust import HELP as TRUST_HELP
 from mmjax.runtime.state import parameter_shardings
-from mmjax.training.announce import score_table
+from mmjax.training.outcome import score_table
 
 BATCH_LIMITS = BatchLimits(tokens=4096)  # small enough for the logits of all of them
 DATA_SOURCE = "asked"  # the name in data.sources of what --data names

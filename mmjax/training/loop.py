@@ -1,4 +1,4 @@
-"""Train a run: build its mesh, data, model and programs, restore or make its state, and run its steps."""
+"""Train a run: restore or make its state, and run its steps."""
 
 from __future__ import annotations
 
@@ -6,81 +6,46 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from mmjax.autotune.memory_plan import (
-    MemoryDecision,
-    fit_run,
-    plan_key,
-    read_memory_plan,
-    write_memory_plan,
-)
-from mmjax.autotune.run_time import simulate_stages, time_stages
-from mmjax.autotune.sharded_stages import choose_sequence_parallel, resolve_units
 from mmjax.batch import Microbatch
-from mmjax.config import Config, MeshConfig, ModelConfig
-from mmjax.config.loading import resolve_callbacks, to_json
-from mmjax.config.validation import check_layout
-from mmjax.console import ProgressLine, print_lines, size
+from mmjax.config import Config
+from mmjax.config.loading import to_json
+from mmjax.console import ProgressLine, print_lines
 from mmjax.data.loading.batch_hash import hex_hash
-from mmjax.data.loading.ray_pool import pool_steps
 from mmjax.data.loading.step_loader import LoadedStep
-from mmjax.data.loading.workers import refuse_in_worker, steps
+from mmjax.data.loading.workers import refuse_in_worker
 from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
-from mmjax.errors import UserError, raise_ctrl_c_once
-from mmjax.models.model import Model
-from mmjax.parallel.sharding import make_mesh
-from mmjax.planning.hardware import check_float8, find_device
-from mmjax.planning.remat import RunPlan
-from mmjax.planning.schedules import schedule_name, stage_cuts, stage_times
-from mmjax.planning.speed import Speed
+from mmjax.errors import raise_ctrl_c_once
+from mmjax.runtime import run_dir
 from mmjax.runtime.checkpoint_commit import saved_steps
-from mmjax.runtime.compiler_options import compiler_options
-from mmjax.runtime.device_batch import ProcessReport, padding_microbatches
+from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import (
-    CompileCounter,
     choose_devices,
-    enable_compilation_cache,
-    local_cluster,
     peak_flops,
-    peak_memory_used,
 )
-from mmjax.runtime.executor import Executor, State
+from mmjax.runtime.executor import State
 from mmjax.runtime.passes import StagedBatch
-from mmjax.runtime.placement import place_stages, tower_rows
-from mmjax.runtime.run_dir import (
-    NO_CHANGES,
-    AllowedChanges,
-    Mode,
-    RunFolder,
-    claim,
-    lock_run,
-    path_words,
-    run_folder_of,
-)
 from mmjax.runtime.stage_program import Sums
-from mmjax.runtime.state import hyperparameters, make_optimizer
+from mmjax.runtime.state import hyperparameters
 from mmjax.runtime.step_report import StepReport, check_updated
-from mmjax.runtime.units import unit_ranks
 from mmjax.startup import activity, rare_collection
 from mmjax.startup import seconds as startup_seconds
-from mmjax.training import announce
+from mmjax.training import outcome
 from mmjax.training.bad_samples import NonFiniteWatch, UnreadableSamples
 from mmjax.training.evaluation import BestMetric, make_evaluator, score_split, write_test_scores
 from mmjax.training.metrics import StepMetrics
 from mmjax.training.metrics_log import MetricsLog, MetricValue, check_wandb_login
-from mmjax.training.pass_times import time_passes, write_planned
+from mmjax.training.pass_times import time_passes
 from mmjax.training.rate_probe import STEPS as PROBED_AFTER
 from mmjax.training.rate_probe import RateProbe
 from mmjax.training.run_checkpoints import RunCheckpoints, restore_or_init
-from mmjax.training.run_data import append_launch, open_data
+from mmjax.training.setup import set_up
 from mmjax.training.signals import ProfilerTrace, StopFlags
 
 WARM_STEPS = 5  # after which step times are representative
@@ -89,10 +54,10 @@ WARM_STEPS = 5  # after which step times are representative
 def train(
     config: Config,
     source: Path,
-    mode: Mode = "new",
+    mode: run_dir.Mode = "new",
     devices: Sequence[jax.Device] | None = None,
     profile: bool = False,
-    permitted: AllowedChanges = NO_CHANGES,
+    permitted: run_dir.AllowedChanges = run_dir.NO_CHANGES,
     flags: StopFlags | None = None,
     watchdog: Watchdog | None = None,
     make: Callable[..., Trainer] | None = None,
@@ -109,16 +74,16 @@ def train(
     refuse_in_worker()
     if project := config.training.wandb:
         coordination.run_on_leader(partial(check_wandb_login, project))
-    folder = run_folder_of(config)
+    folder = run_dir.run_folder_of(config)
     devices = choose_devices(config.device) if devices is None else devices
     watchdog = watchdog or Watchdog(config.training.watch, folder.stacks)
     flags = flags or StopFlags()
-    with raise_ctrl_c_once(), coordination.enter_on_leader(lock_run(folder.path)):
+    with raise_ctrl_c_once(), coordination.enter_on_leader(run_dir.lock_run(folder.path)):
         # Until data workers run, which a pool may refuse, a failure leaves the folder as it was
         # before.
         with (
             rare_collection(),
-            coordination.enter_on_leader(claim(config, source, mode, permitted)) as resumed,
+            coordination.enter_on_leader(run_dir.claim(config, source, mode, permitted)) as resumed,
         ):
             make_trainer = partial(
                 make or Trainer,
@@ -143,7 +108,7 @@ def train(
         except KeyboardInterrupt:
             # Closing has waited for the checkpoint that was being written.
             saved = max(saved_steps(folder.checkpoints), default=0)
-            print_lines(*announce.describe_interruption(folder.path, trainer.done, saved))
+            print_lines(*outcome.describe_interruption(folder.path, trainer.done, saved))
             raise
     return trainer
 
@@ -158,11 +123,11 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        folder: RunFolder,
+        folder: run_dir.RunFolder,
         devices: Sequence[jax.Device],
         watchdog: Watchdog,
         flags: StopFlags,
-        permitted: AllowedChanges = NO_CHANGES,
+        permitted: run_dir.AllowedChanges = run_dir.NO_CHANGES,
         profile: bool = False,
         first_step: int = 0,
     ) -> None:
@@ -172,86 +137,36 @@ class Trainer:
         self.flags = flags
         self.first_step = first_step
 
-        # With units and without, processes meet at other places, and would wait for each other
-        # there.
-        if not coordination.all_equal(repr(config.units)):
-            raise UserError(
-                "the processes have different units; start all with the same config",
-                everywhere=True,
-            )
-        # Units have meshes of their own; this one, of all devices, is for what they do together.
-        self.mesh = make_mesh(MeshConfig(data=1, fsdp=-1) if config.units else config.mesh, devices)
-        if not config.units:
-            on_devices = replace(config.mesh, **self.mesh.shape)
-            check_layout("mesh", on_devices, config.model, alignment=config.batch.alignment)
-        device = find_device(self.mesh.devices.flat[0].device_kind)
-        check_float8(config.model.llm.fp8, device)
-        enable_compilation_cache(folder.programs)  # before anything is compiled
-        context = max(
-            self.mesh.shape["context"], *(unit.context for unit in config.units.values()), 1
-        )
-        self.compiler_options = compiler_options(
-            config.compiler, self.mesh.local_devices[0], context
-        )
-        self.programs = CompileCounter()
-
-        with activity("opening the data"):
-            self.data = open_data(config, folder, first_step, permitted, self.mesh)
-        self.loader = self.data.loader
-        config = self.data.launch.config  # in which training.epochs became training.steps
-        if config.units:
-            config = resolve_units(config, self.loader.layout, device)
-        else:
-            config = choose_sequence_parallel(config, self.mesh.shape, self.loader.layout, device)
-        self.config = config
-
-        with activity("predicting memory"):
-            layout_of = partial(self.data.layout_of, mesh=self.mesh)
-            longest = self.data.index.longest(self.loader.budget.longest)
-            plan, speed = fit_run(
-                config,
-                self.mesh,
-                self.loader.layout,
-                layout_of,
-                profile,
-                self.stored_decision(profile),
-                longest,
-            )
-            self.memory_plan = plan
-            if config.units:
-                self.memory_plan = plan.with_times(
-                    coordination.run_on_leader(partial(self._time_stages, plan, speed))
-                )
-        self.profiled = bool(speed.measured)  # whether it rests on measured times of layers
-        self.executor = self.make_executor(
-            self.memory_plan.applied(config.model), self.memory_plan.loss_chunks
-        )
+        self.setup = setup = set_up(config, folder, devices, first_step, permitted, profile)
+        self.config = config = setup.config
+        self.executor = setup.executor
+        self.loader = setup.data.loader
         if config.units:
             watchdog.follow(self.executor.passes.progress, self.executor.passes.roles)
 
-        self.checkpoints = RunCheckpoints(config, folder, self.data, self.executor)
+        self.checkpoints = RunCheckpoints(config, folder, setup.data, self.executor)
         with activity("opening the validation and test splits"):
             self.evaluator = make_evaluator(
                 config,
                 folder,
                 self.executor,
                 self.loader.layout,
-                self.memory_plan,
+                setup.memory_plan,
                 report_progress=lambda done: watchdog.beat(),
             )
         self.best = BestMetric.resume(config.training, folder.metrics, first_step)
         # one after the last
         self.end_step = first_step if self.best.exhausted else config.training.steps
 
-        self.unreadable = UnreadableSamples(self.data.quarantine, self.data.index.name)
-        self.nonfinite = NonFiniteWatch(config.training, self.data.index.name)
+        self.unreadable = UnreadableSamples(setup.data.quarantine, setup.data.index.name)
+        self.nonfinite = NonFiniteWatch(config.training, setup.data.index.name)
         self.profiler = ProfilerTrace(folder.traces)
         peak = peak_flops(devices, config.training.precision)
-        self.metrics = StepMetrics(config, self.executor, self.loader, self.programs, peak)
+        self.metrics = StepMetrics(config, self.executor, self.loader, setup.programs, peak)
         self.metrics_log: MetricsLog | None = None  # of process 0
         self.probe: RateProbe | None = None  # where it would tell anything
         if not config.units:
-            chunks = self.memory_plan.loss_chunks
+            chunks = setup.memory_plan.loss_chunks
             probe = RateProbe(config, self.executor, self.loader, folder.rates, chunks)
             self.probe = probe if probe.tells else None
         self.batches: Iterator[LoadedStep] = iter(())
@@ -265,51 +180,13 @@ class Trainer:
     def __repr__(self) -> str:
         return f"Trainer({self.config.name!r}, {str(self.folder.path)!r})"
 
-    def make_executor(self, model_config: ModelConfig, loss_chunks: int) -> Executor:
-        """Make the programs of a step, on one mesh or on those of units."""
-        config = self.config
-        dtype = jnp.dtype(config.training.precision)
-        functions = resolve_callbacks(config.model, self.folder.path)
-        model = Model.build(model_config, dtype, stage_cuts(config), functions=functions)
-        devices = list(self.mesh.devices.flat)
-        stages = place_stages(config, model, devices)
-        rows = (
-            tower_rows(config, self.loader.layout, unit_ranks(config, devices))
-            if config.units
-            else None
-        )
-        return Executor(
-            model,
-            make_optimizer(config.optimizer, model.axes, model.dtype),
-            stages,
-            sources=self.data.sources,
-            schedule=schedule_name(config),
-            stage_times=stage_times(config),
-            carrier=config.pipeline.carrier,
-            loss=config.loss,
-            loss_chunks=loss_chunks,
-            accumulates=len(stages) > 1 or config.batch.microbatches > 1,
-            compiler_options=self.compiler_options,
-            rows=rows,
-        )
-
-    def stored_decision(self, profile: bool) -> MemoryDecision | None:
-        """Return what a resumed run was started with: other policies would be other programs, with other bits."""
-        if not self.first_step or profile:
-            return None
-        key = plan_key(self.config, self.mesh)
-        stored = coordination.run_on_leader(lambda: read_memory_plan(self.folder.memory_plan, key))
-        return MemoryDecision.of(stored) if stored else None
-
     def init_state(self) -> State:
         """Restore or make the first state, and open the log. No file changes before. Raises DamagedCheckpoint."""
         with activity("reading the checkpoint" if self.first_step else "making parameters"):
             self.best.check(self.evaluator)
             state = self.checkpoints.init_state()
             if coordination.is_leader():
-                write_memory_plan(
-                    self.folder.memory_plan, plan_key(self.config, self.mesh), self.memory_plan
-                )
+                self.setup.write_decision()
                 wandb = self.config.training.wandb
                 self.metrics_log = MetricsLog(
                     self.folder.metrics, self.first_step, wandb, json.loads(to_json(self.config))
@@ -336,82 +213,27 @@ class Trainer:
             )
         return True
 
-    def print_summary(self) -> Microbatch:
-        """Print what will run and how it fits; return the first microbatch, as an example of all."""
-        self.watchdog.set_phase("planning", self.first_step)
-        with activity("planning the first step"):  # a first start compiles the planner
-            example = self.loader(self.first_step)
-        announce.print_run_summary(
-            self.config, self.executor.model, self.mesh, self.loader, example, self.compiler_options
-        )
-        print_lines(*self.describe_devices(), *announce.describe_zero_rates(self.config))
-        return example.microbatches[0]
-
-    def _time_stages(self, plan: RunPlan, speed: Speed) -> list[list[float]]:
-        """Estimate the seconds of every stage's passes, on devices like the first, which is process 0's."""
-        timed = time_stages(self.config, self.loader.layout, plan, local_cluster(), speed)
-        return [[stage.forward, stage.backward] for stage in timed.stages]
-
-    def describe_devices(self) -> list[str]:
-        """Describe what the devices hold, with a table of the stages of units."""
-        described = announce.describe_memory_plan(self.memory_plan)
-        if self.config.units:
-            stages = self.memory_plan.stages
-            bubble = simulate_stages(self.config, stages).bubble
-            schedule = self.executor.schedule
-            described = (
-                announce.describe_stages(self.config, stages, schedule, bubble, self.profiled)
-                + described
-            )
-        return described
-
     def start(self) -> Microbatch:
         """Describe the run and start its data workers, which load while XLA compiles; return the first microbatch."""
-        example = self.print_summary()
+        self.watchdog.set_phase("planning", self.first_step)
+        example = self.setup.describe()
         self.start_workers()
         return example
 
     def start_workers(self) -> None:
-        """Start the data workers, which begin to load at once, and add this start to the run's history."""
-        if coordination.is_leader():
-            append_launch(self.folder.history, self.data.launch)
-            stages = self.memory_plan.stages if self.config.units else ()
-            microbatches = self.config.batch.microbatches
-            write_planned(self.folder.passes, self.executor, stages, microbatches, self.profiled)
-        data = self.config.data
-        if data.pool == "local":
-            self.batches = steps(
-                self.loader, self.first_step, self.end_step, data.workers, data.prefetch
-            )
-        else:
-            self.batches = pool_steps(self.loader, self.first_step, self.end_step, data)
+        """Start the data workers, which begin to load at once."""
+        self.batches = self.setup.start_workers(self.end_step)
 
     def compile(self, state: State, example: Microbatch) -> list[Sums | None]:
-        """Compile every program ahead: gradients of each shape, update, saving, answering. Returns zero gradients."""
+        """Compile every program ahead: of a step, of saving and of answering. Returns zero gradients."""
         self.watchdog.set_phase("compiling", self.first_step)
         began = time.monotonic()
         with activity("compiling the programs of a step"):
-            # One microbatch is enough for the programs of all shapes: they differ only in the rows'
-            # lengths.
-            shapes = padding_microbatches(
-                self.loader.layout.shapes,
-                example,
-                self.config.model.item_modules,
-                self.executor.rows,
-            )
-            hyper = hyperparameters(self.config, self.first_step)
-            accumulated = self.executor.compile(state, shapes, hyper)
+            accumulated = self.setup.compile_step(state, example)
         with activity("compiling those of saving and answering"):
             self.checkpoints.compile()
             self.evaluator.compile(self.executor.parameters(state))
-        print_lines(
-            f"compiled {self.programs.compiled} programs in {time.monotonic() - began:.1f} s"
-            + (
-                f", {self.programs.from_cache} came from the cache"
-                if self.programs.from_cache
-                else ""
-            )
-        )
+        print_lines(self.setup.describe_compiled(began))
         self.metrics.start()
         return accumulated
 
@@ -481,7 +303,7 @@ class Trainer:
                     self.checkpoints.check_saved()
                     print_lines(
                         f"stopped as asked after step {step + 1}, which is saved; go on with --resume: "
-                        f"python -m mmjax.train --resume {path_words(self.folder.path)}",
+                        f"python -m mmjax.train --resume {run_dir.path_words(self.folder.path)}",
                         f"run    {self.folder.path}",
                     )
                     return
@@ -530,17 +352,9 @@ class Trainer:
         self.nonfinite.check(step, report, find, loaded.samples.tolist())
         self.checkpoints.warn_of_failure()
         if self.metrics.steps == WARM_STEPS:
-            if (used := peak_memory_used(self.mesh)) is not None:
-                print_lines(
-                    f"memory {size(used)} of a device used so far, {size(self.memory_plan.device)} predicted"
-                )
-            if self.config.data.pool == "local":
-                # the first steps' includes opening everything
-                load_seconds = float(loaded.load_seconds)
-                workers = self.config.data.workers
-                pixels = announce.median_pixels(self.loader.sources.values())
-                seconds = self.metrics.typical_seconds()
-                print_lines(announce.loader_verdict(load_seconds, workers, seconds, pixels))
+            # the first steps' times include opening everything
+            seconds = self.metrics.typical_seconds()
+            print_lines(*self.setup.describe_first_steps(loaded, seconds))
 
     def log(self, done: int, scalars: Mapping[str, MetricValue]) -> None:
         """Log numbers after `done` steps, on process 0."""
@@ -571,7 +385,7 @@ class Trainer:
         self.unreadable.print_questions(self.evaluator.left_out)
         self.log(done, scores)
         if scores:
-            print_lines(f"step {done}  validation, {announce.score_line(scores)}")
+            print_lines(f"step {done}  validation, {outcome.score_line(scores)}")
         if answered:
             print_lines(f"  {answered[done % len(answered)]}")
         if self.best.update(done, scores):
@@ -601,7 +415,7 @@ class Trainer:
             scores = {name.removeprefix("test/"): value for name, value in scores.items()}
             if coordination.is_leader():
                 write_test_scores(self.folder.scores, {"step": done} | scores)
-            print_lines(*announce.score_table(scores))
+            print_lines(*outcome.score_table(scores))
         if self.best.step:
             print_lines(
                 f"best   {self.best.metric} {self.best.value:.4g} after step {self.best.step}; its checkpoint is kept "
@@ -613,7 +427,7 @@ class Trainer:
             f"for data; {time.monotonic() - self.began:.0f} s in all; {self.metrics.programs_compiled} programs "
             "compiled after the start",
             f"run    {self.folder.path}",
-            *announce.next_commands(self.folder.path, self.config, self.evaluator),
+            *outcome.next_commands(self.folder.path, self.config, self.evaluator),
         )
 
     def close(self) -> None:

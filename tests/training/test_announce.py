@@ -16,7 +16,8 @@ from mmjax import train
 from mmjax.config.loading import load
 from mmjax.models import attention
 from mmjax.training import loop
-from mmjax.training.announce import describe_attention, describe_interruption, describe_zero_rates
+from mmjax.training.announce import describe_attention, describe_zero_rates
+from mmjax.training.outcome import describe_interruption
 
 SHORT = (
     "training.steps=2",
