@@ -366,9 +366,9 @@ FAULTS = (
     ),
     Fault(
         "a resumed run that repeats a step's data",
-        "training/loop.py",
-        "self.loader, self.first_step, self.end_step, data.workers",
-        "self.loader, max(self.first_step - 1, 0), self.end_step, data.workers",
+        "training/setup.py",
+        "steps(self.data.loader, self.first_step, end_step",
+        "steps(self.data.loader, max(self.first_step - 1, 0), end_step",
         ("test_train.py::test_a_stopped_run_goes_on_to_the_same_bits",),
     ),
     Fault(
