@@ -138,7 +138,7 @@ def pass_times(
         widths = {
             name: n
             for name, n in batch.widths.items()
-            if (last if model.towers[name].is_generator else first)
+            if (last if name in model.towers_behind("llm") else first)
         }
         exchange = (
             exchange_seconds(model, replace(batch, widths=widths), machine)

@@ -56,7 +56,7 @@ from mmjax.training.run_data import RunData, append_launch, open_data
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Setup:
-    """What a start of a run works with: its config is resolved, epochs are steps and `auto` is decided."""
+    """Hold what a start of a run works with; its config is resolved, epochs are steps and `auto` is decided."""
 
     config: Config
     folder: RunFolder
