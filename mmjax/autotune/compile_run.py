@@ -421,7 +421,7 @@ def table_structs(
         if module.is_generator:
             # What generators are sent goes from rank to rank.
             rows, length = shape[name]
-            columns = module.most_images(length) * module.condition_tokens
+            columns = module.max_images(length) * module.condition_tokens
             size = row_ranks(mesh, rules.rows), peers, widths[name]
             tables["send"][name] = jax.ShapeDtypeStruct(size, np.int32, sharding=by_rank)
             tables["condition"][name] = jax.ShapeDtypeStruct(

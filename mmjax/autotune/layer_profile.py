@@ -91,7 +91,7 @@ def tower_inputs(
     if tower in module.generators:
         # Of the time and the condition only the shapes matter, and that these are no constants.
         config = part.config
-        time = jnp.zeros((len(batch.item), config.most_images(batch.item.shape[1])))
+        time = jnp.zeros((len(batch.item), config.max_images(batch.item.shape[1])))
         tokens = jnp.repeat(batch.item[:, : time.shape[1]], config.condition_tokens, axis=1).astype(
             model.dtype
         )

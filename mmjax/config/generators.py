@@ -130,7 +130,7 @@ class GeneratorFacts(TowerFacts):
         """Return the inputs of the shortest row of a batch; others are multiples of it."""
         return self.min_patches
 
-    def most_images(self, length: int) -> int:
+    def max_images(self, length: int) -> int:
         """Return how many images a row of this length holds at most."""
         return length // self.min_patches
 

@@ -86,7 +86,7 @@ def _inputs(model: Model, tower: str, row: Row) -> Inputs:
     generator = config.towers[tower]
     if not generator.is_generator:
         return Inputs(batch, array(row.length, config.llm.width, dtype=model.dtype))
-    images = generator.most_images(row.length)
+    images = generator.max_images(row.length)
     patches = array(row.length, generator.patch_values)
     draws = Draws(array(images), array(images, dtype=np.bool_), patches)
     states = array(images * generator.condition_tokens, config.llm.width, dtype=model.dtype)

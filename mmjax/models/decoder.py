@@ -212,17 +212,17 @@ class Decoder(nnx.Module):
             return Context(mask, rotation).planned(
                 c.attention, c.head_width, (c.heads, c.kv_heads), self.dtype
             )
-        near = None
+        window_rotation = None
         if c.window_rope_theta:
             unscaled = replace(c, rope_theta=c.window_rope_theta, rope_scaling=PlainRope())
-            near = text_rotation(unscaled, position, mask.sample)
+            window_rotation = text_rotation(unscaled, position, mask.sample)
         # Both masks need a window, so that a scan over layers of both kinds can select one of two
         # equal pytrees.
         window_mask = mask._replace(reach=jnp.full_like(mask.pos, c.window))
         full_mask = mask._replace(reach=jnp.full_like(mask.pos, UNLIMITED))
-        return Context(full_mask, rotation, window_mask=window_mask, window_rotation=near).planned(
-            c.attention, c.head_width, (c.heads, c.kv_heads), self.dtype
-        )
+        return Context(
+            full_mask, rotation, window_mask=window_mask, window_rotation=window_rotation
+        ).planned(c.attention, c.head_width, (c.heads, c.kv_heads), self.dtype)
 
     def origin(self, text: TextBatch) -> tuple[Int[Array, "r t"], Int[Array, "r t"]]:
         """Return every position's sample id and its index in the sample."""

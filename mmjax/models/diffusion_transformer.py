@@ -318,7 +318,7 @@ class Head(nnx.Module):
 class DiffusionTransformer(nnx.Module):
     """embed -> layers -> head over patches of latents, images one after the other, each row by row.
 
-    `time` is that of each image of a row, `[R, I]`, where I is `config.most_images(L)`; image i of
+    `time` is that of each image of a row, `[R, I]`, where I is `config.max_images(L)`; image i of
     a row has its condition in columns i * queries to (i + 1) * queries of `condition` `[R, I *
     queries, E]`. Raises ValueError where a row is too short for an image, and where the width is no
     multiple of 4, or of 3 with micro-conditions.
@@ -369,7 +369,7 @@ class DiffusionTransformer(nnx.Module):
     ) -> Context:
         """Build what all layers share: masks, blocks, modulation and condition."""
         c = self.config
-        images = c.most_images(items.item.shape[1])
+        images = c.max_images(items.item.shape[1])
         tokens = c.condition_tokens
         if time.shape[1:] != (images,) or condition.shape[1] != images * tokens or not images:
             raise ValueError(

@@ -91,7 +91,7 @@ def draw(noise: Noise, name: str, config: Generator, items: ItemBatch) -> Draws:
     length, features = items.item.shape[1], config.patch_values
     # Of each image of a row, its first patch: (sample, index among the sample's patches) is its
     # alone.
-    images = jnp.arange(config.most_images(length))
+    images = jnp.arange(config.max_images(length))
     first = jnp.argmax(items.item[:, None] == images[:, None], axis=-1)
     keys = jax.vmap(jax.vmap(position_key))(
         *(jnp.take_along_axis(x, first, 1) for x in (items.owner, items.offset))

@@ -58,12 +58,12 @@ class Context(NamedTuple):
 
     def of_layers(self, windowed: bool) -> Context:
         """Return what layers with or without a window see."""
-        near = self._replace(
+        in_window = self._replace(
             mask=self.window_mask,
             plan=self.window_plan,
             rotation=self.window_rotation or self.rotation,
         )
-        return (near if windowed else self)._replace(
+        return (in_window if windowed else self)._replace(
             window_mask=None, window_plan=None, window_rotation=None
         )
 
@@ -72,10 +72,10 @@ class Context(NamedTuple):
 
         Only what differs between them: one rotation of both kinds stays as it is.
         """
-        full, near = self.of_layers(False), self.of_layers(True)
+        full, in_window = self.of_layers(False), self.of_layers(True)
 
         def stack(*fields: str) -> dict[str, Any]:
-            pairs = ([getattr(context, field) for field in fields] for context in (full, near))
+            pairs = ([getattr(context, field) for field in fields] for context in (full, in_window))
             stacks = jax.tree.map(lambda *pair: jnp.stack(pair, axis=1), *pairs)
             return dict(zip(fields, stacks, strict=True))
 

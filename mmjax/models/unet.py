@@ -186,8 +186,8 @@ class Unet(nnx.Module):
         """
         c = self.config
         rows, length, channels = latents.shape
-        used = c.most_images(length) * c.min_patches
-        images = rows * c.most_images(length)
+        used = c.max_images(length) * c.min_patches
+        images = rows * c.max_images(length)
         present = items.item[:, :used].reshape(images, c.min_patches)[:, 0] >= 0
         tokens = condition.astype(self.dtype).reshape(images, c.queries, condition.shape[2])
         time = jax.nn.silu(self.time(time.reshape(images), self.dtype))

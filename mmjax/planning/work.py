@@ -224,7 +224,7 @@ def row_work(
         config = model.towers[name]
         if not config.is_stack:
             # Every place for an image is computed, and nothing behind the last one.
-            images = rows * config.most_images(length)
+            images = rows * config.max_images(length)
             positions = images * config.min_patches
             work[name] = Work(
                 positions,
@@ -246,7 +246,7 @@ def row_work(
                 positions, rows * float(visited_pairs(config, one, one, one + length, 1, length)[0])
             )
         if config.is_generator:
-            images = config.most_images(length)
+            images = config.max_images(length)
             blocks = rows * -(-length // config.min_patches)
             changes = {
                 "tokens": rows * images * config.condition_tokens,

@@ -145,7 +145,7 @@ def padding_microbatches(
         }
         condition = {
             e: resize(
-                x, encoders[e].most_images(items[e].item.shape[1]) * encoders[e].condition_tokens
+                x, encoders[e].max_images(items[e].item.shape[1]) * encoders[e].condition_tokens
             )
             for e, x in first.text.condition.items()
         }

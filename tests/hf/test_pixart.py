@@ -154,7 +154,7 @@ def test_a_step_is_what_diffusers_makes_of_it_with_images_of_many_sizes_in_a_row
     sizes = [[(2, 4), (4, 3), (5, 7)], [(3, 3), (1, 8)]]
     length = 55 + drawn.between(rng, 0, 9)
     items = rows_of_images(sizes, length)
-    images, queries = config.most_images(length), config.queries
+    images, queries = config.max_images(length), config.queries
     latents = rng.normal(size=(2, length, config.patch_values)).astype(np.float32)
     time = rng.uniform(size=(2, images)).astype(np.float32)
     condition = rng.normal(size=(2, images * queries, config.condition_width)).astype(np.float32)

@@ -45,7 +45,7 @@ def build(config=CONFIG, dtype=jnp.float32, remat="none", seed=0):
 def inputs(config=CONFIG, rows=ROWS, length=LENGTH, seed=0):
     rng = np.random.default_rng(seed)
     items = rows_of_images(rows, length)
-    images = config.most_images(length)
+    images = config.max_images(length)
     latents = rng.normal(size=(len(rows), length, config.patch_values)).astype(np.float32)
     time = rng.uniform(size=(len(rows), images)).astype(np.float32)
     condition = rng.normal(

@@ -163,7 +163,7 @@ def xlas_count(config: DiffusionTransformerConfig, wanted: Set[str], scanned: bo
     rows, length = SHAPE["image"]
     graph, state = nnx.split(module_of(config, scanned))
     items = rows_of_images([[(1, length)]] * rows, length)
-    images = config.most_images(length)
+    images = config.max_images(length)
     shapes = (
         (rows, length, config.patch_values),
         (rows, images),

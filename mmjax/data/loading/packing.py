@@ -160,7 +160,7 @@ def _conditions(
     peers, in_all = plan.topology.peers, plan.topology.ranks
     width = plan.shape.widths[module - 1]
     text, count = arrays.generators[name].text_tokens, arrays.generators[name].condition_tokens
-    images = arrays.generators[name].most_images(plan.shape.lengths[module])
+    images = arrays.generators[name].max_images(plan.shape.lengths[module])
     items = np.flatnonzero(plan.module == module)
     tokens = np.full(len(items), count, np.int64)
     rank = plan.rank()
