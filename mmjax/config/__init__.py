@@ -10,40 +10,35 @@ configs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from mmjax.config.clips import AudioPreparation, LogMel, WhisperMel
 from mmjax.config.data import (
-    ArrayRecordSource,
     BatchConfig,
     ChatFormat,
-    ConversationFiles,
-    CsvSource,
     DataConfig,
-    DatasetInfoSource,
-    EmbeddedSource,
-    FileSource,
-    FunctionSource,
     IsfGrouping,
-    LlavaSource,
     LlmBalance,
-    ManifestSource,
     MediaLimits,
-    MessagesSource,
     NoBalance,
     NoGrouping,
-    Outside,
     PackGrouping,
-    ParquetSource,
     Placeholder,
     PostBalance,
-    PreferenceSource,
-    QuestionsSource,
-    RolloutsSource,
     Samples,
-    ShareGptSource,
     Tokens,
-    WebDatasetSource,
+)
+from mmjax.config.decoder import (
+    DecoderConfig,
+    DeltaNetConfig,
+    DynamicRope,
+    ExpertsConfig,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    PlainRope,
+    RopeScaling,
+    YarnRope,
 )
 from mmjax.config.generators import (
     DiffusionTransformerConfig,
@@ -69,6 +64,26 @@ from mmjax.config.images import (
 from mmjax.config.losses import CrossEntropy, LossConfig
 from mmjax.config.model import LoraConfig, ModelConfig
 from mmjax.config.processor_fields import Filter
+from mmjax.config.ranges import Limit
+from mmjax.config.sources import (
+    ArrayRecordSource,
+    ConversationFiles,
+    CsvSource,
+    DatasetInfoSource,
+    EmbeddedSource,
+    FileSource,
+    FunctionSource,
+    LlavaSource,
+    ManifestSource,
+    MessagesSource,
+    Outside,
+    ParquetSource,
+    PreferenceSource,
+    QuestionsSource,
+    RolloutsSource,
+    ShareGptSource,
+    WebDatasetSource,
+)
 from mmjax.config.towers import (
     Activation,
     AlternatingGrid,
@@ -76,26 +91,16 @@ from mmjax.config.towers import (
     Biased,
     Callbacks,
     ConnectorConfig,
-    DecoderConfig,
-    DeltaNetConfig,
-    DynamicRope,
     Encoder,
-    ExpertsConfig,
     FractionalGrid,
     LearnedGrid,
-    LinearRope,
-    Llama3Rope,
-    LongRope,
-    PlainRope,
     Remat,
-    RopeScaling,
     RotaryGrid,
     Sinusoids,
     StoredTable,
     StretchedGrid,
     TowerRemat,
     VisionConfig,
-    YarnRope,
 )
 from mmjax.config.training import (
     Adafactor,
@@ -125,6 +130,8 @@ from mmjax.config.videos import (
     VideoPreparation,
 )
 
+Seed = Annotated[int, Limit(lambda seed: 0 <= seed < 2**31, f"choose 0 to {2**31 - 1}")]
+
 
 @dataclass(frozen=True)
 class Config:
@@ -141,7 +148,8 @@ class Config:
     # devices by module instead of one mesh for all; empty: mesh
     units: dict[str, Unit] = field(default_factory=dict)
     pipeline: PipelineConfig = PipelineConfig()
-    seed: int = 0  # of initial weights, the order of samples, dropout and embedded data
+    # of initial weights, the order of samples, dropout and embedded data
+    seed: Seed = 0
     # kind of devices; auto: the fastest available
     device: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     # XLA's options beside mmjax's, by name

@@ -187,9 +187,14 @@ def _unknown(line: str, level: str, hint: Hint, cls: type, root: Tree) -> str:
     if answer := name_here(key, text, field_hints(cls) if parent else ()):
         return f"unknown key {key!r}: {answer}"
     known = [join(parent, n) for n in field_hints(cls)]
-    elsewhere = [k for k in _keys(root) if k.endswith(f".{name}")]
-    if elsewhere and not difflib.get_close_matches(level, known, 1):
-        return f"unknown key {key!r}: did you mean {' or '.join(map(repr, elsewhere[:3]))}?"
+    keys = list(_keys(root))
+    if close := difflib.get_close_matches(level, known, 1):
+        whole = close[0] + key.removeprefix(level)
+        meant = [whole if whole in keys else close[0]]
+    else:
+        meant = [k for k in keys if k.endswith(f".{name}")][:3]
+    if meant:
+        return f"unknown key {key!r}: did you mean {' or '.join(map(repr, meant))}?"
     return f"unknown key {key!r}{did_you_mean(level, known)}"
 
 

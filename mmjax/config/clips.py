@@ -6,10 +6,11 @@ The frames that a kind makes are a file of `mmjax/data/media/preparations`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from mmjax.config.checks import at_least, check
+from mmjax.config.checks import check
 from mmjax.config.processor_fields import ProcessorFields
+from mmjax.config.ranges import Limit, PositiveInt, at_least
 
 HF_RATE = 16_000  # Hz; the extractor's filters end at 8 kHz whatever the rate
 
@@ -27,15 +28,13 @@ class ClipKind:
 class LogMel(ClipKind):
     """Log-mel frames of a clip of any length, normalised by its loudest bin."""
 
-    mels: int = 80  # bins per frame
-    sample_rate: int = 16_000  # Hz
-    window: int = 400  # samples
-    hop: int = 160  # samples
+    mels: PositiveInt = 80  # bins per frame
+    sample_rate: PositiveInt = 16_000  # Hz
+    window: Annotated[int, at_least(2)] = 400  # samples
+    hop: PositiveInt = 160  # samples
     kind: Literal["log_mel"] = "log_mel"
 
     def check(self, where: str) -> None:
-        at_least(1, where, self, ("mels", "sample_rate", "hop"))
-        at_least(2, where, self, ("window",))
         check(
             self.hop <= self.window,
             f"{where}.hop={self.hop} is longer than window={self.window}: samples would be skipped; make hop smaller",
@@ -51,11 +50,13 @@ class LogMel(ClipKind):
 class WhisperMel(ClipKind):
     """Log-mel frames of Whisper's extractor, in windows of `seconds` padded with silence."""
 
-    mels: int = 80  # bins per frame
-    sample_rate: int = 16_000  # Hz
-    window: int = 400  # samples
-    hop: int = 160  # samples
-    seconds: int = 30  # length of the window
+    mels: PositiveInt = 80  # bins per frame
+    sample_rate: PositiveInt = 16_000  # Hz
+    window: Annotated[
+        int, Limit(lambda n: n >= 2 and n % 2 == 0, "must be even, and at least 2")
+    ] = 400  # samples
+    hop: PositiveInt = 160  # samples
+    seconds: PositiveInt = 30  # length of the window
     # a clip longer than the window is bad, or becomes several items
     longer: Literal["refuse", "split"] = "refuse"
     # frames that the encoder's layers attend to and output tokens for: the clip's, as in
@@ -86,11 +87,6 @@ class WhisperMel(ClipKind):
     def fixed_frames(self) -> int:
         """Return the frames of every clip where the layers attend those of the window, else 0."""
         return self.window_frames if self.attended == "window" else 0
-
-    def check(self, where: str) -> None:
-        at_least(1, where, self, ("mels", "sample_rate", "hop", "seconds"))
-        even = self.window >= 2 and self.window % 2 == 0
-        check(even, f"{where}.window={self.window}: must be even, and at least 2")
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> WhisperMel:

@@ -26,6 +26,13 @@ def union_members(hint: Hint) -> tuple[Hint, ...]:
 
 
 @functools.cache
+def annotated_hints(cls: type) -> dict[str, Hint]:
+    """Map a dataclass's fields to their types as they are written, with ranges (`mmjax.config.ranges`)."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+@functools.cache
 def field_hints(cls: type) -> dict[str, Hint]:
     """Map a dataclass's fields to their types, without `kind`, which only discriminates a union."""
     hints = get_type_hints(cls)

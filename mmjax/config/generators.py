@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from mmjax.config.checks import check, divides
+from mmjax.config.decoder import DecoderConfig
 from mmjax.config.images import AsIs, ImagePreparation
+from mmjax.config.ranges import Fraction, NonNegativeInt, PositiveFloat, PositiveInt
 from mmjax.config.towers import (
     Activation,
     Attention,
     Biased,
     ConnectorConfig,
-    DecoderConfig,
     Encoder,
+    LayerCount,
     Remat,
     TowerFacts,
     TowerRemat,
+    check_remat,
 )
 
 TIME_FEATURES = 256  # sinusoids of an image's time, and of its sizes
@@ -25,7 +29,7 @@ TIME_FEATURES = 256  # sinusoids of an image's time, and of its sizes
 class PixelLatents:
     """An image's own pixels in place of latents, for small images."""
 
-    channels: int = 3  # of an image
+    channels: PositiveInt = 3  # of an image
     # per channel, or one for all; pixels become (x / 255 - mean) / std
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)  # per channel, or one for all
@@ -33,6 +37,15 @@ class PixelLatents:
 
     factor: ClassVar[int] = 1  # pixels per side of a latent
     encode: ClassVar[str] = "none"
+
+    def check(self, where: str) -> None:
+        for name in ("mean", "std"):
+            count = len(getattr(self, name))
+            check(
+                count in (1, self.channels),
+                f"{where}.{name} has {count} values for channels={self.channels}; give one, or one for each",
+            )
+        check(min(self.std) > 0, f"{where}.std={self.std}: must be more than 0")
 
 
 @dataclass(frozen=True)
@@ -64,8 +77,8 @@ class VaeLatents:
     """Latents that a frozen variational autoencoder makes of an image."""
 
     weights: str = ""  # a diffusers folder of an AutoencoderKL; empty: for planning alone
-    channels: int = 4  # of a latent
-    factor: int = 8  # pixels per side of a latent
+    channels: PositiveInt = 4  # of a latent
+    factor: PositiveInt = 8  # pixels per side of a latent
     scale: float = 0.18215  # latents become (x - shift) * scale
     shift: float = 0.0  # of latents before they are scaled
     kind: Literal["vae"] = "vae"
@@ -86,13 +99,25 @@ class FlowMatching:
     logit-normal, and predicts e - x.
     """
 
-    weight: float = 1.0  # of this loss beside the LLM's
+    weight: PositiveFloat = 1.0  # of this loss beside the LLM's
     time_mean: float = 0.0  # of the logit of t
-    time_std: float = 1.0  # of the logit of t
-    condition_dropout: float = 0.1  # share of images trained without their condition, for guidance
+    time_std: PositiveFloat = 1.0  # of the logit of t
+    # share of images trained without their condition, for guidance
+    condition_dropout: Fraction = 0.1
 
 
 _CONNECTOR = ConnectorConfig(merge=1, mlp_width=0, biases=("down",))
+# Of a connector that reads single hidden states: what says how neighbours are merged, or where they
+# lie, is left alone.
+_CONNECTOR_KEYS = (
+    "merge",
+    "merging",
+    "position_grid",
+    "newline",
+    "merger_width",
+    "merger_bias",
+    "projection",
+)
 
 
 class GeneratorFacts(TowerFacts):
@@ -139,25 +164,27 @@ class GeneratorFacts(TowerFacts):
 class DiffusionTransformerConfig(GeneratorFacts):
     """A diffusion transformer as PixArt's: self-attention within an image, cross-attention to its condition."""
 
-    layers: int  # number of layers
-    width: int  # of the residual stream
-    heads: int  # attention heads
-    mlp_width: int  # of the MLP's hidden layer
-    condition_width: int  # of the tokens that the connector makes of the LLM's hidden states
-    patch: int = 2  # latents per side of a patch
+    layers: LayerCount  # number of layers
+    width: PositiveInt  # of the residual stream
+    heads: PositiveInt  # attention heads
+    mlp_width: PositiveInt  # of the MLP's hidden layer
+    condition_width: (
+        PositiveInt  # of the tokens that the connector makes of the LLM's hidden states
+    )
+    patch: PositiveInt = 2  # latents per side of a patch
     latents: PixelLatents | VaeLatents = PixelLatents()
     images: ImagePreparation = AsIs()  # preprocessing
-    min_patches: int = 16  # of an image; smaller images are refused
+    min_patches: PositiveInt = 16  # of an image; smaller images are refused
     # learned tokens in the LLM that stand for an image; their hidden states are its condition
-    queries: int = 16
+    queries: PositiveInt = 16
     # patches per side of an image whose positions are 0, 1, ..; other sizes are stretched to it
-    grid: int = 16
-    grid_scale: float = 1.0  # that positions are divided by
+    grid: PositiveInt = 16
+    grid_scale: PositiveFloat = 1.0  # that positions are divided by
     # the time's embedding knows an image's height, width and aspect ratio
     micro_conditions: bool = False
     # the checkpoint's last layer predicts variances too, which are not trained
     learned_variance: bool = False
-    norm_eps: float = 1e-6  # of LayerNorm
+    norm_eps: PositiveFloat = 1e-6  # of LayerNorm
     activation: Activation = "gelu_tanh"  # of the MLP
     flow: FlowMatching = FlowMatching()
     connector: ConnectorConfig = _CONNECTOR
@@ -172,7 +199,7 @@ class DiffusionTransformerConfig(GeneratorFacts):
     # of both attentions and the MLP
     biases: tuple[Biased, ...] = ("query", "key", "value", "output", "up", "down")
     # positions before an image whose hidden states are its condition too, as far as there are
-    text_tokens: int = 0
+    text_tokens: NonNegativeInt = 0
 
     @property
     def head_width(self) -> int:
@@ -194,6 +221,27 @@ class DiffusionTransformerConfig(GeneratorFacts):
         """Return how many values a patch of latents has."""
         return self.patch**2 * self.latents.channels
 
+    def check(self, where: str) -> None:
+        _check_generator(where, self)
+        check_remat(where, self)
+        divides(where, self.width, "width", self.heads, "heads")
+        unit = 12 if self.micro_conditions else 4
+        check(
+            self.width % unit == 0,
+            f"{where}.width={self.width}: sines and cosines of rows and columns"
+            f"{', and of sizes (micro_conditions),' if unit == 12 else ''} fill it; use a multiple of {unit}",
+        )
+        check(
+            self.queries <= self.min_patches,
+            f"{where}.queries={self.queries}: an image of min_patches={self.min_patches} has fewer patches; "
+            "use fewer queries, or larger images",
+        )
+        check(
+            self.condition_tokens <= self.min_patches,
+            f"{where}.text_tokens={self.text_tokens}: with {self.queries} queries these are more than the "
+            f"patches of an image of min_patches={self.min_patches}; use fewer, or larger images",
+        )
+
 
 # Widths in a UNet over that of the first level, and over that of an attention block.
 UNET_TIME_FACTOR = 4  # the embedding of the time
@@ -209,19 +257,21 @@ class UnetConfig(GeneratorFacts):
     patch: ClassVar[int] = 1  # latents per side of a patch
     text_tokens: ClassVar[int] = 0  # positions before an image that are its condition too
 
-    condition_width: int  # of the tokens that the connector makes of the LLM's hidden states
+    condition_width: (
+        PositiveInt  # of the tokens that the connector makes of the LLM's hidden states
+    )
     # channels of each level; the resolution halves between levels
     widths: tuple[int, ...] = (320, 640, 1280, 1280)
     heads: tuple[int, ...] = (5, 10, 20, 20)  # attention heads of each level
     attending: tuple[bool, ...] = (True, True, True, False)  # levels with attention
-    blocks: int = 2  # residual blocks per level on the way down; one more on the way up
-    groups: int = 32  # of GroupNorm
+    blocks: PositiveInt = 2  # residual blocks per level on the way down; one more on the way up
+    groups: PositiveInt = 32  # of GroupNorm
     size: tuple[int, ...] = (64, 64)  # height and width of an image in latents
     linear_projections: bool = True  # around attention; else convolutions (Stable Diffusion 1)
     latents: PixelLatents | VaeLatents = VaeLatents()
     images: ImagePreparation = AsIs()  # preprocessing
     # learned tokens in the LLM that stand for an image; their hidden states are its condition
-    queries: int = 77
+    queries: PositiveInt = 77
     flow: FlowMatching = FlowMatching()
     connector: ConnectorConfig = _CONNECTOR
     remat: Literal["none", "full"] = "none"  # of every block
@@ -252,6 +302,79 @@ class UnetConfig(GeneratorFacts):
         """Return the patches of an image: all have as many."""
         return self.size[0] * self.size[1]
 
+    def check(self, where: str) -> None:
+        _check_generator(where, self)
+        levels = len(self.widths)
+        check(levels >= 1, f"{where}.widths is empty; give the channels of each level")
+        for key in ("heads", "attending"):
+            count = len(getattr(self, key))
+            check(
+                count == levels,
+                f"{where}.{key} names {count} levels, widths {levels}; give one value for each",
+            )
+        check(
+            self.widths[0] % 2 == 0,
+            f"{where}.widths: the time has as many features as the first level channels; use an even number",
+        )
+        # In the middle there is attention at the width of the last level.
+        attending = (*self.attending[:-1], True)
+        for width, heads, attends in zip(self.widths, self.heads, attending, strict=True):
+            check(
+                width >= 1 and width % self.groups == 0,
+                f"{where}.groups={self.groups} does not divide the width {width}",
+            )
+            check(
+                not attends or (heads >= 1 and width % heads == 0),
+                f"{where}: {heads} heads do not divide the width {width} of their level",
+            )
+        check(len(self.size) == 2, f"{where}.size={self.size}: give height and width in latents")
+        unit = 2 ** (levels - 1)
+        check(
+            all(side > 0 and side % unit == 0 for side in self.size),
+            f"{where}.size={self.size}: {levels} levels halve it {levels - 1} times; use multiples of {unit}",
+        )
+
 
 Generator = DiffusionTransformerConfig | UnetConfig
+
+
 Tower = DecoderConfig | Encoder | Generator
+
+
+def _check_generator(where: str, generator: Generator) -> None:
+    """Check what all generators have."""
+    if vae := generator.step_vae:
+        _check_vae(f"{where}.latents", generator, vae)
+    usual = ConnectorConfig(merge=1)
+    for key in _CONNECTOR_KEYS:
+        value = getattr(generator.connector, key)
+        check(
+            value == getattr(usual, key),
+            f"{where}.connector.{key}={value}: it reads the hidden state of each query by itself; leave it at "
+            f"{getattr(usual, key)}",
+        )
+
+
+def _check_vae(where: str, generator: Generator, vae: VaeConfig) -> None:
+    """Check a VAE that encodes in every step."""
+    for key in ("channels", "factor", "scale", "shift"):
+        configured, value = getattr(generator.latents, key), getattr(vae, key)
+        check(
+            configured == value,
+            f"{where}.{key}={configured}, but its vae says {value}; use {where}.{key}={value}",
+        )
+    check(
+        vae.image_channels == 3,
+        f"{where}.vae.image_channels={vae.image_channels}: images have 3 channels",
+    )
+    size = generator.image_size
+    check(
+        size is not None,
+        f"{where}.encode=step: images of one size are encoded in a step, and these have any; prepare them by "
+        "images=fixed_size, or choose encode=once",
+    )
+    unit = generator.patch * vae.factor
+    check(
+        all(side % generator.patch == 0 for side in size),
+        f"{where}.encode=step: images are no whole patches of {unit} x {unit} pixels; change images.crop",
+    )

@@ -10,16 +10,16 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from mmjax.config.checks import (
-    above_zero,
-    at_least,
-    check,
-    check_color,
-    check_size,
-    listed,
-    ordered,
-)
+from mmjax.config.checks import check, listed, ordered
 from mmjax.config.processor_fields import Filter, ProcessorFields, is_count
+from mmjax.config.ranges import (
+    Color,
+    NonNegativeInt,
+    OptionalSize,
+    PositiveFloat,
+    PositiveInt,
+    Size,
+)
 from mmjax.errors import UserError
 
 
@@ -41,9 +41,6 @@ class ImageKind:
     def item_size(self) -> tuple[int, ...]:
         """Return height and width of every item where all have one size, else ()."""
         return self.picture_size
-
-    def check(self, where: str) -> None:
-        """Raise UserError, naming the key under `where`, for settings that no image can be preprocessed with."""
 
     def fitted(self, where: str, patch: int, merge: int, positions: str) -> Self:
         """Return the preparation for a tower with such patches, of which merge x merge are a token, and positions.
@@ -69,11 +66,11 @@ class AsIs(ImageKind):
 class FixedSize(ImageKind):
     """One item of a fixed size, as for CLIP, SigLIP and LLaVA-1.5: padded to a square, resized and cropped."""
 
-    square: tuple[int, ...] = ()  # red, green and blue of the padding to a square; (): no padding
+    square: Color = ()  # red, green and blue of the padding to a square; (): no padding
     # to this shortest edge, or to (height, width); (): no resizing
     resize: tuple[int, ...] = (224,)
     # height and width of a centre crop, black beyond the image; (): no crop
-    crop: tuple[int, ...] = (224, 224)
+    crop: OptionalSize = (224, 224)
     filter: Filter = "bicubic"  # of resizing
     kind: Literal["fixed_size"] = "fixed_size"
 
@@ -91,14 +88,12 @@ class FixedSize(ImageKind):
         return size if len(size) == 2 else ()
 
     def check(self, where: str) -> None:
-        check_color(f"{where}.square", self.square)
         setting = f"{where}.resize={listed(self.resize)}"
         check(
             len(self.resize) <= 2,
             f"{setting}: give the shortest edge, or height and width, or nothing",
         )
         check(min(self.resize, default=1) > 0, f"{setting}: must be more than 0")
-        check_size(where, self, "crop", optional=True)
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> FixedSize:
@@ -118,21 +113,19 @@ class FixedSize(ImageKind):
 class SmartResize(ImageKind):
     """One item of about the image's own size and shape, in whole merge windows, as for Qwen-VL."""
 
-    patch: int = 14  # pixels per side of the encoder's patches
-    merge: int = 2  # patches per side of a merge window
-    min_pixels: int = 56 * 56  # of the resized image
+    patch: PositiveInt = 14  # pixels per side of the encoder's patches
+    merge: PositiveInt = 2  # patches per side of a merge window
+    min_pixels: PositiveInt = 56 * 56  # of the resized image
     max_pixels: int = 28 * 28 * 1280  # of the resized image
     filter: Filter = "bicubic"  # of resizing
     kind: Literal["smart_resize"] = "smart_resize"
     # frames that an image counts as, against bounds of all their pixels, and its sides enlarged to
     # a window first, as for GLM-4.1V; 0: neither
-    frames: int = 0
+    frames: NonNegativeInt = 0
 
     hf_processors = ("Qwen2VLImageProcessor", "Glm4vImageProcessor", "Glm46VImageProcessor")
 
     def check(self, where: str) -> None:
-        at_least(1, where, self, ("patch", "merge", "min_pixels"))
-        at_least(0, where, self, ("frames",))
         ordered(where, self, "min_pixels", "max_pixels")
 
     @classmethod
@@ -162,9 +155,9 @@ class SmartResize(ImageKind):
 class PixtralResize(ImageKind):
     """One item of about the image's own shape, shrunk into a box, in whole tokens, as for Pixtral and Mistral 3."""
 
-    unit: int = 16  # pixels per side of an LLM token
+    unit: PositiveInt = 16  # pixels per side of an LLM token
     # height and width; smaller images are not enlarged, but to whole tokens
-    box: tuple[int, ...] = (1024, 1024)
+    box: Size = (1024, 1024)
     row_end: str = ""  # text behind every row of an image's tokens but the last
     end: str = ""  # text behind the last row
     filter: Filter = "bicubic"  # of resizing
@@ -176,10 +169,6 @@ class PixtralResize(ImageKind):
     def writes_texts(self) -> bool:
         """Return whether text is written between an image's tokens."""
         return bool(self.row_end or self.end)
-
-    def check(self, where: str) -> None:
-        at_least(1, where, self, ("unit",))
-        check_size(where, self, "box")
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> PixtralResize:
@@ -225,8 +214,8 @@ class PixtralResize(ImageKind):
 class DynamicTiles(ImageKind):
     """The grid of tiles closest to the image's shape, then the whole image as a thumbnail tile, as for InternVL."""
 
-    tile: tuple[int, ...] = (448, 448)  # height and width
-    min_tiles: int = 1  # per image, not counting the thumbnail
+    tile: Size = (448, 448)  # height and width
+    min_tiles: PositiveInt = 1  # per image, not counting the thumbnail
     max_tiles: int = 12  # per image, not counting the thumbnail
     thumbnail: bool = True  # adds the whole image as the last tile of an image of several tiles
     filter: Filter = "bicubic"  # of resizing
@@ -239,8 +228,6 @@ class DynamicTiles(ImageKind):
         return self.tile
 
     def check(self, where: str) -> None:
-        check_size(where, self, "tile")
-        at_least(1, where, self, ("min_tiles",))
         ordered(where, self, "min_tiles", "max_tiles")
 
     @classmethod
@@ -283,17 +270,17 @@ class AnyRes(ImageKind):
     of padding only, and with `connector.newline` behind each row.
     """
 
-    tile: int = 336  # pixels per side
+    tile: PositiveInt = 336  # pixels per side
     # height x width
     pinpoints: tuple[str, ...] = ("336x672", "672x336", "672x672", "1008x336", "336x1008")
     # images of a sample with several: tiled like single ones, or padded to a square
     several: Literal["tiles", "square"] = "tiles"
-    background: tuple[int, ...] = (122, 116, 104)  # red, green and blue of that padding
+    background: Color = (122, 116, 104)  # red, green and blue of that padding
     filter: Filter = "bicubic"  # of resizing
     # of an image's tokens: tile by tile, or by rows of the image
     order: Literal["tiles", "rows"] = "tiles"
     # images with over 1.21 times the tokens of so many tiles are interpolated to those; 0: never
-    most_tiles: int = 0
+    most_tiles: NonNegativeInt = 0
     kind: Literal["any_res"] = "any_res"
 
     hf_processors = ("LlavaNextImageProcessor", "LlavaOnevisionImageProcessor")
@@ -313,14 +300,11 @@ class AnyRes(ImageKind):
         return self.most_tiles > 0
 
     def check(self, where: str) -> None:
-        at_least(1, where, self, ("tile",))
-        at_least(0, where, self, ("most_tiles",))
         by_rows = self.order == "rows" or not self.most_tiles
         check(
             by_rows,
             f"{where}.most_tiles={self.most_tiles}: it is rows that are interpolated; choose order=rows",
         )
-        check_color(f"{where}.background", self.background)
         check(
             bool(self.pinpoints),
             f"{where}.pinpoints is empty; name some, such as {2 * self.tile}x{self.tile}",
@@ -371,7 +355,7 @@ class AnyRes(ImageKind):
 class SplitTiles(ImageKind):
     """Square tiles of an enlarged image, row by row, then the whole image as one more, as for Idefics3 and SmolVLM."""
 
-    tile: int = 364  # pixels per side
+    tile: PositiveInt = 364  # pixels per side
     # to this longest edge, or to (height, width), before it is cut; (): as it is
     resize: tuple[int, ...] = (1456,)
     split: bool = True  # false: the whole image alone
@@ -394,7 +378,6 @@ class SplitTiles(ImageKind):
         return bool(self.marker or self.label or self.whole)
 
     def check(self, where: str) -> None:
-        at_least(1, where, self, ("tile",))
         fits = len(self.resize) <= 2 and min(self.resize, default=1) > 0
         check(
             fits,
@@ -429,10 +412,11 @@ class SplitTiles(ImageKind):
 class PanAndScan(ImageKind):
     """The whole image, then crops side by side where it is long or tall, as for Gemma 3, with text before each."""
 
-    resize: tuple[int, ...] = (896, 896)  # of the image and of its crops: height and width
-    min_crop: int = 256  # pixels of a crop's shorter side; with less, an image has no crops
-    max_crops: int = 4  # per image
-    min_ratio: float = 1.2  # longer side over shorter side, from which on an image has crops
+    resize: Size = (896, 896)  # of the image and of its crops: height and width
+    min_crop: PositiveInt = 256  # pixels of a crop's shorter side; with less, an image has no crops
+    max_crops: PositiveInt = 4  # per image
+    # longer side over shorter side, from which on an image has crops
+    min_ratio: PositiveFloat = 1.2
     filter: Filter = "bilinear"  # of resizing
     kind: Literal["pan_and_scan"] = "pan_and_scan"
 
@@ -446,11 +430,6 @@ class PanAndScan(ImageKind):
     @property
     def item_size(self) -> tuple[int, ...]:
         return self.resize
-
-    def check(self, where: str) -> None:
-        check_size(where, self, "resize")
-        at_least(1, where, self, ("min_crop", "max_crops"))
-        above_zero(where, self, ("min_ratio",))
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> PanAndScan | FixedSize:

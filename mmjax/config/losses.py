@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from mmjax.config.ranges import NonNegativeFloat, PositiveFloat
+
 # What a record holds of answers: the last of a conversation, a chosen and a rejected one, one that
 # is good or bad, or some that a model has drawn. `data.sources.answers` reads each.
 Answers = Literal["one", "pair", "judged", "rollouts"]
@@ -25,7 +27,6 @@ class _Loss:
     sources: ClassVar[tuple[str, ...]] = ()
     # that each sample has, with what is in them; {}: any
     branches: ClassVar[Mapping[int, str]] = {}
-    above_zero: ClassVar[tuple[str, ...]] = ()  # settings that must be
     # what it reads of every token of an answer beside its weight
     token_inputs: ClassVar[tuple[str, ...]] = ()
 
@@ -66,8 +67,8 @@ class Dpo(_Loss):
     answers: ClassVar[Answers] = "pair"
     sources: ClassVar[tuple[str, ...]] = ("preference",)
     branches: ClassVar[Mapping[int, str]] = PAIR
-    above_zero: ClassVar[tuple[str, ...]] = ("beta",)
-    beta: float = 0.1  # factor of the log-ratios to the reference: larger stays closer to it
+    # factor of the log-ratios to the reference: larger stays closer to it
+    beta: PositiveFloat = 0.1
     # sigmoid_norm: an answer's log-ratio is the mean over its tokens (Tulu 3), not their sum.
     loss_type: Literal["sigmoid", "sigmoid_norm"] = "sigmoid"
     # stored: ref_chosen_logps and ref_rejected_logps of every record
@@ -82,9 +83,8 @@ class Orpo(_Loss):
     answers: ClassVar[Answers] = "pair"
     sources: ClassVar[tuple[str, ...]] = ("preference",)
     branches: ClassVar[Mapping[int, str]] = PAIR
-    above_zero: ClassVar[tuple[str, ...]] = ("beta",)
     # factor of the odds ratio's loss beside the cross-entropy: lambda in the paper
-    beta: float = 0.1
+    beta: PositiveFloat = 0.1
     kind: Literal["orpo"] = "orpo"
 
 
@@ -94,14 +94,14 @@ class Kto(_Loss):
 
     answers: ClassVar[Answers] = "judged"
     sources: ClassVar[tuple[str, ...]] = ("preference",)
-    above_zero: ClassVar[tuple[str, ...]] = ("beta", "desirable_weight", "undesirable_weight")
     token_inputs: ClassVar[tuple[str, ...]] = ("labels",)
-    beta: float = 0.1  # factor of the log-ratios to the reference: larger stays closer to it
+    # factor of the log-ratios to the reference: larger stays closer to it
+    beta: PositiveFloat = 0.1
     # apo_zero_unpaired: not compared with the KL divergence to the reference, which other records'
     # answers estimate (D'Oosterlinck et al. 2024).
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
-    desirable_weight: float = 1.0  # of good answers
-    undesirable_weight: float = 1.0  # of bad ones
+    desirable_weight: PositiveFloat = 1.0  # of good answers
+    undesirable_weight: PositiveFloat = 1.0  # of bad ones
     # stored: ref_logps, ref_KL_logps and kl_completion of every record
     reference: Reference = "adapters_off"
     kind: Literal["kto"] = "kto"
@@ -117,12 +117,12 @@ class Grpo(_Loss):
 
     answers: ClassVar[Answers] = "rollouts"
     sources: ClassVar[tuple[str, ...]] = ("rollouts",)
-    above_zero: ClassVar[tuple[str, ...]] = ("epsilon", "epsilon_high")
     token_inputs: ClassVar[tuple[str, ...]] = ("old_log_probs", "advantages")
     # how far a token's probability may fall below that it was drawn with, and still count
-    epsilon: float = 0.2
-    epsilon_high: float = 0.2  # the same above it; DAPO has 0.28
-    beta: float = 0.0  # factor of the KL divergence to the reference; 0: none, and no reference
+    epsilon: PositiveFloat = 0.2
+    epsilon_high: PositiveFloat = 0.2  # the same above it; DAPO has 0.28
+    # factor of the KL divergence to the reference; 0: none, and no reference
+    beta: NonNegativeFloat = 0.0
     # the mean over all tokens of the step, or over answers' means
     loss_type: Literal["dapo", "grpo"] = "dapo"
     reference: Reference = "adapters_off"  # stored: ref_logprobs of every rollout

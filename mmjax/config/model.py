@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from mmjax.config.checks import check
+from mmjax.config.codec import did_you_mean
+from mmjax.config.decoder import DecoderConfig
 from mmjax.config.generators import (
     DiffusionTransformerConfig,
     Generator,
@@ -19,10 +22,10 @@ from mmjax.config.generators import (
     UnetConfig,
     VaeConfig,
 )
+from mmjax.config.ranges import PositiveFloat, PositiveInt
 from mmjax.config.towers import (
     AudioConfig,
     ConnectorConfig,
-    DecoderConfig,
     Encoder,
     Quantization,
     VisionConfig,
@@ -36,8 +39,8 @@ class LoraConfig:
 
     # patterns of names, `*` for anything: llm.*, *.attention.query, vision.connector.mlp.up
     layers: tuple[str, ...]
-    rank: int = 16  # columns of a, rows of b
-    alpha: float = 32.0  # numerator of the scale
+    rank: PositiveInt = 16  # columns of a, rows of b
+    alpha: PositiveFloat = 32.0  # numerator of the scale
     # scale = alpha / rank, or alpha / sqrt(rank) (rsLoRA)
     scaling: Literal["rank", "sqrt_rank"] = "rank"
     base: Literal["frozen", "trained"] = "frozen"  # the base weights of a module that has adapters
@@ -74,6 +77,82 @@ class ModelConfig:
     def item_modules(self) -> dict[str, Encoder | Generator]:
         """Return the modules whose rows hold items: the encoders, then the generators."""
         return {**self.encoders, **self.generators}
+
+    def check(self, where: str) -> None:
+        for name in self.item_modules:
+            of, article = ("encoder", "an") if name in self.encoders else ("generator", "a")
+            key = f"{where}.{of}s.{name}"
+            check(
+                name != "llm", f"{key}: 'llm' is the decoder's name; call this {of} something else"
+            )
+            check(
+                name.isidentifier(),
+                f"{key}: {article} {of}'s name must be a plain word: letters, digits and '_'",
+            )
+        for name in self.generators:
+            check(
+                name not in self.encoders,
+                f"{where}.generators.{name}: an encoder has this name; call this generator something else",
+            )
+        clips = [name for name, c in self.encoders.items() if c.modality == "audio"]
+        has_time = bool(self.llm.rope_sections)
+        for name, encoder in self.encoders.items():
+            if encoder.modality == "image":
+                videos = f"{where}.encoders.{name}.videos"
+                encoder.videos.check_sound(videos, encoder.frames, clips, has_time)
+        check(
+            bool(self.lora) or not set(module_names(self)) <= frozen_modules(self),
+            f"{where}: every module is frozen; set frozen=false on one, such as {where}.llm",
+        )
+        _check_adapters(f"{where}.lora", self)
+        _check_quantized(where, self)
+
+
+def _check_adapters(where: str, model: ModelConfig) -> None:
+    """Check that patterns match linear layers, each of which has one adapter of a rank that it can have."""
+    sizes = linear_layers(model)
+    adapter_of: dict[str, str] = {}
+    for name, lora in model.lora.items():
+        check(
+            bool(lora.layers),
+            f"{where}.{name}.layers is empty; give patterns of linear layers, such as {next(iter(sizes))}",
+        )
+        for pattern in lora.layers:
+            check(
+                bool(matching_layers(replace(lora, layers=(pattern,)), sizes)),
+                f"{where}.{name}.layers: {pattern!r} matches no linear layer (all layers of a tower have the same "
+                f"adapters: write * for their number){did_you_mean(pattern, sizes)}",
+            )
+        for layer in matching_layers(lora, sizes):
+            first = adapter_of.setdefault(layer, name)
+            check(
+                first == name,
+                f"{where}.{name}.layers: {layer} has {where}.{first} already; keep one",
+            )
+            limit = min(sizes[layer])
+            check(
+                lora.rank <= limit,
+                f"{where}.{name}.rank={lora.rank}: {layer} has only {limit} channels; choose at most that",
+            )
+
+
+def _check_quantized(where: str, model: ModelConfig) -> None:
+    """Check that quantised weights are frozen, and divide into blocks that share a scale."""
+    adapted = frozen_by_adapters(model)
+    for name, tower in {"llm": model.llm, **model.encoders}.items():
+        key = f"{where}.llm" if name == "llm" else f"{where}.encoders.{name}"
+        check(
+            tower.quantize == "none" or tower.frozen or name in adapted,
+            f"{key}.quantize={tower.quantize}: quantised weights are not trained; set {key}.frozen=true, or give "
+            "it adapters whose base is frozen (model.lora)",
+        )
+    sizes = linear_layers(model)
+    for layer, how in quantized_layers(model).items():
+        inputs, _ = sizes[layer]
+        check(
+            how != "nf4" or inputs % NF4_BLOCK == 0,
+            f"quantize=nf4: {layer} has {inputs} inputs, and {NF4_BLOCK} share a scale; use quantize=int8",
+        )
 
 
 def step_vaes(model: ModelConfig) -> dict[str, VaeConfig]:

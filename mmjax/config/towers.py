@@ -1,13 +1,22 @@
-"""Config of towers: the LLM, encoders and their connectors."""
+"""Config of encoders and connectors, and the settings that they share with the LLM (`mmjax.config.decoder`)."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
+from mmjax.config.checks import check, divides, listed
 from mmjax.config.clips import AudioPreparation, LogMel
 from mmjax.config.images import AsIs, ImagePreparation
+from mmjax.config.ranges import (
+    Limit,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    at_least,
+    at_most,
+)
 from mmjax.config.videos import NoVideo, VideoPreparation
 
 Attention = Literal["dense", "blockwise", "flash", "auto"]
@@ -24,116 +33,37 @@ TowerRemat = Literal["auto", "none", "products", "attention_mlp", "attention", "
 Quantization = Literal["none", "int8", "nf4"]
 
 
-@dataclass(frozen=True)
-class PlainRope:
-    """Rotary positions without scaling."""
-
-    kind: Literal["plain"] = "plain"
-
-
-@dataclass(frozen=True)
-class LinearRope:
-    """Positions divided by a factor."""
-
-    factor: float  # that positions are divided by
-    kind: Literal["linear"] = "linear"
-
-
-@dataclass(frozen=True)
-class DynamicRope:
-    """Dynamic NTK: a base that grows with the length of samples beyond `positions`."""
-
-    factor: float  # of the length beyond `positions`
-    positions: int  # of the pretraining
-    kind: Literal["dynamic"] = "dynamic"
-
-
-@dataclass(frozen=True)
-class YarnRope:
-    """YaRN: slow channels divided by a factor, fast ones unchanged; cosines and sines scaled."""
-
-    factor: float  # that slow channels are divided by
-    positions: int  # of the pretraining
-    attention: float  # by which cosines and sines are scaled
-    fast: float = 32.0  # rotations over `positions`, from which on channels are unchanged
-    slow: float = 1.0  # rotations up to which channels are divided
-    whole: bool = True  # rounds the boundaries between them to whole channels
-    kind: Literal["yarn"] = "yarn"
-
-
-@dataclass(frozen=True)
-class Llama3Rope:
-    """Llama 3.1: channels of long wavelengths divided by a factor, those between blended."""
-
-    factor: float  # that channels of long wavelengths are divided by
-    low: float  # rotations over `positions` up to which channels are divided
-    high: float  # rotations from which on they are unchanged
-    positions: int  # of the pretraining
-    kind: Literal["llama3"] = "llama3"
-
-
-@dataclass(frozen=True)
-class LongRope:
-    """LongRoPE: a factor for every channel pair, and others for samples longer than `positions`."""
-
-    short: tuple[float, ...]  # a factor per channel pair, up to `positions`
-    long: tuple[float, ...]  # a factor per channel pair, beyond
-    positions: int  # of the pretraining
-    attention: float  # by which cosines and sines are scaled
-    kind: Literal["long"] = "long"
-
-
-RopeScaling = PlainRope | LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope
+MAX_LAYERS = 10_000  # the remat policy of each layer is planned by itself
+MAX_MERGE = 1024  # neighbours per axis; an image's token merges their square
+LayerCount = Annotated[int, at_least(1), at_most(MAX_LAYERS)]
+Dropout = Annotated[
+    float,
+    Limit(lambda rate: 0 <= rate < 1, "choose at least 0 (nothing is dropped) and less than 1"),
+]
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
-UNLIMITED = 2**30  # tokens: more than any row has
 Biased = Literal["query", "key", "value", "output", "gate", "up", "down"]
 
 
-@dataclass(frozen=True)
-class DeltaNetConfig:
-    """A gated delta net in place of attention in some layers: a matrix per head that every token decays and writes."""
-
-    layers: tuple[int, ...]  # that have it
-    key_heads: int  # heads of queries and keys
-    value_heads: int  # heads of values, a multiple of key_heads
-    key_width: int  # channels per head of queries and keys
-    value_width: int  # channels per head of values
-    taps: int = 4  # tokens that the short convolution reads, the token itself included
+def check_remat(where: str, tower: Any) -> None:
+    """Check that a tower has one policy, or one for each layer."""
+    policies = len(tower.remat)
+    check(
+        isinstance(tower.remat, str) or policies == tower.layers,
+        f"{where}.remat gives {policies} policies for layers={tower.layers}; give one for each, or one for all",
+    )
 
 
-# times what an even router gives a device: what it takes at once; the rest takes another turn
-EXPERT_ROOM = 1.25
+def check_layer_numbers(where: str, named: Sequence[int], layers: int) -> None:
+    """Check that a tower with so many layers has those that are named."""
+    outside = [layer for layer in named if not 0 <= layer < layers]
+    check(not outside, f"{where} names layer {outside[:1]}, there are 0 to {layers - 1}")
 
 
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """A mixture of experts in place of the MLP in some layers: a router sends each token to a few of many MLPs."""
-
-    layers: tuple[int, ...]  # that have it
-    count: int  # experts of a layer
-    per_token: int  # experts that a token is sent to
-    width: int  # of an expert's hidden layer
-    normalized: bool = True  # the weights of a token's experts add up to 1
-    # of the hidden layer of an expert that sees every token, behind a gate; 0: there is none
-    shared_width: int = 0
-    balance_loss: float = 0.0  # weight of the loss that balances the tokens of the experts
-    z_loss: float = 0.0  # weight of the mean squared log-sum-exp of the router's logits
-
-    def sent_at_once(self, tokens: int, devices: int) -> int:
-        """Return how many of its tokens a device sends at once to each of those that share the experts; at most all.
-
-        Of 64 experts on 8 devices a token's 2 are both on other devices than a given one with
-        chance 0.76: 0.3 of all.
-        """
-        elsewhere = math.comb(self.count - self.count // devices, self.per_token) / math.comb(
-            self.count, self.per_token
-        )
-        return min(tokens, math.ceil(EXPERT_ROOM * (1 - elsewhere) * tokens))
-
-    def computed_at_once(self, tokens: int, devices: int) -> int:
-        """Return how many copies of tokens a device computes at once, of these tokens of all that share the experts."""
-        copies = tokens * self.per_token
-        return max(1, min(copies, math.ceil(EXPERT_ROOM * copies / devices)))
+def check_windows(where: str, tower: Any) -> None:
+    """Check that layers with windowed attention are there, and have a window."""
+    check_layer_numbers(f"{where}.windowed", tower.windowed, tower.layers)
+    complete = bool(tower.window) or not tower.windowed
+    check(complete, f"{where}.windowed names layers, but window=0; say how many they see")
 
 
 class TowerFacts:
@@ -151,7 +81,7 @@ class TowerFacts:
     window_inputs: int = 0  # inputs that such a window has at most
     gated: bool = False  # the MLP has a gate
     cross_width: int = 0  # channels of attention to a condition
-    experts: ExpertsConfig | None = None  # in place of the MLP in some layers
+    experts: Any = None  # in place of the MLP in some layers
     queries: int = 0  # learned tokens in the LLM that stand for an image to be made
     merged_positions: int = 1  # positions of the output that a connector merges into one token
 
@@ -180,119 +110,13 @@ class TowerFacts:
         return inputs
 
 
-class LayerKind(NamedTuple):
-    """Name what a decoder's layers differ in."""
-
-    has_delta_net: bool  # in place of attention
-    has_experts: bool  # in place of the MLP
-    has_float8: bool  # products of linear layers in FP8
-
-
-@dataclass(frozen=True)
-class DecoderConfig(TowerFacts):
-    """A causal transformer: grouped-query attention; by default rotary positions, RMSNorm and a gated MLP."""
-
-    is_causal: ClassVar[bool] = True
-
-    layers: int  # number of layers
-    width: int  # of the residual stream
-    heads: int  # query heads
-    kv_heads: int  # key and value heads
-    head_width: int  # channels per head
-    mlp_width: int  # of the MLP's hidden layer
-    vocab: int  # tokens
-    rope_theta: float = 10_000.0  # base of the rotary frequencies
-    rope_scaling: RopeScaling = PlainRope()
-    # channel pairs rotated by (t, y, x); empty: all by one position
-    rope_sections: tuple[int, ...] = ()
-    rope_interleaved: bool = False  # interleaves the pairs of the sections
-    rotary_width: int = 0  # channels per head that RoPE turns, the first ones; 0: all
-    norm_eps: float = 1e-6  # of the norms
-    norm_offset: float = 0.0  # added to the scales of RMSNorms
-    activation: Activation = "silu"  # of the MLP, of its gate where it has one
-    biases: tuple[Biased, ...] = ()  # the matrices of a layer that have one
-    qk_norm: Literal["none", "head"] = "none"  # of queries and keys, before RoPE
-    # of the outputs of attention and MLP, before they are added to the residual stream
-    post_norms: bool = False
-    embedding_scale: float = 1.0  # that embeddings are multiplied by
-    attention_gate: bool = False  # multiplies attention's output by the sigmoid of a projection
-    attention_scale: float = 0.0  # of the scores; 0: head_width ** -0.5
-    attention_cap: float = 0.0  # soft cap of the scores; 0: none
-    logit_cap: float = 0.0  # soft cap of the logits; 0: none
-    # tokens of the sliding window of the layers in `windowed`, the query's included
-    window: int = 0
-    windowed: tuple[int, ...] = ()  # layers with sliding-window attention
-    # base of the rotary frequencies of those layers, unscaled; 0: as the others
-    window_rope_theta: float = 0.0
-    # in place of attention in some layers; none: all layers have attention
-    delta_net: DeltaNetConfig | None = None
-    tied: bool = True  # the embedding is the output table too
-    # How the tokens of an image or clip attend; prefix: as all before the first answer, which
-    # attends both ways.
-    items: Literal["causal", "bidirectional", "isolated", "prefix"] = "causal"
-    # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
-    attention: Attention = "dense"
-    remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
-    dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
-    frozen: bool = False  # not trained
-    weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
-    # in place of the MLP in some layers; none: all layers have the MLP
-    experts: ExpertsConfig | None = None
-    # RoPE turns channels 2i and 2i + 1 of a head together, not i and i + half of them
-    rope_neighbours: bool = False
-    # RMSNorm or LayerNorm; those of queries and keys are RMSNorms
-    norm: Literal["rms", "layer"] = "rms"
-    gated: bool = True  # the MLP has a gate
-    learned_positions: int = 0  # entries of a table of learned positions in place of RoPE; 0: RoPE
-    first_position: int = 0  # entry of that table for a sample's first token
-    quantize: Quantization = "none"  # of the linear layers' frozen weights
-    # products of all layers' linear layers, but the first and the last layer's
-    fp8: Literal["off", "linears"] = "off"
-
-    @property
-    def window_inputs(self) -> int:
-        """Return how many tokens a sliding window has."""
-        return self.window
-
-    @property
-    def max_tokens(self) -> int:
-        """Return how many tokens a sample may have: as many as there are learned positions."""
-        return self.learned_positions - self.first_position if self.learned_positions else UNLIMITED
-
-    @property
-    def rotary_pairs(self) -> int:
-        """Return the channel pairs of a head that RoPE turns."""
-        return (self.rotary_width or self.head_width) // 2
-
-    @property
-    def delta_layers(self) -> tuple[bool, ...]:
-        """Tell of each layer whether it has a gated delta net."""
-        layers = self.delta_net.layers if self.delta_net else ()
-        return tuple(i in layers for i in range(self.layers))
-
-    @property
-    def expert_layers(self) -> tuple[bool, ...]:
-        """Tell of each layer whether it has a mixture of experts."""
-        layers = self.experts.layers if self.experts else ()
-        return tuple(i in layers for i in range(self.layers))
-
-    @property
-    def float8_layers(self) -> tuple[bool, ...]:
-        """Tell of each layer whether its linear layers multiply in FP8."""
-        return tuple(self.fp8 == "linears" and 0 < i < self.layers - 1 for i in range(self.layers))
-
-    @property
-    def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Tell how the layers differ."""
-        return tuple(map(LayerKind, self.delta_layers, self.expert_layers, self.float8_layers))
-
-
 @dataclass(frozen=True)
 class ConnectorConfig:
     """An MLP from an encoder's width to the LLM's, over `merge` neighbours (per axis for images)."""
 
-    merge: int = 2  # neighbours that become one token, per axis for images
-    mlp_width: int = 256  # 0: a single matrix instead of an MLP, whose bias is "down"
+    # neighbours that become one token, per axis for images
+    merge: Annotated[int, at_least(1), at_most(MAX_MERGE)] = 2
+    mlp_width: NonNegativeInt = 256  # 0: a single matrix instead of an MLP, whose bias is "down"
     # before they are merged, or after
     norm: Literal["none", "layer", "rms", "merged_layer", "merged_rms"] = "layer"
     norm_eps: float = 0.0  # 0: the encoder's
@@ -301,13 +125,13 @@ class ConnectorConfig:
     biases: tuple[Biased, ...] = ("up", "down")  # the matrices that have one
     merging: Literal["concatenate", "mean"] = "concatenate"  # of the features of merged neighbours
     # learned positions of merged tokens, up to this row/column/time; 0: none
-    position_grid: int = 0
+    position_grid: NonNegativeInt = 0
     # a learned token behind every row of an image whose tokens the LLM sees by rows
     newline: bool = False
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     # of what a matrix makes of merged neighbours before the MLP (Mistral 3); 0: there is none
-    merger_width: int = 0
+    merger_width: NonNegativeInt = 0
     merger_bias: bool = False  # of that matrix
     # a square matrix, a LayerNorm and a GELU between that and the MLP (GLM-4.1V)
     projection: bool = False
@@ -324,7 +148,8 @@ class RotaryGrid:
     """2D RoPE by row and column, for images of any size."""
 
     counts: ClassVar[Counted] = "all"
-    theta: float = 100.0  # base of the frequencies
+    head_unit: ClassVar[int] = 4  # RoPE turns pairs of a head's channels along two axes
+    theta: PositiveFloat = 100.0  # base of the frequencies
     kind: Literal["rotary"] = "rotary"
 
 
@@ -333,7 +158,8 @@ class AlternatingGrid:
     """2D RoPE whose frequencies turn by row and by column in turn; of an image only whole patches count (Pixtral)."""
 
     counts: ClassVar[Counted] = "squares"
-    theta: float = 10_000.0  # base of the frequencies
+    head_unit: ClassVar[int] = 2  # RoPE turns pairs of a head's channels
+    theta: PositiveFloat = 10_000.0  # base of the frequencies
     kind: Literal["alternating"] = "alternating"
 
 
@@ -346,11 +172,18 @@ class LearnedGrid:
     """
 
     counts: ClassVar[Counted] = "patches"
-    rows: int  # of patches
-    columns: int  # of patches
+    head_unit: ClassVar[int] = 1  # no RoPE
+    rows: PositiveInt  # of patches
+    columns: PositiveInt  # of patches
     kind: Literal["learned"] = "learned"
     # antialiased: bicubic, wider where it shrinks
     interpolation: Literal["none", "bicubic", "antialiased"] = "none"
+
+    def check(self, where: str) -> None:
+        check(
+            self.interpolation == "none" or self.rows == self.columns,
+            f"{where}: {self.rows} x {self.columns} are no square, which alone is interpolated",
+        )
 
 
 @dataclass(frozen=True)
@@ -358,8 +191,9 @@ class StretchedGrid:
     """A learned vector per cell of a square grid, interpolated to each image's size, and 2D RoPE."""
 
     counts: ClassVar[Counted] = "all"
-    side: int  # of the square
-    theta: float = 10_000.0  # base of the frequencies
+    head_unit: ClassVar[int] = 4  # RoPE turns pairs of a head's channels along two axes
+    side: PositiveInt  # of the square
+    theta: PositiveFloat = 10_000.0  # base of the frequencies
     kind: Literal["stretched"] = "stretched"
     # bilinear, with the corner patches on the corner cells (Qwen3-VL), or bicubic, edge on edge
     # (GLM-4.1V)
@@ -374,7 +208,8 @@ class FractionalGrid:
     """
 
     counts: ClassVar[Counted] = "squares"
-    side: int  # of the square
+    head_unit: ClassVar[int] = 1  # no RoPE
+    side: PositiveInt  # of the square
     kind: Literal["fractional"] = "fractional"
 
 
@@ -401,13 +236,13 @@ class VisionConfig(TowerFacts):
     modality: ClassVar[str] = "image"
     takes_pixels: ClassVar[bool] = True  # rows of a batch hold bytes
 
-    layers: int  # number of layers
-    width: int  # of the residual stream
-    heads: int  # attention heads
-    mlp_width: int  # of the MLP's hidden layer
-    patch: int  # pixels per side
-    channels: int = 3  # of an image; 3: red, green and blue
-    frames: int = 1  # temporal patch size; a still image is repeated
+    layers: LayerCount  # number of layers
+    width: PositiveInt  # of the residual stream
+    heads: PositiveInt  # attention heads
+    mlp_width: PositiveInt  # of the MLP's hidden layer
+    patch: PositiveInt  # pixels per side
+    channels: PositiveInt = 3  # of an image; 3: red, green and blue
+    frames: PositiveInt = 1  # temporal patch size; a still image is repeated
     # per channel, or one for all; pixels become (x / 255 - mean) / std
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)  # per channel, or one for all
@@ -418,7 +253,7 @@ class VisionConfig(TowerFacts):
     )
     # side, in patches, of the square windows that the layers in `windowed` attend within; a
     # multiple of connector.merge
-    window: int = 0
+    window: NonNegativeInt = 0
     windowed: tuple[int, ...] = ()  # layers with window attention
     # layers whose outputs are added to the LLM's: the n-th's after its layer n
     deepstack: tuple[int, ...] = ()
@@ -430,7 +265,7 @@ class VisionConfig(TowerFacts):
     norm: Literal["layer", "rms"] = "layer"  # LayerNorm or RMSNorm
     # of the norm after the last layer; same: as `norm`
     head_norm_type: Literal["same", "layer", "rms"] = "same"
-    norm_eps: float = 1e-6  # of the norms
+    norm_eps: PositiveFloat = 1e-6  # of the norms
     activation: Activation = "gelu_tanh"  # of the MLP
     gated: bool = False  # the MLP has a gate
     # the matrices of a layer that have one
@@ -443,12 +278,13 @@ class VisionConfig(TowerFacts):
     # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
     attention: Attention = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
-    dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
+    dropout: Dropout = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     kind: Literal["vision"] = "vision"
     embed_norm_first: bool = False  # embed_norm comes before learned positions are added
-    registers: int = 0  # further learned tokens beside the class token, without positions
+    # further learned tokens beside the class token, without positions
+    registers: NonNegativeInt = 0
     # a layer's norms: of the inputs of attention and MLP, or outputs
     norm_place: Literal["before", "after"] = "before"
     quantize: Quantization = "none"  # of the linear layers' frozen weights
@@ -510,6 +346,52 @@ class VisionConfig(TowerFacts):
         """Return the type of the norm after the last layer, if there is one."""
         return self.norm if self.head_norm_type == "same" else self.head_norm_type
 
+    def check(self, where: str) -> None:
+        check_remat(where, self)
+        divides(where, self.width, "width", self.heads, "heads")
+        head_width = self.width // self.heads
+        unit = self.positions.head_unit
+        check(
+            head_width % unit == 0,
+            f"{where}: width={self.width} over heads={self.heads} is {head_width} per head; 2D RoPE turns "
+            f"pairs along two axes, so make width a multiple of {unit * self.heads}",
+        )
+        images = f"{where}.images={self.images.kind}"
+        check(
+            not self.callbacks.before_encoder or isinstance(self.images, AsIs),
+            f"{where}.callbacks.before_encoder prepares images, and so does {images}; leave one of them out",
+        )
+        check(
+            not self.callbacks.before_llm or not self.images.arranges_tokens,
+            f"{where}.callbacks.before_llm says in what order tokens stand, and so does {images}; choose order=tiles",
+        )
+        check(
+            self.class_token or not self.registers,
+            f"{where}.registers={self.registers}: they stand beside a class token; use class_token=true",
+        )
+        check(
+            self.norm_place == "before" or not self.layer_scale,
+            f"{where}.layer_scale=true: what norm_place=after norms is scaled by the norms; use layer_scale=false",
+        )
+        check_windows(where, self)
+        check(
+            not self.windowed or self.window % self.connector.merge == 0,
+            f"{where}.window={self.window}: a window holds whole tokens; use a multiple of "
+            f"connector.merge={self.connector.merge}",
+        )
+        check_layer_numbers(f"{where}.deepstack", self.deepstack, self.layers)
+        check(
+            list(self.deepstack) == sorted(set(self.deepstack)),
+            f"{where}.deepstack={listed(self.deepstack)}: name layers in order, each once",
+        )
+        for name in ("mean", "std"):
+            length = len(getattr(self, name))
+            check(
+                length in (1, self.channels),
+                f"{where}.{name} has {length} numbers; give one for each of channels={self.channels}, or one for all",
+            )
+        check(min(self.std) > 0, f"{where}.std={self.std}: must be more than 0")
+
 
 @dataclass(frozen=True)
 class Sinusoids:
@@ -522,7 +404,7 @@ class Sinusoids:
 class StoredTable:
     """A table of positions as stored in Whisper's checkpoints; not trained."""
 
-    positions: int = 1500  # of the longest clip
+    positions: PositiveInt = 1500  # of the longest clip
     kind: Literal["stored"] = "stored"
 
 
@@ -544,30 +426,31 @@ class AudioConfig(TowerFacts):
     qk_norm: ClassVar[str] = "none"
     layer_scale: ClassVar[bool] = False
 
-    layers: int  # number of layers
-    width: int  # of the residual stream
-    heads: int  # attention heads
-    mlp_width: int  # of the MLP's hidden layer
+    layers: LayerCount  # number of layers
+    width: PositiveInt  # of the residual stream
+    heads: PositiveInt  # attention heads
+    mlp_width: PositiveInt  # of the MLP's hidden layer
     clips: AudioPreparation = LogMel()
     positions: Sinusoids | StoredTable = Sinusoids()
-    norm_eps: float = 1e-5  # of LayerNorm
+    norm_eps: PositiveFloat = 1e-5  # of LayerNorm
     activation: Activation = "gelu_tanh"  # of the MLP
     stem_activation: Activation = "gelu_tanh"  # of the convolutions
     # average pooling over so many positions before the last norm; a remainder is dropped
-    pool: int = 1
+    pool: PositiveInt = 1
     connector: ConnectorConfig = ConnectorConfig()
     callbacks: Callbacks = Callbacks()
     # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
     attention: Attention = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
-    dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
+    dropout: Dropout = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     # frames of the chunks that convolutions, positions and layers stay within; 0: whole clips
-    chunk: int = 0
+    chunk: NonNegativeInt = 0
     kind: Literal["audio"] = "audio"
-    stem_width: int = 0  # channels of three 2D convolutions; 0: two 1D ones, as wide as the layers
-    attended_chunks: int = 1  # consecutive chunks of a clip that the layers attend
+    # channels of three 2D convolutions; 0: two 1D ones, as wide as the layers
+    stem_width: NonNegativeInt = 0
+    attended_chunks: PositiveInt = 1  # consecutive chunks of a clip that the layers attend
     key_bias: bool = False  # keys have a bias, as all other matrices of a layer
     quantize: Quantization = "none"  # of the linear layers' frozen weights
 
@@ -655,12 +538,46 @@ class AudioConfig(TowerFacts):
         """Count the positions of the layers that so many frames of a row become, int or int `[n]`."""
         return self.count_positions(inputs) if self.chunk else inputs // self.stride
 
+    def check(self, where: str) -> None:
+        check_remat(where, self)
+        divides(where, self.width, "width", self.heads, "heads")
+        for name in ("before_encoder", "before_llm"):
+            function = getattr(self.callbacks, name)
+            check(
+                not function,
+                f"{where}.callbacks.{name}={function}: it is called for images, and this encoder takes clips; "
+                "leave it out",
+            )
+        if not self.chunk:
+            check(
+                self.attended_chunks == 1,
+                f"{where}.attended_chunks={self.attended_chunks}: set chunk, or leave it out",
+            )
+            check(
+                not self.stem_width,
+                f"{where}.stem_width={self.stem_width}: positions are those of chunks; set chunk",
+            )
+            check(
+                not self.clips.mirrored,
+                f"{where}.clips.end=mirror: convolutions over whole clips read silence; set chunk",
+            )
+        positions = self.positions
+        check(
+            not self.stem_width or isinstance(positions, Sinusoids),
+            f"{where}.positions: with stem_width they are sinusoids",
+        )
+        check(
+            self.width % 2 == 0,
+            f"{where}.width={self.width}: sinusoidal positions come in pairs; make it even",
+        )
+        if isinstance(positions, StoredTable):
+            frames = self.clips.fixed_frames
+            longest = self.stride * positions.positions
+            check(
+                frames <= longest,
+                f"{where}.clips: a window of {frames} frames is longer than the {longest} of which "
+                f"positions.positions={positions.positions} has any; make seconds smaller",
+            )
+
 
 Encoder = VisionConfig | AudioConfig
-
-
-def head_counts(tower: DecoderConfig | Encoder) -> list[int]:
-    """List the numbers of heads that tensor parallelism divides: of queries, of keys, and of a delta net's keys."""
-    if not tower.is_causal:
-        return [tower.heads]
-    return [tower.heads, tower.kv_heads, *([tower.delta_net.key_heads] if tower.delta_net else [])]

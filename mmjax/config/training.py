@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from mmjax.config.checks import check
+from mmjax.config.ranges import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    at_least,
+    at_most,
+)
 
 Exchange = Literal["padded", "ragged"]
 ContextAttention = Literal["auto", "gather", "heads"]
 SequenceParallel = Literal["auto", "off", "on", "overlap"]
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+MAX_WAIT = 1e9  # seconds; operating systems refuse to wait much longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +62,8 @@ class MeshConfig(Layout):
     data: int = -1  # replicas of the parameters, each with samples of its own
     _: KW_ONLY
     ranks_per_node: int = 0  # ranks that exchange encoder outputs; 0: those of a host
-    memory: float = 0.0  # GB of a device that may be used; 0: all that it has
-    host_memory: float = 0.0  # GB of host memory per device for offloaded activations
+    memory: NonNegativeFloat = 0.0  # GB of a device that may be used; 0: all that it has
+    host_memory: NonNegativeFloat = 0.0  # GB of host memory per device for offloaded activations
 
 
 def context_form(
@@ -71,16 +84,20 @@ class Unit(Layout):
     # llm and encoders, connectors with their encoder; empty: the one of the unit's name
     modules: tuple[str, ...] = ()
     _: KW_ONLY
-    pipeline: int = 1  # stages, one after the other, each with as many devices
+    pipeline: PositiveInt = 1  # stages, one after the other, each with as many devices
     # Parts of the layers that each stage's devices have; more than 1 is for schedule=interleaved,
     # or with `beside`.
-    virtual: int = 1
+    virtual: PositiveInt = 1
     # Layers before which stages begin, as "vision.16"; numbers: of the LLM, or the one module.
     # Empty: balanced.
     cuts: tuple[int | str, ...] = ()
     # The LLM's unit: encoders have a copy on the devices of each of its stages, which takes
     # microbatches in turn.
     beside: str = ""
+
+    def check(self, where: str) -> None:
+        for axis in AXES:
+            at_least(1).check(f"{where}.{axis}", getattr(self, axis))
 
 
 def unit_modules(name: str, unit: Unit) -> tuple[str, ...]:
@@ -124,8 +141,8 @@ class PipelineConfig:
 class Rates:
     """Learning rate and weight decay of one module, where they differ from the optimizer's."""
 
-    learning_rate: float | None = None  # none: the optimizer's
-    weight_decay: float | None = None  # none: the optimizer's
+    learning_rate: NonNegativeFloat | None = None  # none: the optimizer's
+    weight_decay: NonNegativeFloat | None = None  # none: the optimizer's
 
 
 # Of the optimizer's moments of matrices between updates; those of vectors are float32. Below 4
@@ -140,11 +157,11 @@ class AdamW:
     has_muon: ClassVar[bool] = False  # for matrices
     moments_per_parameter: ClassVar[int] = 2
 
-    learning_rate: float = 1e-3  # at its peak
-    weight_decay: float = 0.01  # multiplied by the learning rate
-    b1: float = 0.9  # decay of the mean of gradients
-    b2: float = 0.95  # decay of the mean of their squares
-    eps: float = 1e-8  # added to the root of the squares
+    learning_rate: NonNegativeFloat = 1e-3  # at its peak
+    weight_decay: NonNegativeFloat = 0.01  # multiplied by the learning rate
+    b1: Fraction = 0.9  # decay of the mean of gradients
+    b2: Fraction = 0.95  # decay of the mean of their squares
+    eps: PositiveFloat = 1e-8  # added to the root of the squares
     moments: Moments = "float32"  # 4, 2 or 1 bytes for each of a matrix's two moments
     offload: bool = False  # keep moments in host memory between updates
     over_data: bool = False  # divide moments over `mesh.data` too (ZeRO-1)
@@ -160,13 +177,13 @@ class Muon:
     has_muon: ClassVar[bool] = True
     moments_per_parameter: ClassVar[int] = 2  # one of the matrices
 
-    learning_rate: float = 0.02  # of the matrices
-    weight_decay: float = 0.01  # multiplied by the learning rate
-    adam_learning_rate: float = 3e-3  # of the rest: embeddings, norms, biases
-    momentum: float = 0.95  # of the matrices
-    b1: float = 0.9  # of AdamW: decay of the mean of gradients
-    b2: float = 0.98  # of AdamW: decay of the mean of their squares
-    eps: float = 1e-8  # of AdamW: added to the root of the squares
+    learning_rate: NonNegativeFloat = 0.02  # of the matrices
+    weight_decay: NonNegativeFloat = 0.01  # multiplied by the learning rate
+    adam_learning_rate: NonNegativeFloat = 3e-3  # of the rest: embeddings, norms, biases
+    momentum: Fraction = 0.95  # of the matrices
+    b1: Fraction = 0.9  # of AdamW: decay of the mean of gradients
+    b2: Fraction = 0.98  # of AdamW: decay of the mean of their squares
+    eps: PositiveFloat = 1e-8  # of AdamW: added to the root of the squares
     # 4, 2 or 1 bytes for the momentum, and for each of AdamW's two moments
     moments: Moments = "float32"
     offload: bool = False  # keep moments in host memory between updates
@@ -182,11 +199,11 @@ class Adafactor:
 
     has_muon: ClassVar[bool] = False
 
-    learning_rate: float = 1e-3  # at its peak
-    weight_decay: float = 0.01  # multiplied by the learning rate
-    b1: float = 0.9  # decay of the mean of directions; 0: no momentum, and none is stored
-    b2: float = 0.95  # that the decay of the mean of squares rises to
-    clip: float = 1.0  # RMS of a parameter's direction
+    learning_rate: NonNegativeFloat = 1e-3  # at its peak
+    weight_decay: NonNegativeFloat = 0.01  # multiplied by the learning rate
+    b1: Fraction = 0.9  # decay of the mean of directions; 0: no momentum, and none is stored
+    b2: Fraction = 0.95  # that the decay of the mean of squares rises to
+    clip: PositiveFloat = 1.0  # RMS of a parameter's direction
     moments: Moments = "bfloat16"  # 4, 2 or 1 bytes for the momentum
     offload: bool = False  # keep the momentum in host memory between updates
     over_data: bool = False  # divide the momentum over `mesh.data` too (ZeRO-1)
@@ -207,19 +224,27 @@ OptimizerConfig = AdamW | Muon | Adafactor
 class Schedule:
     """Linear warm-up, then a cosine down to `final` of the peak at the last step."""
 
-    warmup: int = 50  # steps
-    final: float = 0.02  # share of the peak at the last step
+    warmup: NonNegativeInt = 50  # steps
+    # share of the peak at the last step
+    final: Annotated[float, at_least(0), at_most(1, "it is a part of the peak; choose 0 to 1")] = (
+        0.02
+    )
 
 
 @dataclass(frozen=True)
 class WatchConfig:
     """Watchdog: a process without progress for too long writes its stacks and ends with exit code 3."""
 
-    seconds: float = 300.0  # that any step may take; 0: no limit
+    seconds: NonNegativeFloat = 300.0  # that any step may take; 0: no limit
     # multiple of the last steps' median that a step may take, where that is longer
-    times: float = 20.0
+    times: NonNegativeFloat = 20.0
     # seconds without progress in opening, compiling, evaluating or saving; 0: no limit
-    others: float = 3600.0
+    others: NonNegativeFloat = 3600.0
+
+    def check(self, where: str) -> None:
+        for name in ("seconds", "times", "others"):
+            value = getattr(self, name)
+            check(value <= MAX_WAIT, f"{where}.{name}={value:g}: give at most {MAX_WAIT:g}")
 
 
 @dataclass(frozen=True)
@@ -230,19 +255,40 @@ class TrainingConfig:
     epochs: float = 0.0  # passes over as many samples as all sources have
     # of the computation; master weights are float32
     precision: Literal["float32", "bfloat16"] = "float32"
-    clip: float = 1.0  # global gradient norm
+    clip: PositiveFloat = 1.0  # global gradient norm
     # parts of the vocabulary whose logits are computed one after the other; 0: as memory needs
-    loss_chunks: int = 0
-    evaluate_every: int = 0  # steps; 0: only at the end
-    evaluate_samples: int = 64  # of the validation split, while training
-    checkpoint_every: int = 0  # steps; 0: only at the end
-    keep: int = 2  # the newest checkpoints
-    keep_every: int = 0  # also keep those after a multiple of so many steps; 0: none
+    loss_chunks: NonNegativeInt = 0
+    evaluate_every: NonNegativeInt = 0  # steps; 0: only at the end
+    evaluate_samples: PositiveInt = 64  # of the validation split, while training
+    checkpoint_every: NonNegativeInt = 0  # steps; 0: only at the end
+    keep: PositiveInt = 2  # the newest checkpoints
+    keep_every: NonNegativeInt = 0  # also keep those after a multiple of so many steps; 0: none
     keep_best: str = ""  # also keep the best by a metric of evaluations, such as validation/loss
-    patience: int = 0  # evaluations without a better keep_best after which training stops; 0: never
+    # evaluations without a better keep_best after which training stops; 0: never
+    patience: NonNegativeInt = 0
     # reaction to a step whose loss or gradient is NaN or Inf
     bad_numbers: Literal["stop", "skip"] = "stop"
     # report a gradient norm of so many times the usual, with the worst samples; 0: never
-    spike: float = 10.0
+    spike: NonNegativeFloat = 10.0
     wandb: str = ""  # a project of Weights & Biases to send the metrics to; needs the extra `wandb`
     watch: WatchConfig = field(default_factory=WatchConfig)
+
+    def check(self, where: str) -> None:
+        steps = self.steps
+        epochs = self.epochs
+        check(
+            steps >= 1 or epochs > 0,
+            f"{where}.steps={steps}: must be at least 1, or give {where}.epochs above 0",
+        )
+        check(
+            not (steps and epochs),
+            f"{where}.steps={steps} and {where}.epochs={epochs:g}: give one, and 0 as the other",
+        )
+        check(
+            not self.keep_best or self.evaluate_every > 0,
+            f"{where}.keep_best={self.keep_best}: nothing is evaluated while training; set {where}.evaluate_every",
+        )
+        check(
+            not self.patience or bool(self.keep_best),
+            f"{where}.patience={self.patience}: name the metric by {where}.keep_best, such as validation/loss",
+        )

@@ -10,8 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mmjax.config.checks import above_zero, at_least, check, check_size, ordered
+from mmjax.config.checks import check, ordered
 from mmjax.config.processor_fields import Filter, ProcessorFields
+from mmjax.config.ranges import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    OptionalSize,
+    PositiveFloat,
+    PositiveInt,
+    at_least,
+)
 
 # frames that Qwen's own tools take per second where a folder does not say; transformers takes every
 # frame
@@ -30,9 +38,6 @@ class VideoKind:
     sound = ""  # encoder of the videos' own sound; empty: not read
     interpolates = False  # a position of the LLM may be made of several tokens
 
-    def check(self, where: str) -> None:
-        """Raise UserError, naming the key under `where`, for settings that no video can be sampled or resized with."""
-
     def check_sound(self, where: str, frames: int, clips: Sequence[str], has_time: bool) -> None:
         """Raise UserError where frames and sound, if both are read, cannot be interleaved by positions in time.
 
@@ -46,20 +51,6 @@ class NoVideo(VideoKind):
     """The encoder takes no videos."""
 
     kind: Literal["none"] = "none"
-
-
-def check_rate(where: str, how: VideoKind) -> None:
-    """Raise UserError, naming the key under `where`, for a rate or bounds by which no frames can be taken."""
-    above_zero(where, how, ("fps",))
-    at_least(1, where, how, ("min_pixels",))
-    ordered(where, how, "min_pixels", "max_pixels")
-
-
-def check_frames(where: str, how: Qwen2Video | Qwen3Video) -> None:
-    """Raise UserError, naming the key under `where`, for bounds by which no frames can be taken."""
-    check_rate(where, how)
-    at_least(1, where, how, ("min_frames",))
-    ordered(where, how, "min_frames", "max_frames")
 
 
 def sampling_of(fields: ProcessorFields) -> dict[str, Any]:
@@ -86,15 +77,15 @@ def frame_pixels(fields: ProcessorFields) -> int:
 class Qwen2Video(VideoKind):
     """Frames at a rate, with bounds on the pixels of each, as for Qwen2.5-VL; their time is a rotary position."""
 
-    fps: float = 2.0  # frames taken per second of the video
-    min_frames: int = 4  # taken of a video that has them
+    fps: PositiveFloat = 2.0  # frames taken per second of the video
+    min_frames: PositiveInt = 4  # taken of a video that has them
     max_frames: int = 768  # taken of any video
-    min_pixels: int = 128 * 28 * 28  # of a resized frame
+    min_pixels: PositiveInt = 128 * 28 * 28  # of a resized frame
     max_pixels: int = 768 * 28 * 28  # of a resized frame
     # of all temporal patches, which get equal shares, but no less than min_pixels; 0: no limit
-    total_pixels: int = 0
+    total_pixels: NonNegativeInt = 0
     # rotary positions along t for each second; 0: one for each temporal patch
-    tokens_per_second: float = 4.0
+    tokens_per_second: NonNegativeFloat = 4.0
     filter: Filter = "bicubic"  # of resizing
     # of a temporal patch: of the frames taken, or by `fps` alone
     seconds: Literal["sampled", "nominal"] = "sampled"
@@ -114,8 +105,8 @@ class Qwen2Video(VideoKind):
     hf_processor = "Qwen2VLVideoProcessor"
 
     def check(self, where: str) -> None:
-        check_frames(where, self)
-        at_least(0, where, self, ("total_pixels", "tokens_per_second"))
+        ordered(where, self, "min_pixels", "max_pixels")
+        ordered(where, self, "min_frames", "max_frames")
 
     def check_sound(self, where: str, frames: int, clips: Sequence[str], has_time: bool) -> None:
         step = frames / self.fps * self.tokens_per_second
@@ -138,7 +129,7 @@ class Qwen2Video(VideoKind):
         )
         if self.turns == "patches":
             return
-        at_least(1, where, self, ("sound_chunk",))
+        at_least(1).check(f"{where}.sound_chunk", self.sound_chunk)
         check(
             0 < step <= self.sound_chunk,
             f"{where}.fps={self.fps:g}: a temporal patch takes {step:g} positions along t, more than sound_chunk="
@@ -154,20 +145,20 @@ class Qwen2Video(VideoKind):
 class Qwen3Video(VideoKind):
     """Frames at a rate, with bounds on the pixels of all together, as for Qwen3-VL; their time is written as text."""
 
-    fps: float = 2.0  # frames taken per second of the video
-    min_frames: int = 4  # taken of a video that has them
+    fps: PositiveFloat = 2.0  # frames taken per second of the video
+    min_frames: PositiveInt = 4  # taken of a video that has them
     max_frames: int = 768  # taken of any video
-    min_pixels: int = 128 * 32 * 32  # of all resized frames
+    min_pixels: PositiveInt = 128 * 32 * 32  # of all resized frames
     max_pixels: int = 768 * 32 * 32  # of all resized frames
-    frame_pixels: int = 0  # of a resized frame; 0: no limit of its own
+    frame_pixels: NonNegativeInt = 0  # of a resized frame; 0: no limit of its own
     filter: Filter = "bicubic"  # of resizing
     kind: Literal["qwen3_video"] = "qwen3_video"
 
     hf_processor = "Qwen3VLVideoProcessor"
 
     def check(self, where: str) -> None:
-        check_frames(where, self)
-        at_least(0, where, self, ("frame_pixels",))
+        ordered(where, self, "min_pixels", "max_pixels")
+        ordered(where, self, "min_frames", "max_frames")
 
     def from_hf(self, fields: ProcessorFields) -> Qwen3Video:
         return replace(self, **sampling_of(fields), frame_pixels=frame_pixels(fields))
@@ -177,10 +168,10 @@ class Qwen3Video(VideoKind):
 class Glm4Video(VideoKind):
     """Frames at a rate, with bounds on the pixels of all together, as for GLM-4.1V; seconds are written behind them."""
 
-    fps: float = 2.0  # frames taken per second of the video
+    fps: PositiveFloat = 2.0  # frames taken per second of the video
     # of a video; of a longer one as many frames are taken as of one of this length
-    seconds: int = 300
-    min_pixels: int = 112 * 112  # of all resized frames
+    seconds: PositiveInt = 300
+    min_pixels: PositiveInt = 112 * 112  # of all resized frames
     max_pixels: int = 28 * 28 * 2 * 30_000  # of all resized frames
     filter: Filter = "bicubic"  # of resizing
     kind: Literal["glm4_video"] = "glm4_video"
@@ -188,8 +179,7 @@ class Glm4Video(VideoKind):
     hf_processor = "Glm4vVideoProcessor"
 
     def check(self, where: str) -> None:
-        check_rate(where, self)
-        at_least(1, where, self, ("seconds",))
+        ordered(where, self, "min_pixels", "max_pixels")
 
     def from_hf(self, fields: ProcessorFields) -> Glm4Video:
         return replace(
@@ -205,8 +195,8 @@ class Glm4Video(VideoKind):
 class UniformVideo(VideoKind):
     """The same number of frames of every video, all of one size, as for InternVL and LLaVA-OneVision."""
 
-    frames: int = 8  # taken of a video, one of each of so many equal parts
-    size: tuple[int, ...] = (448, 448)  # height and width of a resized frame; (): the video's own
+    frames: PositiveInt = 8  # taken of a video, one of each of so many equal parts
+    size: OptionalSize = (448, 448)  # height and width of a resized frame; (): the video's own
     # text before each temporal patch, with {} for its number from 1 on; the first's is without line
     # breaks at its start
     label: str = ""
@@ -214,7 +204,7 @@ class UniformVideo(VideoKind):
     kind: Literal["uniform_video"] = "uniform_video"
     taken: Literal["middle", "first"] = "middle"  # frame of a part
     # by which each side of a frame's tokens is divided, rounded up: interpolated bilinearly
-    shrink: int = 1
+    shrink: PositiveInt = 1
 
     hf_patches = False
 
@@ -227,10 +217,6 @@ class UniformVideo(VideoKind):
     def interpolates(self) -> bool:
         """Return whether the tokens of a video's frames are interpolated."""
         return self.shrink > 1
-
-    def check(self, where: str) -> None:
-        at_least(1, where, self, ("frames", "shrink"))
-        check_size(where, self, "size", optional=True)
 
     def from_hf(self, fields: ProcessorFields) -> UniformVideo:
         """Read the fields of a video processor: one tile for each frame, numbered in the text, or fewer tokens of each.

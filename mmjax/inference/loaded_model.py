@@ -11,8 +11,8 @@ from functools import lru_cache
 import jax
 
 from mmjax.config import Config, MeshConfig
+from mmjax.config.decoder import head_counts
 from mmjax.config.model import stacked_towers
-from mmjax.config.towers import head_counts
 from mmjax.config.validation import check_layout
 from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import BadSample, Source

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import TextBatch, branch_gap
 from mmjax.config import DecoderConfig, PlainRope
-from mmjax.config.towers import UNLIMITED, LayerKind
+from mmjax.config.decoder import UNLIMITED, LayerKind
 from mmjax.kernels.masks import MaskSpec
 from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up

@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 from mmjax.config import Config, Remat, Unit
 from mmjax.config.codec import did_you_mean, encode, key_of, leaves
-from mmjax.config.model_validation import MAX_LAYERS
+from mmjax.config.towers import MAX_LAYERS
 from mmjax.errors import UserError
 
 VERSION = 2  # version 1 had what planning chose alone, without the overrides that it was chosen for

@@ -138,7 +138,9 @@ def test_an_argument_of_a_function_keeps_the_kind_of_value_it_looks_like() -> No
     ("override", "error"),
     [
         ("batch.row=3", "unknown key 'batch.row': did you mean 'batch.rows'?"),
-        ("batch.row.llm=3", "unknown key 'batch.row.llm': did you mean 'batch.rows'?"),
+        ("batch.row.llm=3", "unknown key 'batch.row.llm': did you mean 'batch.rows.llm'?"),
+        ("trainig.steps=3", "unknown key 'trainig.steps': did you mean 'training.steps'?"),
+        ("trainig.step=3", "unknown key 'trainig.step': did you mean 'training'?"),
         ("steps=3", "unknown key 'steps': did you mean 'training.steps'?"),
         ("sead=3", "unknown key 'sead': did you mean 'seed'?"),
         ("seed.x=3", "unknown key 'seed.x': seed is int, it has no fields"),

@@ -16,7 +16,7 @@ from mmjax.config import (
 )
 from mmjax.config.assignment import assign
 from mmjax.config.codec import decode, encode, leaves
-from mmjax.config.model_validation import check_limits
+from mmjax.config.ranges import check_section
 from mmjax.errors import UserError
 
 ALL = (
@@ -37,7 +37,7 @@ def test_every_preparation_is_stored_as_a_tree_and_as_lines(how):
     for key, text in leaves(dict[str, ImagePreparation], tree):
         assign(dict[str, ImagePreparation], edited, f"{key}={text}")
     assert decode(ImagePreparation, edited["images"], "images") == how
-    how.check("images")
+    check_section(how, "images")
 
 
 @pytest.mark.parametrize(
@@ -71,18 +71,24 @@ def test_every_preparation_is_stored_as_a_tree_and_as_lines(how):
 )
 def test_images_that_cannot_be_prepared_so_are_refused_by_key(how, message):
     with pytest.raises(UserError) as caught:
-        how.check("images")
+        check_section(how, "images")
     assert message in str(caught.value)
 
 
-def test_clips_and_limits_are_checked_too():
-    WhisperMel().check("clips")
-    check_limits("limits", MediaLimits())
-    with pytest.raises(UserError, match=r"clips\.window=401: must be even"):
-        WhisperMel(window=401).check("clips")
-    with pytest.raises(UserError, match=r"clips\.hop=0: must be at least 1"):
-        WhisperMel(hop=0).check("clips")
-    with pytest.raises(UserError, match=r"limits\.max_side=4: must be at least min_side=5"):
-        check_limits("limits", MediaLimits(min_side=5, max_side=4))
-    with pytest.raises(UserError, match=r"limits\.seconds=0: must be more than 0"):
-        check_limits("limits", MediaLimits(seconds=0))
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (WhisperMel(window=401), "clips.window=401: must be even, and at least 2"),
+        (WhisperMel(hop=0), "clips.hop=0: must be at least 1"),
+        (
+            MediaLimits(min_side=5, max_side=4),
+            "clips.max_side=4: must be at least min_side=5",
+        ),
+        (MediaLimits(seconds=0), "clips.seconds=0: must be more than 0"),
+    ],
+)
+def test_clips_and_limits_are_checked_too(section, message):
+    check_section(type(section)(), "clips")
+    with pytest.raises(UserError) as caught:
+        check_section(section, "clips")
+    assert str(caught.value) == message

@@ -43,7 +43,7 @@ from test_video import patches_there, qwen2_indices, source_of
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mmjax import export
-from mmjax.config.model_validation import check_model
+from mmjax.config.ranges import check_section
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 
@@ -610,4 +610,4 @@ def test_sound_that_cannot_take_turns_with_frames_is_refused(tmp_path, change, m
     vision = model.encoders["vision"]
     vision = replace(vision, videos=replace(vision.videos, **change))
     with pytest.raises(UserError, match=message):
-        check_model(replace(model, encoders=model.encoders | {"vision": vision}))
+        check_section(replace(model, encoders=model.encoders | {"vision": vision}), "model")

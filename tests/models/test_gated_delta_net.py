@@ -16,7 +16,8 @@ from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from mmjax.config import DeltaNetConfig, LoraConfig, MeshConfig
-from mmjax.config.model_validation import check_model
+from mmjax.config.compatibility import Features, check_conflicts
+from mmjax.config.ranges import check_section
 from mmjax.config.validation import check_layout
 from mmjax.cost.table import parameters
 from mmjax.data.loading.text_rows import Arrays, empty_text, stretch, write_sample
@@ -286,12 +287,12 @@ def test_what_does_not_read_samples_in_order_is_refused_in_one_line():
         UserError,
         match=r"model\.llm\.items=isolated: a gated delta net reads a sample's tokens in order",
     ):
-        check_model(replace(model, llm=replace(model.llm, items="isolated")))
+        check_conflicts(Features(replace(model, llm=replace(model.llm, items="isolated"))))
     net = replace(model.llm.delta_net, layers=(0, 9))
     with pytest.raises(
         UserError, match=r"model.llm.delta_net.layers names layer \[9\], there are 0 to 5"
     ):
-        check_model(replace(model, llm=replace(model.llm, delta_net=net)))
+        check_section(replace(model, llm=replace(model.llm, delta_net=net)), "model")
     arrays = Arrays.of(model)
     text = [Text(np.ones(3, np.int32), np.zeros(3, np.float32), branch) for branch in (0, 1)]
     with pytest.raises(ValueError, match="it has a branch 1, and a gated delta net"):

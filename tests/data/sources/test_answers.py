@@ -15,8 +15,8 @@ import pytest
 from files_made import picture
 
 from mmjax.config import ChatFormat, LossConfig, ParquetSource, Placeholder
-from mmjax.config.data import DatasetInfoSource, PreferenceSource
 from mmjax.config.losses import Dpo, Grpo, Kto, Orpo, takes_answers
+from mmjax.config.sources import DatasetInfoSource, PreferenceSource
 from mmjax.data.plan.attended_pairs import MaskRules, runs_of
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message, Rollout, Text
 from mmjax.data.sources.answers import parse_judged, parse_preference, parse_rollouts, with_loss

@@ -1,0 +1,335 @@
+"""Config of the LLM: its positions, its layers and what stands in their place in some of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+from mmjax.config.checks import check, divides, listed
+from mmjax.config.ranges import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    at_least,
+)
+from mmjax.config.towers import (
+    Activation,
+    Attention,
+    Biased,
+    Dropout,
+    Encoder,
+    LayerCount,
+    Quantization,
+    Remat,
+    TowerFacts,
+    TowerRemat,
+    check_layer_numbers,
+    check_remat,
+    check_windows,
+)
+
+UNLIMITED = 2**30  # tokens: more than any row has
+
+
+@dataclass(frozen=True)
+class PlainRope:
+    """Rotary positions without scaling."""
+
+    kind: Literal["plain"] = "plain"
+
+
+@dataclass(frozen=True)
+class LinearRope:
+    """Positions divided by a factor."""
+
+    factor: PositiveFloat  # that positions are divided by
+    kind: Literal["linear"] = "linear"
+
+
+@dataclass(frozen=True)
+class DynamicRope:
+    """Dynamic NTK: a base that grows with the length of samples beyond `positions`."""
+
+    factor: PositiveFloat  # of the length beyond `positions`
+    positions: PositiveInt  # of the pretraining
+    kind: Literal["dynamic"] = "dynamic"
+
+
+@dataclass(frozen=True)
+class YarnRope:
+    """YaRN: slow channels divided by a factor, fast ones unchanged; cosines and sines scaled."""
+
+    factor: PositiveFloat  # that slow channels are divided by
+    positions: PositiveInt  # of the pretraining
+    attention: float  # by which cosines and sines are scaled
+    fast: float = 32.0  # rotations over `positions`, from which on channels are unchanged
+    slow: float = 1.0  # rotations up to which channels are divided
+    whole: bool = True  # rounds the boundaries between them to whole channels
+    kind: Literal["yarn"] = "yarn"
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1: channels of long wavelengths divided by a factor, those between blended."""
+
+    factor: PositiveFloat  # that channels of long wavelengths are divided by
+    low: float  # rotations over `positions` up to which channels are divided
+    high: float  # rotations from which on they are unchanged
+    positions: PositiveInt  # of the pretraining
+    kind: Literal["llama3"] = "llama3"
+
+    def check(self, where: str) -> None:
+        check(self.low < self.high, f"{where}: low={self.low} must be below high={self.high}")
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE: a factor for every channel pair, and others for samples longer than `positions`."""
+
+    short: tuple[float, ...]  # a factor per channel pair, up to `positions`
+    long: tuple[float, ...]  # a factor per channel pair, beyond
+    positions: PositiveInt  # of the pretraining
+    attention: float  # by which cosines and sines are scaled
+    kind: Literal["long"] = "long"
+
+
+RopeScaling = PlainRope | LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """A gated delta net in place of attention in some layers: a matrix per head that every token decays and writes."""
+
+    layers: tuple[int, ...]  # that have it
+    key_heads: PositiveInt  # heads of queries and keys
+    value_heads: PositiveInt  # heads of values, a multiple of key_heads
+    key_width: PositiveInt  # channels per head of queries and keys
+    value_width: PositiveInt  # channels per head of values
+    taps: PositiveInt = 4  # tokens that the short convolution reads, the token itself included
+
+    def check(self, where: str) -> None:
+        check(
+            bool(self.layers),
+            f"{where}.layers is empty; name the layers that have it, or use {where}=none",
+        )
+        divides(where, self.value_heads, "value_heads", self.key_heads, "key_heads")
+
+
+# times what an even router gives a device: what it takes at once; the rest takes another turn
+EXPERT_ROOM = 1.25
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP in some layers: a router sends each token to a few of many MLPs."""
+
+    layers: tuple[int, ...]  # that have it
+    count: PositiveInt  # experts of a layer
+    per_token: PositiveInt  # experts that a token is sent to
+    width: PositiveInt  # of an expert's hidden layer
+    normalized: bool = True  # the weights of a token's experts add up to 1
+    # of the hidden layer of an expert that sees every token, behind a gate; 0: there is none
+    shared_width: NonNegativeInt = 0
+    # weight of the loss that balances the tokens of the experts
+    balance_loss: NonNegativeFloat = 0.0
+    z_loss: NonNegativeFloat = 0.0  # weight of the mean squared log-sum-exp of the router's logits
+
+    def check(self, where: str) -> None:
+        check(
+            bool(self.layers),
+            f"{where}.layers is empty; name the layers that have it, or use {where}=none",
+        )
+        check(
+            self.per_token <= self.count,
+            f"{where}.per_token={self.per_token} is more than count={self.count}; choose at most that",
+        )
+
+    def sent_at_once(self, tokens: int, devices: int) -> int:
+        """Return how many of its tokens a device sends at once to each of those that share the experts; at most all.
+
+        Of 64 experts on 8 devices a token's 2 are both on other devices than a given one with
+        chance 0.76: 0.3 of all.
+        """
+        elsewhere = math.comb(self.count - self.count // devices, self.per_token) / math.comb(
+            self.count, self.per_token
+        )
+        return min(tokens, math.ceil(EXPERT_ROOM * (1 - elsewhere) * tokens))
+
+    def computed_at_once(self, tokens: int, devices: int) -> int:
+        """Return how many copies of tokens a device computes at once, of these tokens of all that share the experts."""
+        copies = tokens * self.per_token
+        return max(1, min(copies, math.ceil(EXPERT_ROOM * copies / devices)))
+
+
+class LayerKind(NamedTuple):
+    """Name what a decoder's layers differ in."""
+
+    has_delta_net: bool  # in place of attention
+    has_experts: bool  # in place of the MLP
+    has_float8: bool  # products of linear layers in FP8
+
+
+@dataclass(frozen=True)
+class DecoderConfig(TowerFacts):
+    """A causal transformer: grouped-query attention; by default rotary positions, RMSNorm and a gated MLP."""
+
+    is_causal: ClassVar[bool] = True
+
+    layers: LayerCount  # number of layers
+    width: PositiveInt  # of the residual stream
+    heads: PositiveInt  # query heads
+    kv_heads: PositiveInt  # key and value heads
+    head_width: PositiveInt  # channels per head
+    mlp_width: PositiveInt  # of the MLP's hidden layer
+    # tokens
+    vocab: Annotated[int, at_least(3, "padding, end of answer and one character need at least 3")]
+    rope_theta: PositiveFloat = 10_000.0  # base of the rotary frequencies
+    rope_scaling: RopeScaling = PlainRope()
+    # channel pairs rotated by (t, y, x); empty: all by one position
+    rope_sections: tuple[int, ...] = ()
+    rope_interleaved: bool = False  # interleaves the pairs of the sections
+    rotary_width: int = 0  # channels per head that RoPE turns, the first ones; 0: all
+    norm_eps: PositiveFloat = 1e-6  # of the norms
+    norm_offset: float = 0.0  # added to the scales of RMSNorms
+    activation: Activation = "silu"  # of the MLP, of its gate where it has one
+    biases: tuple[Biased, ...] = ()  # the matrices of a layer that have one
+    qk_norm: Literal["none", "head"] = "none"  # of queries and keys, before RoPE
+    # of the outputs of attention and MLP, before they are added to the residual stream
+    post_norms: bool = False
+    embedding_scale: float = 1.0  # that embeddings are multiplied by
+    attention_gate: bool = False  # multiplies attention's output by the sigmoid of a projection
+    attention_scale: NonNegativeFloat = 0.0  # of the scores; 0: head_width ** -0.5
+    attention_cap: NonNegativeFloat = 0.0  # soft cap of the scores; 0: none
+    logit_cap: NonNegativeFloat = 0.0  # soft cap of the logits; 0: none
+    # tokens of the sliding window of the layers in `windowed`, the query's included
+    window: NonNegativeInt = 0
+    windowed: tuple[int, ...] = ()  # layers with sliding-window attention
+    # base of the rotary frequencies of those layers, unscaled; 0: as the others
+    window_rope_theta: NonNegativeFloat = 0.0
+    # in place of attention in some layers; none: all layers have attention
+    delta_net: DeltaNetConfig | None = None
+    tied: bool = True  # the embedding is the output table too
+    # How the tokens of an image or clip attend; prefix: as all before the first answer, which
+    # attends both ways.
+    items: Literal["causal", "bidirectional", "isolated", "prefix"] = "causal"
+    # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
+    attention: Attention = "dense"
+    remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
+    dropout: Dropout = 0.0  # rate, in training, for the outputs of attention and MLP
+    frozen: bool = False  # not trained
+    weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
+    # in place of the MLP in some layers; none: all layers have the MLP
+    experts: ExpertsConfig | None = None
+    # RoPE turns channels 2i and 2i + 1 of a head together, not i and i + half of them
+    rope_neighbours: bool = False
+    # RMSNorm or LayerNorm; those of queries and keys are RMSNorms
+    norm: Literal["rms", "layer"] = "rms"
+    gated: bool = True  # the MLP has a gate
+    # entries of a table of learned positions in place of RoPE; 0: RoPE
+    learned_positions: NonNegativeInt = 0
+    first_position: NonNegativeInt = 0  # entry of that table for a sample's first token
+    quantize: Quantization = "none"  # of the linear layers' frozen weights
+    # products of all layers' linear layers, but the first and the last layer's
+    fp8: Literal["off", "linears"] = "off"
+
+    @property
+    def window_inputs(self) -> int:
+        """Return how many tokens a sliding window has."""
+        return self.window
+
+    @property
+    def max_tokens(self) -> int:
+        """Return how many tokens a sample may have: as many as there are learned positions."""
+        return self.learned_positions - self.first_position if self.learned_positions else UNLIMITED
+
+    @property
+    def rotary_pairs(self) -> int:
+        """Return the channel pairs of a head that RoPE turns."""
+        return (self.rotary_width or self.head_width) // 2
+
+    @property
+    def delta_layers(self) -> tuple[bool, ...]:
+        """Tell of each layer whether it has a gated delta net."""
+        layers = self.delta_net.layers if self.delta_net else ()
+        return tuple(i in layers for i in range(self.layers))
+
+    @property
+    def expert_layers(self) -> tuple[bool, ...]:
+        """Tell of each layer whether it has a mixture of experts."""
+        layers = self.experts.layers if self.experts else ()
+        return tuple(i in layers for i in range(self.layers))
+
+    @property
+    def float8_layers(self) -> tuple[bool, ...]:
+        """Tell of each layer whether its linear layers multiply in FP8."""
+        return tuple(self.fp8 == "linears" and 0 < i < self.layers - 1 for i in range(self.layers))
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Tell how the layers differ."""
+        return tuple(map(LayerKind, self.delta_layers, self.expert_layers, self.float8_layers))
+
+    def check(self, where: str) -> None:
+        check_remat(where, self)
+        divides(where, self.heads, "heads", self.kv_heads, "kv_heads")
+        if self.learned_positions:
+            self._check_learned_positions(where)
+        else:
+            self._check_rope(where)
+        for name in ("delta_net", "experts"):
+            layers = getattr(getattr(self, name), "layers", ())
+            check_layer_numbers(f"{where}.{name}.layers", layers, self.layers)
+        biased = [name for name in self.biases if name in ("gate", "up", "down")]
+        check(
+            not biased or not all(self.expert_layers),
+            f"{where}.biases has {listed(biased)}, and all layers have experts, whose matrices have none; leave it out",
+        )
+        check_windows(where, self)
+
+    def _check_learned_positions(self, where: str) -> None:
+        positions, first = self.learned_positions, self.first_position
+        check(
+            first < positions,
+            f"{where}.first_position={first}: learned_positions={positions} has no such entry",
+        )
+        sections = self.rope_sections
+        check(
+            not sections,
+            f"{where}.rope_sections={listed(sections)}: learned positions take RoPE's place; leave the sections out",
+        )
+
+    def _check_rope(self, where: str) -> None:
+        width = self.head_width
+        check(width % 2 == 0, f"{where}.head_width={width}: RoPE turns pairs; make it even")
+        turned = self.rotary_width
+        check(
+            turned % 2 == 0 and 0 <= turned <= width,
+            f"{where}.rotary_width={turned}: RoPE turns pairs of channels; use an even number up to "
+            f"head_width={width}",
+        )
+        pairs = self.rotary_pairs
+        sections = self.rope_sections
+        check(
+            not sections or sum(sections) == pairs,
+            f"{where}.rope_sections has {sum(sections)} channel pairs, RoPE turns {pairs}",
+        )
+        check(
+            len(sections) in (0, 3),
+            f"{where}.rope_sections has {len(sections)} sections; there are three: t, y and x",
+        )
+        if isinstance(self.rope_scaling, LongRope):
+            for name in ("short", "long"):
+                factors = len(getattr(self.rope_scaling, name))
+                check(
+                    factors == pairs,
+                    f"{where}.rope_scaling.{name} has {factors} factors, a head has {pairs} channel pairs",
+                )
+
+
+def head_counts(tower: DecoderConfig | Encoder) -> list[int]:
+    """List the numbers of heads that tensor parallelism divides: of queries, of keys, and of a delta net's keys."""
+    if not tower.is_causal:
+        return [tower.heads]
+    return [tower.heads, tower.kv_heads, *([tower.delta_net.key_heads] if tower.delta_net else [])]
