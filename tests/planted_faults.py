@@ -367,8 +367,8 @@ FAULTS = (
     Fault(
         "a resumed run that repeats a step's data",
         "training/setup.py",
-        "steps(self.data.loader, self.first_step, end_step",
-        "steps(self.data.loader, max(self.first_step - 1, 0), end_step",
+        "return steps(self.data.loader, self.first_step, end_step",
+        "return steps(self.data.loader, max(self.first_step - 1, 0), end_step",
         ("test_train.py::test_a_stopped_run_goes_on_to_the_same_bits",),
     ),
     Fault(
@@ -427,8 +427,8 @@ FAULTS = (
     Fault(
         "encoders of one mesh that run in their config's order",
         "models/stage.py",
-        'towers = (*sorted(config.encoders), "llm", *config.generators)',
-        'towers = (*config.encoders, "llm", *config.generators)',
+        'towers = (*sorted(config.encoders), "llm", *config.towers_behind("llm"))',
+        'towers = (*config.encoders, "llm", *config.towers_behind("llm"))',
         (
             "runtime/test_one_mesh.py::test_any_model_and_mesh_has_the_programs_of_the_specification",
         ),
