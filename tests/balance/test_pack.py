@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import corpus
+from synthetic import corpus, parts_of
 
 from mmjax.balance.budgets import Budgets, fit_budgets
 from mmjax.balance.pack import (
@@ -18,7 +18,7 @@ from mmjax.balance.pack import (
     pack,
     pack_rows,
 )
-from mmjax.balance.parts import Parts, dist_ratio, parts_of
+from mmjax.balance.parts import Parts, dist_ratio
 from mmjax.benchmarks.baselines.bounds import rows_lower_bound
 from mmjax.benchmarks.grouping import overdispersion, row_correlation
 
@@ -338,7 +338,7 @@ from numba.extending import is_jitted
 from mmjax.balance import lpt, mask_work, pack_kernels
 from mmjax.balance.budgets import Budgets
 from mmjax.balance.pack import pack
-from mmjax.balance.parts import parts_of
+from synthetic import parts_of
 
 lengths = np.random.default_rng(0).integers(1, 24, (400, 3)).tolist()
 parts = parts_of([list(enumerate(sample)) for sample in lengths])
