@@ -335,7 +335,7 @@ FIRST_PACKING = """
 import numpy as np
 from numba.core.event import install_recorder
 from numba.extending import is_jitted
-from mmjax.balance import lpt, mask_work, pack_kernels
+from mmjax.balance import lpt, mask_work, pack_kernels, pack_queue
 from mmjax.balance.budgets import Budgets
 from mmjax.balance.pack import pack
 from synthetic import parts_of
@@ -347,7 +347,8 @@ with install_recorder("numba:compile") as recorder:
     mask_work.block_work(mask_work.Mask(np.zeros(8), np.arange(8), *np.repeat([[0], [1], [1]], 8, 1)), 4)
 compiled = [event.data["dispatcher"].py_func for _, event in recorder.buffer if event.is_start]
 print(len(compiled), sum("unicode" in function.__module__ for function in compiled))
-kernels = [kernel for module in (lpt, mask_work, pack_kernels) for kernel in vars(module).values() if is_jitted(kernel)]
+modules = lpt, mask_work, pack_kernels, pack_queue
+kernels = [kernel for module in modules for kernel in vars(module).values() if is_jitted(kernel)]
 print(*[f"{kernel.__name__}:{len(kernel.signatures)}" for kernel in kernels if len(kernel.signatures) > 1])
 """
 

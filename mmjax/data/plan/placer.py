@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.balance.level import PartArrays, level
+from mmjax.balance.level import level
 from mmjax.balance.lpt import split, to_rows
 from mmjax.balance.parts import LLM, Parts, offsets_by_key
 from mmjax.balance.phases import (
@@ -214,7 +214,15 @@ class Placer:
         if self.prices is None or settled or isinstance(self.balance, NoBalance) or self._apart:
             return placed
         rank = self._ranks(inputs, placed.row)
-        levelled = self._exchange(inputs.parts, rank, np.array(shape.lengths))
+        # Parts stay together with their sample.
+        levelled = level(
+            inputs.parts,
+            rank,
+            self.topology.ranks,
+            np.array(self.rows),
+            np.array(shape.lengths),
+            self.prices,
+        )
         if levelled is rank:
             return placed
         changed = np.isin(
@@ -235,11 +243,6 @@ class Placer:
         """Tell whether every phase is placed by itself, on any rank."""
         return isinstance(self.balance, PostBalance) and self.balance.locality == "off"
 
-    def _exchange(self, parts: Parts, rank: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Level the attention of ranks, whose parts stay together with their sample: the rank of each, int `[p]`."""
-        arrays = PartArrays(parts.sample_start, parts.module, parts.length, parts.pairs)
-        return level(arrays, rank, self.topology.ranks, np.array(self.rows), lengths, self.prices)
-
     def _level_apart(self, inputs: _Inputs, rank: np.ndarray) -> np.ndarray:
         """Level the attention of every phase by itself, where no rank gets more positions than the fullest has."""
         if self.prices is None:
@@ -252,7 +255,7 @@ class Placer:
             if self.shapes:
                 fullest = max(fullest, rows * self.shapes[0].lengths[k])
             start = np.arange(len(chosen) + 1)
-            phase = PartArrays(
+            phase = Parts(
                 start, np.zeros(len(chosen), np.int32), parts.length[chosen], parts.pairs[chosen]
             )
             prices = Prices(self.prices.position[k : k + 1], self.prices.pair[k : k + 1])
