@@ -366,8 +366,8 @@ class Verifier:
 
     def pack(self, plan: MicrobatchPlan) -> Microbatch:
         """Read the samples of a microbatch and pack them."""
-        batch = pack_microbatch(plan, self.loader.arrays, self.loader.reader)
-        return spread_over_context(batch, plan, self.loader.arrays)
+        batch = pack_microbatch(plan, self.loader.batch_layout, self.loader.reader)
+        return spread_over_context(batch, plan, self.loader.batch_layout)
 
     def pack_alone(self, batches: Sequence[Microbatch]) -> list[list[Microbatch]]:
         """Pack the samples of each of these microbatches alone, all in one shape."""

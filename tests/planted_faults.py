@@ -293,7 +293,7 @@ FAULTS = (
     Fault(
         "items looked for at the start of their row",
         "data/loading/packing.py",
-        "np.int64(row_tokens) + plan.offset[items] // group",
+        "np.int64(row_tokens) + plan.offset[items] // per_token",
         "np.int64(row_tokens)",
         ("data/plan/test_exchange.py::test_every_item_token_arrives_where_its_sample_wants_it",),
     ),
@@ -306,7 +306,7 @@ FAULTS = (
     ),
     Fault(
         "a shape that sends only padding for an encoder",
-        "data/plan/placement.py",
+        "data/plan/placer.py",
         "if not np.any((placed.needs[modules:] == 0) & (np.array(shape.widths) > 0)):",
         "if True:",
         ("data/plan/test_row_shapes.py::test_no_step_sends_padding_where_nothing_moves",),
@@ -515,7 +515,7 @@ FAULTS = (
     Fault(
         "a file that cannot be decoded and trains as zeros",
         "data/loading/packing.py",
-        'spoiled.setdefault(sample, reader.with_place(sample, f"{item}: {error}" if item else error))',
+        "unreadable.setdefault(sample, reader.with_place(sample, reason))",
         "pass",
         (
             "data/loading/test_workers.py::test_a_sample_that_cannot_be_decoded_is_noted_in_its_steps_and_the_others_come_as_ever",

@@ -34,7 +34,8 @@ from mmjax.data.plan.budget import Budget
 from mmjax.data.plan.fit_budget import make_budget
 from mmjax.data.plan.grouping import StepGrouper
 from mmjax.data.plan.length_index import LengthIndex
-from mmjax.data.plan.placement import Balance, Topology, waits_of
+from mmjax.data.plan.placement import Topology, waits_of
+from mmjax.data.plan.placer import Balance
 from mmjax.data.plan.step_plan import (
     RankLayout,
     StepPlan,

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from mmjax.balance.parts import Parts
 from mmjax.balance.waits import Prices, least_fullest
 
 _WASTE = 0.003  # of a step's time, that ranks may wait
@@ -37,17 +38,8 @@ _STUCK = 2  # rounds without an exchange, after which a column is left alone
 _NEARLY_WORST = 0.97
 
 
-class PartArrays(NamedTuple):
-    """Parts of samples in CSR order, as `Parts` has them."""
-
-    start: np.ndarray  # int64 [n + 1]
-    module: np.ndarray  # int [p]
-    length: np.ndarray  # int64 [p]
-    pairs: np.ndarray  # int64 [p]
-
-
 def level(
-    parts: PartArrays,
+    parts: Parts,
     column: np.ndarray,
     columns: int,
     rows: np.ndarray,
@@ -64,7 +56,7 @@ def level(
     modules = len(rows)
     if columns < 2 or len(column) == 0 or not prices.pair.any():
         return column
-    start, fixed = _units(parts.start, column)
+    start, fixed = _units(parts.sample_start, column)
     unit = np.repeat(np.arange(len(fixed)), np.diff(start))
     flat = unit * modules + parts.module
     seconds = (
@@ -83,8 +75,15 @@ def level(
     )
     chosen = np.ascontiguousarray(seconds[:, phases])
     levelled = unit_column.copy()
-    units = parts._replace(start=start)
-    _exchange_all(total, chosen, units, fixed, rows, length, goal, enough, columns, levelled)
+    units = _Units(
+        total=total,
+        seconds=chosen,
+        fixed=fixed,
+        start=start,
+        module=parts.module,
+        length=parts.length,
+    )
+    _exchange_all(units, rows, length, goal, enough, columns, levelled)
     old_fullest, new_fullest = (
         _loads(chosen, c, columns).max(0).sum() for c in (unit_column, levelled)
     )
@@ -135,33 +134,15 @@ def _goals(
     return phases, goal[phases], (_WASTE * step / 4) ** 2
 
 
-def sort_columns(seconds: np.ndarray) -> np.ndarray:
-    """Deal the columns of a step's microbatches anew so that those alike in attention run together: int64 `[J * C]`.
+class _Units(NamedTuple):
+    """What is exchanged as a whole: samples, or parts of a sample that lies in several columns."""
 
-    Ranks meet in every microbatch, so that one long sample in each of them costs its time in each.
-    seconds: float64 `[J, C, M]`, of columns. Returns the place of each column among all; its own
-    where nothing is gained.
-    """
-    microbatches, columns, _ = seconds.shape
-    best = np.arange(microbatches * columns)
-    fullest = seconds.max(1).sum()
-    # With C = 5 the heaviest is column 0 of microbatch 0, the next ones 2, 4, 3 and 1: neighbours,
-    # which one rank may have together, add up to about the same. Every other microbatch has them
-    # the other way round.
-    number = np.arange(columns)
-    column = np.where(2 * number < columns, 2 * number, 2 * (columns - number) - 1)
-    column = np.where(np.arange(microbatches)[:, None] % 2, columns - 1 - column, column)
-    ordered = (np.arange(microbatches)[:, None] * columns + column).ravel()
-    # By all phases together, or by one that is less even than the others.
-    for key in (seconds.sum(-1), *np.moveaxis(seconds, -1, 0)):
-        places = np.empty_like(best)
-        places[np.argsort(-key.ravel(), kind="stable")] = ordered
-        dealt = np.empty_like(seconds).reshape(-1, seconds.shape[-1])
-        dealt[places] = seconds.reshape(dealt.shape)
-        if (total := dealt.reshape(seconds.shape).max(1).sum()) < fullest:
-            best = places
-            fullest = total
-    return best
+    total: np.ndarray  # int64 [u, M] positions
+    seconds: np.ndarray  # float64 [u, phases]
+    fixed: np.ndarray  # bool [u], those that stay
+    start: np.ndarray  # int64 [u + 1], first part of each
+    module: np.ndarray  # int [p]
+    length: np.ndarray  # int64 [p]
 
 
 class _State(NamedTuple):
@@ -171,9 +152,7 @@ class _State(NamedTuple):
     count: np.ndarray  # int64 [columns]
     free: np.ndarray  # int64 [columns, M] positions
     load: np.ndarray  # float64 [columns, phases]
-    total: np.ndarray  # int64 [n, M]
-    seconds: np.ndarray  # float64 [n, phases]
-    fixed: np.ndarray  # bool [n], samples that stay
+    units: _Units
     weight: np.ndarray  # float64 [M], of a squared difference of positions
 
 
@@ -186,12 +165,12 @@ class _Exchange(NamedTuple):
 
 
 @njit(cache=True)
-def _exchange_all(total, seconds, parts, fixed, rows, length, goal, enough, columns, column):
+def _exchange_all(units, rows, length, goal, enough, columns, column):
     """Exchange until no column is above the goals [phases] by more than `enough`, for a number of rounds.
 
     Writes column.
     """
-    state = _build(total, seconds, fixed, rows * length, columns, column)
+    state = _build(units, rows * length, columns, column)
     phases = len(goal)
     excess = np.empty(columns)
     for c in range(columns):
@@ -216,7 +195,7 @@ def _exchange_all(total, seconds, parts, fixed, rows, length, goal, enough, colu
             phase = np.argmax(state.load[heavy] - goal)
             exchange = _best_exchange(state, heavy, phase, lightest[phase], goal, visited)
             visited += 1
-            if exchange.place < 0 or not _do(state, heavy, exchange, parts, rows, length, column):
+            if exchange.place < 0 or not _do(state, heavy, exchange, rows, length, column):
                 stuck[heavy] += 1
                 continue
             stuck[heavy] = 0
@@ -228,7 +207,7 @@ def _exchange_all(total, seconds, parts, fixed, rows, length, goal, enough, colu
 
 
 @njit(cache=True)
-def _build(total, seconds, fixed, room, columns, column):
+def _build(units, room, columns, column):
     count = np.zeros(columns, np.int64)
     for c in column:
         count[c] += 1
@@ -236,11 +215,9 @@ def _build(total, seconds, fixed, room, columns, column):
     state = _State(
         sample,
         np.zeros(columns, np.int64),
-        np.zeros((columns, total.shape[1]), np.int64),
-        np.zeros((columns, seconds.shape[1])),
-        total,
-        seconds,
-        fixed,
+        np.zeros((columns, units.total.shape[1]), np.int64),
+        np.zeros((columns, units.seconds.shape[1])),
+        units,
         1.0 / np.maximum(room, 1) ** 2.0,
     )
     for c in range(columns):
@@ -254,8 +231,8 @@ def _build(total, seconds, fixed, room, columns, column):
 def _put(state, s, c):
     state.sample[c, state.count[c]] = s
     state.count[c] += 1
-    state.free[c] -= state.total[s]
-    state.load[c] += state.seconds[s]
+    state.free[c] -= state.units.total[s]
+    state.load[c] += state.units.seconds[s]
 
 
 @njit(cache=True)
@@ -266,8 +243,8 @@ def _take(state, s, c):
         place += 1
     state.count[c] -= 1
     state.sample[c, place] = state.sample[c, state.count[c]]
-    state.free[c] += state.total[s]
-    state.load[c] -= state.seconds[s]
+    state.free[c] += state.units.total[s]
+    state.load[c] -= state.units.seconds[s]
 
 
 @njit(cache=True)
@@ -288,9 +265,9 @@ def _best_exchange(state, heavy, phase, lightest, goal, visited):
     best = _Exchange(-1, -1, np.empty(0, np.int64))
     chosen = np.empty(_MOST, np.int64)
     used = np.empty(places, np.bool_)
-    missing = np.empty(state.total.shape[1], np.int64)
+    missing = np.empty(state.units.total.shape[1], np.int64)
     # of the partner's samples, side by side
-    size = np.empty((places, state.total.shape[1]), np.int64)
+    size = np.empty((places, state.units.total.shape[1]), np.int64)
     partners = min(_WORST_PARTNERS if visited < _WORST else _PARTNERS, columns)
     # Others begin further on each, or all would exchange with the same few.
     begin = 0 if visited < _WORST or columns <= partners else 3 * visited
@@ -306,10 +283,12 @@ def _best_exchange(state, heavy, phase, lightest, goal, visited):
             continue
         for i in range(state.count[light]):
             for m in range(len(missing)):
-                size[i, m] = state.total[state.sample[light, i], m]
+                size[i, m] = state.units.total[state.sample[light, i], m]
         for place in heaviest[: _list_heaviest(state, heavy, phase, gap, heaviest)]:
             s = state.sample[heavy, place]
-            remaining = max(state.load[heavy, phase] - state.seconds[s, phase] - goal[phase], 0.0)
+            remaining = max(
+                state.load[heavy, phase] - state.units.seconds[s, phase] - goal[phase], 0.0
+            )
             if both - remaining * remaining <= max_gain:
                 break  # were it exchanged for nothing, and those after it have less
             for share in _SHORTER:
@@ -340,9 +319,9 @@ def _excess_after(state, s, heavy, in_return, light, goal):
     """Return the excess of both columns after an exchange of sample s for those in these places."""
     total = 0.0
     for p in range(len(goal)):
-        change = state.seconds[s, p]
+        change = state.units.seconds[s, p]
         for i in in_return:
-            change -= state.seconds[state.sample[light, i], p]
+            change -= state.units.seconds[state.sample[light, i], p]
         above = max(state.load[heavy, p] - change - goal[p], 0.0)
         below = max(state.load[light, p] + change - goal[p], 0.0)
         total += above * above + below * below
@@ -354,11 +333,11 @@ def _list_heaviest(state, column, phase, limit, places):
     """Write the places of a column's heaviest samples of a phase, up to the limit, heaviest first; return how many."""
     count = 0
     for i in range(state.count[column]):
-        weight = state.seconds[state.sample[column, i], phase]
-        if weight <= 0 or weight > limit or state.fixed[state.sample[column, i]]:
+        weight = state.units.seconds[state.sample[column, i], phase]
+        if weight <= 0 or weight > limit or state.units.fixed[state.sample[column, i]]:
             continue
         j = count
-        while j > 0 and state.seconds[state.sample[column, places[j - 1]], phase] < weight:
+        while j > 0 and state.units.seconds[state.sample[column, places[j - 1]], phase] < weight:
             if j < _HEAVIEST:
                 places[j] = places[j - 1]
             j -= 1
@@ -378,11 +357,11 @@ def _substitute(state, s, heavy, light, share, size, used, chosen, missing):
     """
     count = state.count[light]
     modules = len(missing)
-    limit = share * state.total[s, 0]
+    limit = share * state.units.total[s, 0]
     for i in range(count):
-        used[i] = size[i, 0] > limit or state.fixed[state.sample[light, i]]
+        used[i] = size[i, 0] > limit or state.units.fixed[state.sample[light, i]]
     for m in range(modules):
-        missing[m] = state.total[s, m]
+        missing[m] = state.units.total[s, m]
     k = 0
     while True:
         fits = True
@@ -417,15 +396,15 @@ def _substitute(state, s, heavy, light, share, size, used, chosen, missing):
 
 
 @njit(cache=True)
-def _do(state, heavy, exchange, parts, rows, length, column):
+def _do(state, heavy, exchange, rows, length, column):
     """Do an exchange, unless parts of several rows then do not fit; return whether it was done."""
     light = exchange.partner
     s = state.sample[heavy, exchange.place]
     in_return = state.sample[light][exchange.in_return]
     _swap(state, s, heavy, in_return, light, column)
     if rows.max() == 1 or (
-        _rows_hold(state.sample[heavy, : state.count[heavy]], parts, rows, length)
-        and _rows_hold(state.sample[light, : state.count[light]], parts, rows, length)
+        _rows_hold(state.sample[heavy, : state.count[heavy]], state.units, rows, length)
+        and _rows_hold(state.sample[light, : state.count[light]], state.units, rows, length)
     ):
         return True
     # Back again.
@@ -451,18 +430,18 @@ def _swap(state, s, heavy, in_return, light, column):
 
 
 @njit(cache=True)
-def _rows_hold(samples, parts, rows, length):
+def _rows_hold(samples, units, rows, length):
     """Tell whether rows hold these samples' parts, longest first to the emptiest."""
     for m in range(len(rows)):
         count = 0
         for s in samples:
-            count += parts.start[s + 1] - parts.start[s]
+            count += units.start[s + 1] - units.start[s]
         sizes = np.empty(count, np.int64)
         count = 0
         for s in samples:
-            for j in range(parts.start[s], parts.start[s + 1]):
-                if parts.module[j] == m:
-                    sizes[count] = parts.length[j]
+            for j in range(units.start[s], units.start[s + 1]):
+                if units.module[j] == m:
+                    sizes[count] = units.length[j]
                     count += 1
         used = np.zeros(rows[m], np.int64)
         for size in -np.sort(-sizes[:count]):

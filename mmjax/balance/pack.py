@@ -13,34 +13,26 @@ or sent.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mmjax.balance.budgets import Budgets, choose_maximum, units
-from mmjax.balance.level import PartArrays, level, sort_columns
-from mmjax.balance.lpt import longest_first, lpt, polish, to_rows
-from mmjax.balance.node_deal import by_leading_encoder, deal_evenly, node_means
+from mmjax.balance.lpt import longest_first, lpt, polish
+from mmjax.balance.pack_columns import Columns
 from mmjax.balance.pack_kernels import (
-    Load,
     Room,
-    Rows,
-    admit,
     choose,
     close,
     eject,
-    fit_alone,
     improve,
     measure,
     parts_in,
     place,
 )
-from mmjax.balance.parts import LLM, Parts
-from mmjax.balance.vector_lpt import balance, balance_nodes
-from mmjax.balance.waits import Prices
+from mmjax.balance.pack_queue import Load, Rows, admit, fit_alone
+from mmjax.balance.parts import Parts
 
 LONGEST_WAIT = 10  # steps
 _SOON = 2  # steps before it must, a sample goes before all others
@@ -64,16 +56,6 @@ _EASE = 0.01, 0.04
 # the same, before the steps that may be packed again: a long chunk leaves its end some slack
 _EASE_BEFORE = 0.004
 _EASE_IN_COLUMNS = 0.16, 0.32  # the same where steps are large, divided by the samples of a column
-# about so many samples, of at most so many columns, are exchanged among themselves
-_BLOCK = 1024, 64
-_BLOCKS_ALIKE = 0.002
-_ENCODER_WEIGHTS = 0.5, 0.25, 0.1  # of the LLM's, where columns do not fit with equal ones
-_NO_ROOM = 0.002  # of a column
-_LONG_SAMPLE = 0.5  # of a column
-_CEILING = 0.9  # of a column's spare room, up to which columns may differ
-# of a column: loads are sums of quotients, so full ones may seem to exceed it; positions are
-# coarser
-_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -118,14 +100,16 @@ def pack(
         raise ValueError(f"{len(order)} samples do not make {steps} steps")
     # From here on samples are numbered by their place in the order: sample i is order[i].
     taken = parts if np.array_equal(order, np.arange(len(parts))) else parts.take(order)
-    chunk = _Chunk.of(taken, budgets, microbatches, columns, pool_steps, longest_wait, steps)
+    chunk = _Chunk(taken, budgets, microbatches, columns, pool_steps, longest_wait, steps)
     if np.any(too_large := ~fit_alone(chunk.load, chunk.rows)):
         where = "microbatch" if columns == 1 else "column"
         raise ValueError(
             f"sample {order[np.argmax(too_large)]} does not fit the rows of an empty {where}"
         )
     chunk.pack(steps)
-    chunk.level()
+    leveled = columns > 1 and chunk.columns.prices is not None
+    if leveled:
+        chunk.columns.level(chunk.microbatch, chunk.row)
 
     # Where there are more microbatches than planned, a step's are those from ceil(step * all /
     # steps) on.
@@ -135,7 +119,9 @@ def pack(
     # back.
     joined = chunk.latest - longest_wait * microbatches
     # Microbatches are dealt to steps evenly, the surplus ones as far apart as can be.
-    chunk.sort_columns(np.arange(chunk.current) * steps // total)
+    if leveled:
+        step_of = np.arange(chunk.current) * steps // total
+        chunk.microbatch = chunk.columns.deal(step_of, chunk.microbatch, chunk.row)
     in_step = chunk.microbatch * steps // total
     within = chunk.microbatch - -(-in_step * total // steps)
     owner = np.repeat(np.arange(len(order)), np.diff(chunk.load.start))
@@ -193,70 +179,49 @@ def _prepare(parts: Parts, budgets: Budgets, columns: int) -> tuple[Load, Rows]:
     ), rows
 
 
-@dataclass
 class _Chunk:
     """State of a chunk while its samples are packed. Samples are numbered in the order of the shuffle."""
 
-    load: Load
-    rows: Rows
-    unit: np.ndarray
-    pairs: np.ndarray | None  # int64 [p]
-    prices: Prices | None  # by which columns are levelled
-    all_weights: bool  # as in Budgets
-    microbatches: int  # of a step
-    columns: int
-    max_waiting: int  # samples that may wait
-    longest_wait: int  # steps
-    need: np.ndarray  # float64 [M], microbatches that all samples fill
-    queue: np.ndarray  # int64 [n]: whose first `waiting` are waiting, the oldest first
-    latest: np.ndarray  # int64 [n]: the last microbatch that a sample may wait for
-    microbatch: np.ndarray  # int64 [n]: of each that has one
-    row: np.ndarray  # int64 [p]
-    turn: np.ndarray  # int64 [p]: rows of the queue's head, if nothing better is found
-    inside: np.ndarray  # bool [n]: of the microbatch that is being filled
-    used: np.ndarray  # float64 [M], microbatches filled so far
-    waiting: int = 0
-    following: int = 0  # the first that has not joined the queue
-    current: int = 0  # microbatch
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         parts: Parts,
-        budgets: Budgets,
+        budget: Budgets,
         microbatches: int,
         columns: int,
         pool_steps: float,
         longest_wait: int,
         steps: int,
-    ) -> _Chunk:
-        load, rows = _prepare(parts, budgets, columns)
+    ) -> None:
+        self.load, self.rows = _prepare(parts, budget, columns)
+        self.need = self.load.share.sum(0)  # float64 [M], microbatches that all samples fill
+        self.microbatches = microbatches  # of a step
+        self.longest_wait = longest_wait  # steps
+        self.all_weights = budget.all_weights
+        self.columns = Columns(
+            count=columns,
+            load=self.load,
+            rows=self.rows,
+            unit=units(parts, len(self.need)),
+            pairs=parts.pairs,
+            prices=None if parts.pairs is None else budget.prices,
+            all_weights=budget.all_weights,
+        )
         n = len(parts)
-        need = load.share.sum(0)
-        planned = max(float(need.max(initial=0)), steps * microbatches, 1e-9)
+        planned = max(float(self.need.max(initial=0)), steps * microbatches, 1e-9)
         # n / planned is the mean number of samples of a microbatch, so this many make pool_steps
         # steps.
-        max_waiting = int(min(pool_steps * microbatches * n / planned, n)) + 1
-        return cls(
-            load=load,
-            rows=rows,
-            unit=units(parts, len(need)),
-            pairs=parts.pairs,
-            prices=None if parts.pairs is None else budgets.prices,
-            all_weights=budgets.all_weights,
-            microbatches=microbatches,
-            columns=columns,
-            max_waiting=max_waiting,
-            longest_wait=longest_wait,
-            need=need,
-            queue=np.full(n, -1, np.int64),
-            latest=np.full(n, -1, np.int64),
-            microbatch=np.full(n, -1, np.int64),
-            row=np.full(len(parts.module), -1, np.int64),
-            turn=np.full(len(parts.module), -1, np.int64),
-            inside=np.zeros(n, bool),
-            used=np.zeros(len(need)),
-        )
+        self.max_waiting = int(min(pool_steps * microbatches * n / planned, n)) + 1
+        self.queue = np.full(n, -1, np.int64)  # whose first `waiting` are waiting, the oldest first
+        self.latest = np.full(n, -1, np.int64)  # the last microbatch that a sample may wait for
+        self.microbatch = np.full(n, -1, np.int64)  # of each that has one
+        self.row = np.full(len(parts.module), -1, np.int64)
+        # rows of the queue's head, if nothing better is found
+        self.turn = np.full(len(parts.module), -1, np.int64)
+        self.inside = np.zeros(n, bool)  # of the microbatch that is being filled
+        self.used = np.zeros(len(self.need))  # microbatches filled so far
+        self.waiting = 0
+        self.following = 0  # the first that has not joined the queue
+        self.current = 0  # microbatch
 
     @property
     def per_microbatch(self) -> float:
@@ -302,9 +267,9 @@ class _Chunk:
         Columns of many samples are so alike that they are hardly needed to differ, and full ones
         cost exchanges.
         """
-        if self.columns == 1 or self.per_microbatch < _FEW:
+        if self.columns.count == 1 or self.per_microbatch < _FEW:
             return _EASE
-        per_column = self.per_microbatch / self.columns
+        per_column = self.per_microbatch / self.columns.count
         first, second = (
             min(ease / per_column, limit)
             for ease, limit in zip(_EASE_IN_COLUMNS, _EASE, strict=True)
@@ -313,7 +278,7 @@ class _Chunk:
 
     def _fewest(self, need: float) -> int:
         """Estimate the microbatches of so few whole steps that most likely hold all samples."""
-        columns = self.columns > 1 and self.per_microbatch >= _FEW
+        columns = self.columns.count > 1 and self.per_microbatch >= _FEW
         spare = (_SPARE_IN_COLUMNS if columns else _SPARE) / self.per_microbatch**0.5
         # Long chunks are as full as can be but for their end; in short ones a whole step to spare
         # would be a large part.
@@ -365,7 +330,7 @@ class _Chunk:
         # In microbatches, like `latest`: whoever joins now must leave the queue by then.
         deadline = self.current + self.longest_wait * count
         self.waiting, self.following, head = admit(
-            self.load, self.rows, self.columns, self.queue, self.waiting, self.following,
+            self.load, self.rows, self.columns.count, self.queue, self.waiting, self.following,
             n if last else self.max_waiting, self.current, self.latest, deadline, self.turn,
         )  # fmt: skip
         queue = self.queue[: self.waiting]
@@ -373,7 +338,7 @@ class _Chunk:
         # sample, aim below 0.
         room = Room(
             row_free=np.zeros(self.rows.start[-1], np.int64),
-            free=np.zeros((self.columns, len(goal)), np.int64),
+            free=np.zeros((self.columns.count, len(goal)), np.int64),
             slack=np.ones(len(goal)),
             aim=goal.copy(),
             row=self.row,
@@ -403,63 +368,6 @@ class _Chunk:
         self.waiting = close(queue, self.current, self.load, room, self.microbatch, self.used)
         self.current += 1
 
-    def level(self) -> None:
-        """Exchange samples of each microbatch between its columns so that their attention is as equal as can be."""
-        if self.columns == 1 or self.prices is None:
-            return
-        order = np.argsort(self.microbatch, kind="stable")
-        for chosen in np.split(
-            order, np.searchsorted(self.microbatch[order], np.arange(1, self.current))
-        ):
-            self._level(chosen)
-
-    def sort_columns(self, step: np.ndarray) -> None:
-        """Deal each step's columns to its microbatches by their attention. step: int `[microbatches]`."""
-        if self.columns == 1 or self.prices is None or len(np.unique(step)) == len(step):
-            return
-        modules = len(self.need)
-        module, parts = self.load.module, np.diff(self.load.start)
-        column = (self.row[self.load.start[:-1]] - self.rows.start[LLM]) // self.rows.per_column[
-            LLM
-        ]
-        # Columns of all microbatches are numbered through: with 4, column 1 of microbatch 2 is
-        # number 9.
-        number = self.microbatch * self.columns + column
-        flat = np.repeat(number, parts) * modules + module
-        pairs = np.bincount(flat, self.pairs, len(step) * self.columns * modules)
-        seconds = pairs.reshape(len(step), self.columns, modules) * self.prices.pair
-        place = np.empty(len(step) * self.columns, np.int64)
-        for first, last in itertools.pairwise(
-            [*np.flatnonzero(np.diff(step, prepend=-1)), len(step)]
-        ):
-            begin = first * self.columns
-            place[begin : last * self.columns] = begin + sort_columns(seconds[first:last])
-        self.microbatch, new_column = np.divmod(place[number], self.columns)
-        self.row += np.repeat(new_column - column, parts) * self.rows.per_column[module]
-
-    def _level(self, chosen: np.ndarray) -> None:
-        part, owner = parts_in(chosen, self.load, -1)
-        module = self.load.module[part]
-        first = self.row[self.load.start[chosen]] - self.rows.start[LLM]
-        column = (first // self.rows.per_column[LLM])[owner]
-        start = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(chosen)))])
-        parts = PartArrays(start, module, self.load.length[part], self.pairs[part])
-        levelled = level(
-            parts, column, self.columns, self.rows.per_column, self.rows.length, self.prices
-        )
-        if levelled is column:
-            return
-        if self.rows.per_column.max() == 1:
-            self.row[part] = self.rows.start[module] + levelled
-            return
-        changed = np.isin(
-            levelled, np.concatenate([column, levelled])[np.tile(column != levelled, 2)]
-        )
-        row, _ = to_rows(
-            module[changed], parts.length[changed], levelled[changed], self.rows.per_column
-        )
-        self.row[part[changed]] = self.rows.start[module[changed]] + row
-
     def _take_head(self, chosen: np.ndarray, head: int, room: Room, goal: np.ndarray) -> None:
         """Put the head of the queue in the rows that next-fit has found, then what else was chosen where it fits."""
         room.slack[:] = 1
@@ -479,8 +387,8 @@ class _Chunk:
         """Lay the parts of these samples in rows as evenly as exchanges make it; return whether all fit."""
         # With columns a sample's parts stay together, so samples are placed; else each module's
         # parts by themselves.
-        if self.columns > 1:
-            self._lay_out_columns(chosen, room)
+        if self.columns.count > 1:
+            self.columns.lay_out(chosen, room.row)
         else:
             for k, length in enumerate(self.rows.length):
                 part, _ = parts_in(chosen, self.load, k)
@@ -495,84 +403,6 @@ class _Chunk:
                     polish(size, order, row, full, length)
                 room.row[part] = self.rows.start[k] + row
         return measure(chosen, self.load, self.rows, room)
-
-    def _lay_out_columns(self, chosen: np.ndarray, room: Room) -> None:
-        """Assign samples to blocks of columns, then columns, by all modules; parts longest first to rows."""
-        cost = self.load.total[chosen].astype(np.float64)
-        capacity = self.rows.length * self.rows.per_column
-        block = int(np.clip(_BLOCK[0] * self.columns // max(len(chosen), 1), 8, _BLOCK[1]))
-        begin = np.arange(0, self.columns, block)
-        # Blocks of columns play the part of nodes: 130 columns in blocks of 64 are 64, 64 and 2.
-        size = np.diff(begin, append=self.columns)
-        node = deal_evenly(cost, size, _BLOCKS_ALIKE)
-        mean = node_means(cost, node, size)
-        order = by_leading_encoder(cost, node, mean)
-        start = np.concatenate([[0], np.cumsum(np.bincount(node, minlength=len(size)))])
-        # Up to somewhat below what a column holds: the mean cannot always be reached, nor need it.
-        spare = (
-            ((1 - _CEILING) * np.maximum(capacity - mean, 0)).astype(np.int64)
-            // self.unit
-            * self.unit
-        )
-        # Relative to a column's mean load; below 1 nobody could stay.
-        ceiling = np.maximum((capacity - spare) / mean, 1.0)
-        column = np.zeros(len(chosen), np.int32)
-        reached = balance_nodes(cost, order, start, size, mean, ceiling, 0.0, column)
-        for b in np.flatnonzero(~reached):
-            in_block = order[start[b] : start[b + 1]]
-            relative = cost[in_block] / mean[b]
-            holds = capacity / mean[b]
-            # Where one long sample leaves a column no room for others that fill it, and none has
-            # room to spare, no weight of encoders helps. Samples have to go, fewest where the LLM
-            # counts most.
-            hopeless = holds[LLM] < 1 + _NO_ROOM and relative[:, LLM].max() > _LONG_SAMPLE
-            weights = (
-                _ENCODER_WEIGHTS[-1:] if hopeless and not self.all_weights else _ENCODER_WEIGHTS
-            )
-            column[in_block] = self._less_even(
-                relative, column[in_block], int(size[b]), ceiling[b], holds, weights
-            )
-        part, owner = parts_in(chosen, self.load, -1)
-        module = self.load.module[part]
-        # Columns are numbered inside their block; `begin` makes that the number of all.
-        row = group = (column + begin[node])[owner]
-        if self.rows.per_column.max() > 1:
-            row, _ = to_rows(module, self.load.length[part], group, self.rows.per_column)
-        room.row[part] = self.rows.start[module] + row
-
-    def _less_even(
-        self,
-        relative: np.ndarray,
-        column: np.ndarray,
-        columns: int,
-        ceiling: np.ndarray,
-        capacity: np.ndarray,
-        weights: Sequence[float],
-    ) -> np.ndarray:
-        """Choose the column of each sample where encoders may be less equal: a long text leaves them no room.
-
-        column: that of each where encoders weigh as much as the LLM.
-        """
-
-        def excess_of(load: np.ndarray) -> float:
-            return float(np.maximum(load - np.maximum(capacity, 1.0)[:, None], 0).sum())
-
-        # Kernels run over samples inside phases, so a phase's costs lie side by side.
-        cost = np.ascontiguousarray(relative.T)
-        every = np.arange(len(relative))
-        min_excess = excess_of(np.stack([np.bincount(column, phase, columns) for phase in cost]))
-        weight = np.ones(len(cost))
-        for encoders in weights:
-            if min_excess <= _ROUNDING:
-                break
-            # The LLM's rows stay the strictest, while encoders' unevenness is charged less and
-            # less.
-            weight[LLM + 1 :] = encoders
-            candidate, load = balance(cost, every, np.ones(columns), weight, ceiling, ceiling)
-            if (excess := excess_of(load)) < min_excess:
-                min_excess = excess
-                column = candidate
-        return column
 
 
 def pack_rows(

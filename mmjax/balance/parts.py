@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,11 +78,8 @@ class Parts:
 
     def of_samples(self, samples: np.ndarray) -> np.ndarray:
         """Return the indices of these samples' parts, one sample after the other, int64."""
-        start = self.sample_start
-        count = start[samples + 1] - start[samples]
-        # start [4, 0], count [2, 3] -> [4, 5, 0, 1, 2]: the arange has counted 2 before sample 1,
-        # hence 0 - 2 is added.
-        return np.arange(count.sum()) + np.repeat(start[samples] - np.cumsum(count) + count, count)
+        first = self.sample_start[samples]
+        return ranges(first, self.sample_start[samples + 1] - first)
 
     def take(self, samples: np.ndarray) -> Parts:
         """Select the parts of these samples, in this order."""
@@ -98,13 +94,41 @@ class Parts:
         )
 
 
-def parts_of(samples: Sequence[Sequence[tuple[int, int]]]) -> Parts:
-    """Build Parts from each sample's (module, length) pairs, the LLM's first."""
-    start = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])]).astype(np.int64)
-    module, length = (
-        np.array([pair for sample in samples for pair in sample], np.int64).reshape(-1, 2).T
-    )
-    return Parts(start, module.astype(np.int32), np.ascontiguousarray(length))
+def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Concatenate start, start + 1, .. for `length` each: int64 `[sum of lengths]`.
+
+    One arange runs through all; each range adds what takes its first number to its start:
+
+        start 7, 3 and length 2, 3
+        arange      0  1 | 2  3  4
+        added       7  7 | 1  1  1      7 - 0 and 3 - 2
+        result      7  8 | 3  4  5
+
+    >>> ranges(np.array([7, 3]), np.array([2, 3])).tolist()
+    [7, 8, 3, 4, 5]
+    """
+    return np.arange(length.sum()) + np.repeat(start - np.cumsum(length) + length, length)
+
+
+def offsets_by_key(length: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Sum the lengths before each item that have its key: where it begins if those of a key follow each other.
+
+    length, key: int `[n]`, no key negative. Returns int64 `[n]`.
+
+        length  5 3 4        sorted by key   3 | 5 4
+        key     1 0 1        sum before      0 | 3 8
+                             first of key    0 | 3 3
+                             offset          0 | 0 5
+
+    >>> offsets_by_key(np.array([5, 3, 4]), np.array([1, 0, 1])).tolist()
+    [0, 0, 5]
+    """
+    by_key = np.argsort(key, kind="stable")
+    preceding = np.cumsum(length[by_key]) - length[by_key]
+    first = np.flatnonzero(np.diff(key[by_key], prepend=-1))
+    offset = np.empty(len(key), np.int64)
+    offset[by_key] = preceding - np.repeat(preceding[first], np.diff(first, append=len(key)))
+    return offset
 
 
 def pad_ratio(lengths: np.ndarray) -> np.ndarray:

@@ -46,7 +46,8 @@ from mmjax.data.plan.budget import Budget, prices_of
 from mmjax.data.plan.fit_budget import make_budget
 from mmjax.data.plan.grouping import StepGrouper
 from mmjax.data.plan.length_index import LengthIndex
-from mmjax.data.plan.placement import Balance, MicrobatchPlan, Shape, Topology, waits_of
+from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology, waits_of
+from mmjax.data.plan.placer import Balance
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, lay_out, make_placer
 from mmjax.data.sample import SampleLengths
 from mmjax.parallel.sharding import local_ranks, make_mesh, replicated

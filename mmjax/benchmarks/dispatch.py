@@ -7,16 +7,18 @@ from argparse import Namespace
 import jax
 import numpy as np
 
+from mmjax.balance.exchange import Rearrangement, exchange_tables
+from mmjax.balance.parts import offsets_by_key
 from mmjax.balance.phases import (
     Costs,
     PhasePlan,
     candidate_widths,
+    largest_transfer,
     place_each_phase,
     place_in_order,
     place_jointly,
     wire,
 )
-from mmjax.balance.rearrangement import Rearrangement, rearrange, tables, width
 from mmjax.benchmarks.corpora import costs_of_step, draw_samples, read_phases, steps_options
 from mmjax.benchmarks.harness import Measurement, Options, median_seconds, option, ranks_of_node
 from mmjax.config import MeshConfig
@@ -43,10 +45,7 @@ def run(args: Namespace) -> Measurement:
     plan = _plan(costs, ranks, peers, args.locality)
     peers = ranks if args.locality == "off" else peers
     planned = median_seconds(lambda: _plan(costs, ranks, peers, args.locality))
-    moved = [
-        _rearrange(costs, plan.item_rank, plan.sample_rank, ranks, p)
-        for p in range(1, costs.phases)
-    ]
+    moved = [_rearrange(costs, plan.item_rank, plan.sample_rank, p) for p in range(1, costs.phases)]
     counted = [
         _run_exchange(m, int(w), ranks, peers, args.hidden)
         for m, w in zip(moved, plan.width, strict=True)
@@ -76,12 +75,18 @@ def _plan(costs: Costs, ranks: int, peers: int, locality: str) -> PhasePlan:
 
 
 def _rearrange(
-    costs: Costs, source: np.ndarray, sample_rank: np.ndarray, ranks: int, phase: int
+    costs: Costs, source: np.ndarray, sample_rank: np.ndarray, phase: int
 ) -> Rearrangement:
     """Rearrange one encoder's items from where they are encoded to where their samples are trained on."""
     items = np.flatnonzero(costs.item_phase == phase)
-    return rearrange(
-        costs.item_tokens[items], source[items], sample_rank[costs.item_sample[items]], ranks
+    length, encoded = costs.item_tokens[items], source[items]
+    target = sample_rank[costs.item_sample[items]]
+    return Rearrangement(
+        length=length,
+        source=encoded,
+        source_offset=offsets_by_key(length, encoded),
+        target=target,
+        target_offset=offsets_by_key(length, target),
     )
 
 
@@ -91,9 +96,11 @@ def _two_step_tokens(costs: Costs, ranks: int) -> int:
     in_order = place_in_order(costs, ranks)
     total = 0
     for p in range(1, costs.phases):
-        back = _rearrange(costs, plan.item_rank, in_order.sample_rank, ranks, p)
-        forth = _rearrange(costs, in_order.item_rank, plan.sample_rank, ranks, p)
-        total += ranks * (ranks - 1) * (width(back) + width(forth))
+        back = _rearrange(costs, plan.item_rank, in_order.sample_rank, p)
+        forth = _rearrange(costs, in_order.item_rank, plan.sample_rank, p)
+        for moved in (back, forth):
+            width = largest_transfer(moved.source, moved.target, moved.length, ranks)
+            total += ranks * (ranks - 1) * width
     return total
 
 
@@ -105,27 +112,18 @@ def _run_exchange(moved: Rearrangement, chunk: int, ranks: int, peers: int, hidd
         )
     mesh = make_mesh(MeshConfig(data=ranks), jax.devices()[:ranks])
     size, capacity = (
-        max(int(np.max(end.offset + moved.length, initial=0)), 1)
-        for end in (moved.source, moved.destination)
+        max(int(np.max(offset + moved.length, initial=0)), 1)
+        for offset in (moved.source_offset, moved.target_offset)
     )
     nodes = [range(first, first + peers) for first in range(0, ranks, peers)]
-    exchange_tables = [tables(moved, chunk, capacity, peers=node) for node in nodes]
-    send, gather = (
-        np.concatenate([getattr(t, f) for t in exchange_tables]) for f in ("send", "gather")
-    )
+    tables = [exchange_tables(moved, chunk, capacity, node, node) for node in nodes]
+    send, gather = (np.concatenate(of_nodes) for of_nodes in zip(*tables, strict=True))
     tokens = np.random.default_rng(0).standard_normal((ranks, size, hidden), np.float32)
     program = jax.jit(lambda *arrays: dispatch(*arrays, mesh))
     arrays = jax.device_put((tokens, send, gather), rows_sharding(mesh))
     arrived = np.asarray(program(*arrays))
     expected = np.zeros_like(arrived)
-    for n, source, start, rank, to in zip(
-        moved.length,
-        moved.source.rank,
-        moved.source.offset,
-        moved.destination.rank,
-        moved.destination.offset,
-        strict=True,
-    ):
+    for n, source, start, rank, to in zip(*moved, strict=True):
         expected[rank, to : to + n] = tokens[source, start : start + n]
     if not np.array_equal(arrived, expected):
         raise AssertionError("a token did not arrive where the plan wants it")

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.balance.rearrangement import rearrange
 from mmjax.benchmarks.baselines.nodewise import (
     balance_nodewise,
     inter_node,
@@ -91,7 +90,7 @@ def _solve(
     args: Namespace, length: np.ndarray, start: np.ndarray, baseline: np.ndarray
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Solve once only: it may take all of its time limit, beside which nothing else counts."""
-    tokens = volume(rearrange(length, start, baseline, args.ranks))
+    tokens = volume(length, start, baseline, args.ranks)
     began = time.perf_counter()
     permutation = permute_batches(tokens, args.ranks_per_node, args.time_limit)
     taken = (time.perf_counter() - began) * 1e3

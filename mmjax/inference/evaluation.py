@@ -180,7 +180,7 @@ class Evaluator:
     def compile(self, params: Params) -> None:
         """Compile the programs by running each on its first batch."""
         if self._asked:
-            for _ in self._generator.answer_rows(params, self._questions, [0], spoiled={}):
+            for _ in self._generator.answer_rows(params, self._questions, [0], unreadable={}):
                 pass
         if self._measured:
             for _, batch in self._samples.batches([0], {}):
@@ -207,16 +207,16 @@ class Evaluator:
     def answer(self, params: Params, split: str = "") -> dict[str, Replies]:
         """Answer the questions of a split, or all, greedily; the answers by source, in the order of its samples."""
         numbers = [n for n, (name, _) in enumerate(self._asked) if name.startswith(split)]
-        spoiled = dict[int, str]()
+        unreadable = dict[int, str]()
         answers = dict[int, Answer]()
         with activity(f"answering {split} questions".replace("  ", " "), len(numbers)) as under_way:
             for number, answer in self._generator.answer_rows(
-                params, self._questions, numbers, spoiled=spoiled
+                params, self._questions, numbers, unreadable=unreadable
             ):
                 answers[number] = answer
                 under_way.done = len(answers)
                 self._advance(1)
-        self._note(self._asked, spoiled)
+        self._note(self._asked, unreadable)
         answered: dict[str, list[Answered]] = {
             name: []
             for name, source in self.sources.items()
@@ -241,14 +241,14 @@ class Evaluator:
             if not (samples := list(numbers)):
                 continue
             images = defaultdict[int, list[np.ndarray]](list)
-            spoiled = dict[int, str]()
+            unreadable = dict[int, str]()
             with activity(f"making images of {name}", len(samples)) as under_way:
                 for image in sampler.images(
-                    params, Selection([(source, n) for n in samples]), spoiled
+                    params, Selection([(source, n) for n in samples]), unreadable
                 ):
                     images[samples[image.prompt]].append(image.pixels)
                     under_way.done = len(images)
-            self._note([(name, n) for n in samples], spoiled)
+            self._note([(name, n) for n in samples], unreadable)
             if images:
                 images_by_source[name] = dict(sorted(images.items()))
         return images_by_source
@@ -323,9 +323,9 @@ class Evaluator:
     ) -> Iterator[tuple[str, int, dict[str, float]]]:
         """Yield the source, the number and the sums over tokens of every readable sample, and add to `images`."""
         numbers = [n for n, (name, _) in enumerate(self._measured) if name.startswith(split)]
-        spoiled = dict[int, str]()
+        unreadable = dict[int, str]()
         with activity(f"computing the {split or 'mean'} loss", len(numbers)) as under_way:
-            for number, batch in self._samples.batches(numbers, spoiled):
+            for number, batch in self._samples.batches(numbers, unreadable):
                 values, of_images = jax.device_get(
                     self._losses.run(params, put_rows(batch, self._mesh, self._rules))
                 )
@@ -338,7 +338,7 @@ class Evaluator:
                     images[name] += of_generator
                 under_way.done += int((number >= 0).sum())
                 self._advance(int((number >= 0).sum()))
-        self._note(self._measured, spoiled)
+        self._note(self._measured, unreadable)
 
     def _usable(
         self,
@@ -354,9 +354,9 @@ class Evaluator:
             self._leave_out(name, sample, with_place(source, sample, reason))
         return usable
 
-    def _note(self, samples: Sequence[tuple[str, int]], spoiled: Mapping[int, str]) -> None:
+    def _note(self, samples: Sequence[tuple[str, int]], unreadable: Mapping[int, str]) -> None:
         """Note the samples that turned out unreadable."""
-        for number, reason in spoiled.items():
+        for number, reason in unreadable.items():
             name, sample = samples[number]
             self._leave_out(name, sample, with_place(self.sources[name], sample, reason))
 

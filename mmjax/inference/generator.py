@@ -169,18 +169,18 @@ class Generator:
         prompts: Source,
         numbers: Sequence[int] | None = None,
         every: int = 0,
-        spoiled: dict[int, str] | None = None,
+        unreadable: dict[int, str] | None = None,
     ) -> Iterator[tuple[int, Answer]]:
         """The same as they come, a batch at a time: the place of each in `numbers`, and the answer.
 
         every: give answers that are not finished too, again and again after so many tokens.
-        spoiled: gets the places of prompts that turn out unreadable, and why; without it they are
+        unreadable: gets the places of prompts that turn out unreadable, and why; without it they are
         errors. What is drawn at random depends on the seed and the prompt's number in its source,
         not on what else is asked.
         """
         numbers = range(len(prompts)) if numbers is None else numbers
         rows = self.rows(Selection([(prompts, n) for n in numbers]))
-        yield from self.answer_rows(params, rows, seeds=numbers, every=every, spoiled=spoiled)
+        yield from self.answer_rows(params, rows, seeds=numbers, every=every, unreadable=unreadable)
 
     def rows(self, prompts: Source, groups: Sequence[Sequence[int]] = ()) -> PromptRows:
         """Lay out prompts in rows for this generator; `groups` as in `PromptRows`."""
@@ -200,13 +200,13 @@ class Generator:
         numbers: Sequence[int] | None = None,
         seeds: Sequence[int] | None = None,
         every: int = 0,
-        spoiled: dict[int, str] | None = None,
+        unreadable: dict[int, str] | None = None,
     ) -> Iterator[tuple[int, Answer]]:
         """Yield the answers to prompts laid out by `rows`, or to these of them, with each prompt's number.
 
-        seeds: by prompt, what distinguishes its random draws. every, spoiled: as in `answered`.
+        seeds: by prompt, what distinguishes its random draws. every, unreadable: as in `answered`.
         """
-        for prompt, batch in rows.batches(numbers, spoiled):
+        for prompt, batch in rows.batches(numbers, unreadable):
             seed = np.array(
                 [seeds[n] if seeds is not None and n >= 0 else 0 for n in prompt], np.int32
             )

@@ -83,16 +83,16 @@ class ImageSampler:
         self._sample = jax.jit(self._sampled, out_shardings=replicated(mesh))
 
     def images(
-        self, params: Params, prompts: Source, spoiled: dict[int, str] | None = None
+        self, params: Params, prompts: Source, unreadable: dict[int, str] | None = None
     ) -> Iterator[SampledImage]:
         """Yield the images of all prompts, a batch at a time.
 
-        prompts: samples with places of images to be made. spoiled: gets prompts that cannot be
+        prompts: samples with places of images to be made. unreadable: gets prompts that cannot be
         read, and why; without it they are errors.
         """
         config = self._model.config
         rows = PromptRows(prompts, config, self._topology, 0, self._batch_limits)
-        for _, batch in rows.batches(spoiled=spoiled):
+        for _, batch in rows.batches(unreadable=unreadable):
             latents = jax.device_get(self._sample(params, put_rows(batch, self._mesh, self._rules)))
             for name, patches in latents.items():
                 sampled = list(latents_of_images(config.towers[name], batch.items[name], patches))

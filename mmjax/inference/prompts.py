@@ -21,7 +21,7 @@ from mmjax.config import (
 )
 from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Reader, pack_microbatch
-from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.loading.text_rows import BatchLayout
 from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders
 from mmjax.data.plan.length_index import build_index
@@ -338,7 +338,7 @@ class PromptRows:
         loss: LossConfig = CrossEntropy(),
     ) -> None:
         self._index = build_index({"prompt": prompts}, model.item_modules)
-        self._arrays = Arrays.of(model, loss)
+        self._arrays = BatchLayout.of(model, loss)
         self._max_answer = max_answer
         self._batch_limits = batch_limits or BatchLimits()
         # Items are encoded where their prompt is, so nothing travels.
@@ -377,17 +377,17 @@ class PromptRows:
         return int(self._index.llm_tokens.max(initial=0))
 
     def batches(
-        self, numbers: Sequence[int] | None = None, spoiled: dict[int, str] | None = None
+        self, numbers: Sequence[int] | None = None, unreadable: dict[int, str] | None = None
     ) -> Iterator[tuple[np.ndarray, Microbatch]]:
         """Yield all prompts, or these, with those of similar length together.
 
         With each batch int64 `[rows]`: the prompt in each row, or -1. One that cannot be read goes
-        into `spoiled` with the reason; without that it is a UserError that names it.
+        into `unreadable` with the reason; without that it is a UserError that names it.
         """
         chosen = np.arange(len(self)) if numbers is None else np.asarray(numbers, np.int64)
         for chunk in self._chunks(chosen):
             plan = self._plan(chunk)
-            packed = pack_microbatch(plan, self._arrays, self._reader, spoiled=spoiled)
+            packed = pack_microbatch(plan, self._arrays, self._reader, unreadable=unreadable)
             # In their order, as the columns of a KV cache.
             packed = spread_over_context(packed, plan, self._arrays, balanced=False)
             present = {
@@ -396,7 +396,7 @@ class PromptRows:
                 if np.any(plan.module == k) or (self.one_shape and self.one_shape[1][k])
             }
             prompt = np.full(len(packed.text.token), -1)
-            readable = ~np.isin(chunk.prompts, list(spoiled or ()))
+            readable = ~np.isin(chunk.prompts, list(unreadable or ()))
             prompt[plan.row[plan.part_start[:-1]]] = np.where(readable, chunk.prompts, -1)
             yield (
                 prompt,

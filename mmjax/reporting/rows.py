@@ -225,7 +225,9 @@ class Shower:
         loader = self.replayed.loader
         unreadable: dict[int, str] = {}
         ranks = range(row.rank, row.rank + 1)
-        batch = pack_microbatch(plan, loader.arrays, loader.reader, ranks, None, unreadable).text
+        batch = pack_microbatch(
+            plan, loader.batch_layout, loader.reader, ranks, None, unreadable
+        ).text
         fields = {f: getattr(batch, f)[row.row] for f in TOKEN_FIELDS}
         return TextBatch(**fields, slots={}, send={})
 
@@ -245,9 +247,9 @@ class Shower:
         trained[1:] = (text.weight[:-1] > 0) & (text.sample[1:] == text.sample[:-1])
         colours[trained & used] = self._legend["trained on"]
         for name in self.planned.launch.config.model.item_modules:
-            colours[(text.kind == self.replayed.loader.arrays.bit(name)) & used] = self._legend[
-                name
-            ]
+            colours[(text.kind == self.replayed.loader.batch_layout.bit(name)) & used] = (
+                self._legend[name]
+            )
         return colours
 
     def _strip(self, text: TextBatch, row: PackedRow) -> str:

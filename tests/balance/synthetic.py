@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from mmjax.balance.parts import Parts, parts_of
+from mmjax.balance.exchange import Rearrangement
+from mmjax.balance.parts import Parts, offsets_by_key
 
 LLM, VISION, AUDIO = range(3)
+
+
+def parts_of(samples: Sequence[Sequence[tuple[int, int]]]) -> Parts:
+    """Parts of each sample's (module, length) pairs, the LLM's first."""
+    start = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])]).astype(np.int64)
+    module, length = (
+        np.array([pair for sample in samples for pair in sample], np.int64).reshape(-1, 2).T
+    )
+    return Parts(start, module.astype(np.int32), np.ascontiguousarray(length))
+
+
+def rearrange(length: np.ndarray, source: np.ndarray, target: np.ndarray) -> Rearrangement:
+    """Items that are packed in their order before and after they move."""
+    return Rearrangement(
+        length=length,
+        source=source,
+        source_offset=offsets_by_key(length, source),
+        target=target,
+        target_offset=offsets_by_key(length, target),
+    )
 
 
 def corpus(samples: int, seed: int, wide: bool = False, alignment: int = 4) -> Parts:

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
-from synthetic import corpus
+from synthetic import corpus, parts_of
 
 from mmjax.balance.budgets import fit_budgets
 from mmjax.balance.pack import oversize
-from mmjax.balance.parts import parts_of
 
 
 @pytest.mark.parametrize("wide", [False, True])

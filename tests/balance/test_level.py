@@ -7,8 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from mmjax.balance.level import PartArrays, level, sort_columns
+from mmjax.balance.level import level
 from mmjax.balance.lpt import to_rows
+from mmjax.balance.pack_columns import sort_columns
+from mmjax.balance.parts import Parts
 from mmjax.balance.waits import Prices, least_fullest, wait_share
 
 PRICES = Prices(np.array([4.2, 0.4, 0.2]) / 0.65, np.array([2.4, 1.2, 0.7]) / 1e4 / 0.40)
@@ -16,7 +18,7 @@ PRICES = Prices(np.array([4.2, 0.4, 0.2]) / 0.65, np.array([2.4, 1.2, 0.7]) / 1e
 
 def made(
     kind: str, columns: int, rows: int, seed: int
-) -> tuple[PartArrays, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[Parts, np.ndarray, np.ndarray, np.ndarray]:
     """Samples with one item or none of two encoders, dealt to columns: parts, columns, rows, lengths."""
     rng = np.random.default_rng(seed)
     n = columns * 20
@@ -35,7 +37,7 @@ def made(
     lengths = np.stack([text, image, audio], axis=1)
     sample, module = np.nonzero(lengths)
     start = np.concatenate([[0], np.cumsum(np.bincount(sample))])
-    parts = PartArrays(
+    parts = Parts(
         start, module.astype(np.int32), lengths[sample, module], lengths[sample, module] ** 2
     )
     order = np.argsort(-lengths[:, 0], kind="stable")
@@ -47,7 +49,7 @@ def made(
     return parts, of_part, per_column, np.maximum(fullest, 1) + 8
 
 
-def seconds(parts: PartArrays, column: np.ndarray, columns: int) -> np.ndarray:
+def seconds(parts: Parts, column: np.ndarray, columns: int) -> np.ndarray:
     load = np.zeros((3, columns))
     np.add.at(load, (parts.module, column), parts.pairs * PRICES.pair[parts.module])
     return load
@@ -62,9 +64,9 @@ def test_rows_stay_within_their_length_samples_together_and_the_fullest_column_g
     for seed in range(3):
         parts, column, per_column, length = made(kind, columns, rows, seed)
         levelled = level(parts, column, columns, per_column, length, PRICES)
-        sample = np.repeat(np.arange(len(parts.start) - 1), np.diff(parts.start))
+        sample = np.repeat(np.arange(len(parts.sample_start) - 1), np.diff(parts.sample_start))
         # all parts in one column
-        np.testing.assert_array_equal(levelled, levelled[parts.start[:-1]][sample])
+        np.testing.assert_array_equal(levelled, levelled[parts.sample_start[:-1]][sample])
         assert np.all((levelled >= 0) & (levelled < columns))
         _, fullest = to_rows(parts.module, parts.length, levelled, per_column)
         assert np.all(fullest <= length)
@@ -81,14 +83,14 @@ def test_rows_stay_within_their_length_samples_together_and_the_fullest_column_g
 def test_a_sample_with_an_item_elsewhere_stays_and_counts():
     parts, column, rows, length = made("mixed", 8, 1, 0)
     item = np.flatnonzero(parts.module > 0)[:6]
-    owner = np.searchsorted(parts.start, item, side="right") - 1
+    owner = np.searchsorted(parts.sample_start, item, side="right") - 1
     column = column.copy()
     column[item] = (column[item] + 1) % 8
     length = np.maximum(length, to_rows(parts.module, parts.length, column, rows)[1] + 8)
     levelled = level(parts, column, 8, rows, length, PRICES)
     assert levelled is not column
     for sample in owner:
-        own = slice(*parts.start[sample : sample + 2])
+        own = slice(*parts.sample_start[sample : sample + 2])
         np.testing.assert_array_equal(levelled[own], column[own])
     assert np.all(to_rows(parts.module, parts.length, levelled, rows)[1] <= length)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import corpus
+from synthetic import corpus, parts_of
 
 from mmjax.balance.budgets import Budgets, fit_budgets
 from mmjax.balance.pack import (
@@ -18,7 +18,7 @@ from mmjax.balance.pack import (
     pack,
     pack_rows,
 )
-from mmjax.balance.parts import Parts, dist_ratio, parts_of
+from mmjax.balance.parts import Parts, dist_ratio
 from mmjax.benchmarks.baselines.bounds import rows_lower_bound
 from mmjax.benchmarks.grouping import overdispersion, row_correlation
 
@@ -335,10 +335,10 @@ FIRST_PACKING = """
 import numpy as np
 from numba.core.event import install_recorder
 from numba.extending import is_jitted
-from mmjax.balance import lpt, mask_work, pack_kernels
+from mmjax.balance import lpt, mask_work, pack_kernels, pack_queue
 from mmjax.balance.budgets import Budgets
 from mmjax.balance.pack import pack
-from mmjax.balance.parts import parts_of
+from synthetic import parts_of
 
 lengths = np.random.default_rng(0).integers(1, 24, (400, 3)).tolist()
 parts = parts_of([list(enumerate(sample)) for sample in lengths])
@@ -347,7 +347,8 @@ with install_recorder("numba:compile") as recorder:
     mask_work.block_work(mask_work.Mask(np.zeros(8), np.arange(8), *np.repeat([[0], [1], [1]], 8, 1)), 4)
 compiled = [event.data["dispatcher"].py_func for _, event in recorder.buffer if event.is_start]
 print(len(compiled), sum("unicode" in function.__module__ for function in compiled))
-kernels = [kernel for module in (lpt, mask_work, pack_kernels) for kernel in vars(module).values() if is_jitted(kernel)]
+modules = lpt, mask_work, pack_kernels, pack_queue
+kernels = [kernel for module in modules for kernel in vars(module).values() if is_jitted(kernel)]
 print(*[f"{kernel.__name__}:{len(kernel.signatures)}" for kernel in kernels if len(kernel.signatures) > 1])
 """
 

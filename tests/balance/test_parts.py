@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
+from synthetic import parts_of
 
-from mmjax.balance.parts import Parts, parts_of
+from mmjax.balance.parts import Parts
 
 PARTS = parts_of([[(0, 5)], [(0, 9), (2, 3), (1, 4), (2, 6)], [(0, 2), (1, 8)]])
 

@@ -42,8 +42,9 @@ from mmjax.config import (
 from mmjax.cost.table import parameters
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
-from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.loading.text_rows import BatchLayout
 from mmjax.data.media.image_transforms import prepare_image
+from mmjax.data.plan.grouping import Group
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import Item, Sample, SampleLengths, Source, Text
@@ -182,9 +183,9 @@ def packed_source(model: ModelConfig, source: Source) -> Microbatch:
     config = Config("given", DataConfig(), batch, model, TrainingConfig(1))
     index = build_index({"given": source}, model.encoders)
     planner, _ = make_planner(index, config, [1.0])
-    (plan,) = planner.plan_once(np.arange(len(samples)))
+    (plan,) = planner.placer.place(Group(np.arange(len(samples)), None))
     reader = reader_of({"given": source}, index)
-    return pack_microbatch(plan, Arrays.of(model), reader)
+    return pack_microbatch(plan, BatchLayout.of(model), reader)
 
 
 # logits [t, v] of one sample, expanded

@@ -34,12 +34,14 @@ def drawing(tmp_path):
 
 def test_images_to_be_made_are_not_read(drawing):
     config, source = drawing
-    spoiled: dict[int, str] = {}
+    unreadable: dict[int, str] = {}
     batches = [
         batch
-        for _, batch in PromptRows(source, config.model, Topology(), 0).batches(spoiled=spoiled)
+        for _, batch in PromptRows(source, config.model, Topology(), 0).batches(
+            unreadable=unreadable
+        )
     ]
-    assert not spoiled
+    assert not unreadable
     values = [batch.items["picture"].values for batch in batches]
     assert all(value.dtype == np.float32 and not value.any() for value in values)
     assert (

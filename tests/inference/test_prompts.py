@@ -10,7 +10,7 @@ from mmjax.config import EmbeddedSource
 from mmjax.config.loading import default_config, load
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
-from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.loading.text_rows import BatchLayout
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.sample import BadSample
 from mmjax.data.toy.dataset import EmbeddedDataset
@@ -30,7 +30,7 @@ def alone(source: EmbeddedDataset | QuestionPrompts, sample: int):
     plan = plan_of(
         parts, np.zeros(len(parts.module), np.int32), (256, 512, 512), np.array([sample])
     )
-    return pack_microbatch(plan, Arrays.of(CONFIG.model), reader_of({"it": source}, index))
+    return pack_microbatch(plan, BatchLayout.of(CONFIG.model), reader_of({"it": source}, index))
 
 
 def test_a_prompt_is_packed_as_its_sample_is_in_training_up_to_the_answer():

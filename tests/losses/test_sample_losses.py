@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from mmjax.batch import PADDING
-from mmjax.data.loading.text_rows import Arrays, empty_text
+from mmjax.data.loading.text_rows import BatchLayout, empty_text
 from mmjax.losses.step_losses import MAX_WORST, highest_losses, worst_samples
 
 
 def packed(rng: np.random.Generator, rows: int, length: int, first: int = 0):
     """Rows of samples of random lengths, with random losses, and each sample's mean."""
-    text = empty_text((rows, length), Arrays({}, "causal", 10), {})
+    text = empty_text((rows, length), BatchLayout({}, "causal", 10), {})
     losses, means, owner = np.zeros((rows, length), np.float32), {}, first
     for row in range(rows):
         at = 0

@@ -20,7 +20,7 @@ from mmjax.config.compatibility import Features, check_conflicts
 from mmjax.config.ranges import check_section
 from mmjax.config.validation import check_layout
 from mmjax.cost.table import parameters
-from mmjax.data.loading.text_rows import Arrays, empty_text, stretch, write_sample
+from mmjax.data.loading.text_rows import BatchLayout, empty_text, row_view, write_sample
 from mmjax.data.sample import Sample, Text
 from mmjax.errors import UserError
 from mmjax.kernels.masks import encoder_mask
@@ -293,11 +293,11 @@ def test_what_does_not_read_samples_in_order_is_refused_in_one_line():
         UserError, match=r"model.llm.delta_net.layers names layer \[9\], there are 0 to 5"
     ):
         check_section(replace(model, llm=replace(model.llm, delta_net=net)), "model")
-    arrays = Arrays.of(model)
+    arrays = BatchLayout.of(model)
     text = [Text(np.ones(3, np.int32), np.zeros(3, np.float32), branch) for branch in (0, 1)]
     with pytest.raises(ValueError, match="it has a branch 1, and a gated delta net"):
         write_sample(
-            stretch(empty_text((1, 6), arrays, {}), 0, slice(0, 6)),
+            row_view(empty_text((1, 6), arrays, {}), 0, slice(0, 6)),
             Sample(tuple(text)),
             arrays,
             [],

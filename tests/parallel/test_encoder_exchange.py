@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from synthetic import rearrange
 
-from mmjax.balance.rearrangement import Rearrangement, rearrange, tables, width
+from mmjax.balance.exchange import Rearrangement, exchange_tables
+from mmjax.balance.phases import largest_transfer
 from mmjax.config import MeshConfig
 from mmjax.parallel.encoder_exchange import dispatch
 from mmjax.parallel.sharding import make_mesh, rows_sharding
@@ -20,23 +22,22 @@ def some_rearrangement(seed: int, peers: int = RANKS, share: float = 1.0) -> Rea
     rng = np.random.default_rng(seed)
     length, source = rng.integers(0, 8, 40), rng.integers(0, RANKS, 40)
     away = source // peers * peers + rng.integers(0, peers, 40)
-    return rearrange(length, source, np.where(rng.random(40) < share, away, source), RANKS)
+    return rearrange(length, source, np.where(rng.random(40) < share, away, source))
 
 
 def tables_of(
     moved: Rearrangement, chunk: int, peers: int = RANKS
 ) -> tuple[np.ndarray, np.ndarray]:
-    found = [
-        tables(moved, chunk, CAPACITY, peers=range(k, k + peers)) for k in range(0, RANKS, peers)
-    ]
-    return np.concatenate([t.send for t in found]), np.concatenate([t.gather for t in found])
+    nodes = [range(k, k + peers) for k in range(0, RANKS, peers)]
+    found = [exchange_tables(moved, chunk, CAPACITY, node, node) for node in nodes]
+    return tuple(map(np.concatenate, zip(*found, strict=True)))
 
 
 def moved_by_hand(moved: Rearrangement, tokens: np.ndarray) -> np.ndarray:
     out = np.zeros((RANKS, CAPACITY, HIDDEN), np.float32)
     for i, n in enumerate(moved.length):
-        a, b = moved.source.offset[i], moved.destination.offset[i]
-        out[moved.destination.rank[i], b : b + n] = tokens[moved.source.rank[i], a : a + n]
+        a, b = moved.source_offset[i], moved.target_offset[i]
+        out[moved.target[i], b : b + n] = tokens[moved.source[i], a : a + n]
     return out
 
 
@@ -58,10 +59,8 @@ def test_every_token_arrives_where_the_rearrangement_wants_it_and_its_gradient_c
         (gradient,) = back(put(weight))
         expected = np.zeros_like(TOKENS)
         for i, n in enumerate(moved.length):
-            a, b = moved.source.offset[i], moved.destination.offset[i]
-            expected[moved.source.rank[i], a : a + n] += weight[
-                moved.destination.rank[i], b : b + n
-            ]
+            a, b = moved.source_offset[i], moved.target_offset[i]
+            expected[moved.source[i], a : a + n] += weight[moved.target[i], b : b + n]
         np.testing.assert_array_equal(gradient, expected)
 
 
@@ -85,7 +84,7 @@ def test_there_is_one_all_to_all_forward_and_one_backward_and_no_all_gather():
 
 def test_where_nothing_moves_there_is_no_collective():
     moved = some_rearrangement(0, share=0.0)
-    assert width(moved) == 0
+    assert largest_transfer(moved.source, moved.target, moved.length, RANKS) == 0
     assert set(collectives(*tables_of(moved, 0)).values()) == {0}
 
 

@@ -22,7 +22,8 @@ from mmjax.config import AnyRes, Callbacks, MeshConfig
 from mmjax.config.loading import apply_overrides, find_config, load, resolve_callbacks
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
-from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.loading.text_rows import BatchLayout
+from mmjax.data.plan.grouping import Group
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
@@ -74,8 +75,8 @@ def whole_batch(config, folder):
     sources = open_sources(config, "train", folder)
     index = build_index(sources, config.model.encoders)
     planner, _ = make_planner(index, config, [1.0])
-    (plan,) = planner.plan_once(np.arange(len(index)))
-    return pack_microbatch(plan, Arrays.of(config.model), reader_of(sources, index))
+    (plan,) = planner.placer.place(Group(np.arange(len(index)), None))
+    return pack_microbatch(plan, BatchLayout.of(config.model), reader_of(sources, index))
 
 
 def loaded(config, folder):

@@ -17,6 +17,12 @@ from mmjax.balance.lpt import lpt, polish
 ENDLESS = np.iinfo(np.int64).max // 4  # twice it is a number still
 
 
+def sum_by_key(key: np.ndarray, length: np.ndarray, keys: int) -> np.ndarray:
+    """Sum the lengths that have each key, int64 `[keys]`."""
+    # Float sums of whole numbers are exact up to 2^53.
+    return np.bincount(key, length, keys).astype(np.int64)
+
+
 @njit(cache=True)
 def by_key(order, key, keys):
     """Group the items of `order` by key, each in the same order; group k is items[start[k] : start[k + 1]]."""

@@ -15,8 +15,15 @@ from scipy.optimize import LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import coo_matrix, csr_matrix, hstack, kron, vstack
 
 from mmjax.balance.lpt import longest_first
-from mmjax.balance.rearrangement import Rearrangement, sum_by_key
-from mmjax.benchmarks.baselines.moves import ENDLESS, by_key, even, fill, polish_bins, shed
+from mmjax.benchmarks.baselines.moves import (
+    ENDLESS,
+    by_key,
+    even,
+    fill,
+    polish_bins,
+    shed,
+    sum_by_key,
+)
 
 # Nodes are filled to less than ranks are, since ranks of a full node cannot all be full: parts of
 # the tolerance, tried in this order until the ranks fit.
@@ -326,11 +333,13 @@ class Traffic:
         return int(self.sent.sum())
 
 
-def volume(moved: Rearrangement) -> np.ndarray:
+def volume(
+    length: np.ndarray, source: np.ndarray, destination: np.ndarray, ranks: int
+) -> np.ndarray:
     """Count tokens from rank to rank, int64 `[ranks, ranks]`: V of OrchMLLM section 5.2.2, rows are sources."""
     # Source and destination as one number; int64, since ranks^2 of 50,000 ranks exceeds int32.
-    pair = moved.source.rank.astype(np.int64) * moved.ranks + moved.destination.rank
-    return sum_by_key(pair, moved.length, moved.ranks**2).reshape(moved.ranks, moved.ranks)
+    pair = source.astype(np.int64) * ranks + destination
+    return sum_by_key(pair, length, ranks**2).reshape(ranks, ranks)
 
 
 def inter_node(

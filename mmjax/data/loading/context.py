@@ -13,7 +13,7 @@ from mmjax.balance.mask_work import Mask, block_work, token_order
 from mmjax.balance.sample_blocks import block_samples, distribute_samples
 from mmjax.batch import PADDING, TOKEN_FIELDS, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Encoder
-from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.loading.text_rows import BatchLayout
 from mmjax.data.plan.placement import MicrobatchPlan
 
 MAX_BLOCK = 128  # tokens that stay together: a block of the attention kernel
@@ -36,7 +36,7 @@ def tokens_on_device(encoder: Encoder, rows: int, length: int, peers: int, width
 
 
 def spread_over_context(
-    batch: Microbatch, plan: MicrobatchPlan, arrays: Arrays, balanced: bool = True
+    batch: Microbatch, plan: MicrobatchPlan, layout: BatchLayout, balanced: bool = True
 ) -> Microbatch:
     """Put the tokens of every row in the order of the devices that get them, and plan how encoder tokens reach these.
 
@@ -55,7 +55,7 @@ def spread_over_context(
         orders = [_balanced_order(text, row, context) for row in range(len(text.token))]
         text = _reorder(text, np.array(orders, np.int64).reshape(-1, length))
     slots, spread = dict(text.slots), {}
-    for k, (name, encoder) in enumerate(arrays.encoders.items(), start=1):
+    for k, (name, encoder) in enumerate(layout.encoders.items(), start=1):
         old = text.slots[name]
         indices = old.slot if isinstance(old, WeightedSlots) else old
         sizes = (
@@ -66,7 +66,7 @@ def spread_over_context(
         )
         newline = (
             sizes[2] * sizes[3] + sizes[1] // encoder.positions_per_token
-            if arrays.newline(name)
+            if layout.newline(name)
             else PADDING
         )
         ranks = len(text.send[name]) // context

@@ -6,20 +6,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.balance.parts import LLM
-from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
+from mmjax.balance.exchange import Rearrangement, exchange_tables
+from mmjax.balance.parts import LLM, offsets_by_key
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.data.loading.text_rows import (
-    Arrays,
-    Place,
+    BatchLayout,
+    ItemSlots,
     empty_text,
     llm_tokens,
-    stretch,
+    row_view,
     write_sample,
 )
 from mmjax.data.media.patches import item_input, token_grid
@@ -43,19 +42,19 @@ class Reader:
 
 def pack_microbatch(
     plan: MicrobatchPlan,
-    arrays: Arrays,
+    layout: BatchLayout,
     reader: Reader,
     ranks: range | None = None,
     encoder_ranks: range | Mapping[str, range] | None = None,
-    spoiled: dict[int, str] | None = None,
+    unreadable: dict[int, str] | None = None,
 ) -> Microbatch:
     """Pack the rows of `plan` on these ranks (all), and of items on these encoder ranks (those of the ranks).
 
     encoder_ranks: of all encoders, or by encoder.
 
-    A sample that can't be read, or is not what the length index promised, goes into `spoiled` with
-    the reason; what of it was read stays in its place, and must weigh nothing. Without `spoiled` it
-    is a UserError that names it.
+    A sample that can't be read, or is not what the length index promised, goes into `unreadable`
+    with the reason; what of it was read stays in its place, and must weigh nothing. Without
+    `unreadable` it is a UserError that names it.
     """
     ranks = range(plan.topology.ranks) if ranks is None else ranks
     parts = plan.topology.encoders_per_rank
@@ -63,23 +62,27 @@ def pack_microbatch(
         range(ranks.start * parts, ranks.stop * parts) if encoder_ranks is None else encoder_ranks
     )
     if isinstance(encoder_ranks, range):
-        encoder_ranks = dict.fromkeys(arrays.modules, encoder_ranks)
+        encoder_ranks = dict.fromkeys(layout.modules, encoder_ranks)
     shares = {
         m: _share(encoder_ranks[m], plan.rows[k] // parts)
-        for k, m in enumerate(arrays.modules, start=1)
+        for k, m in enumerate(layout.modules, start=1)
     }
     sent = {
-        encoder: _sent(plan, k, arrays, encoder, ranks)
-        for k, encoder in enumerate(arrays.encoders, start=1)
+        encoder: plan_token_exchange(plan, k, layout, encoder, ranks)
+        for k, encoder in enumerate(layout.encoders, start=1)
     }
     items = {
-        module: _pack_items(plan, k, arrays, module, shares[module], reader, spoiled)
-        for k, module in enumerate(arrays.modules, start=1)
+        module: _pack_items(plan, k, layout, module, shares[module], reader, unreadable)
+        for k, module in enumerate(layout.modules, start=1)
     }
     queries = np.zeros((len(plan.module), 2), np.int64)
-    text = _pack_text(plan, arrays, _share(ranks, plan.rows[LLM]), reader, sent, queries, spoiled)
-    for k, name in enumerate(arrays.generators, start=1 + len(arrays.encoders)):
-        text.send[name], text.condition[name] = _conditions(plan, k, arrays, name, ranks, queries)
+    text = _pack_text(
+        plan, layout, _share(ranks, plan.rows[LLM]), reader, sent, queries, unreadable
+    )
+    for k, name in enumerate(layout.generators, start=1 + len(layout.encoders)):
+        text.send[name], text.condition[name] = plan_condition_exchange(
+            plan, k, layout, name, ranks, queries
+        )
     return Microbatch(text, items)
 
 
@@ -99,118 +102,144 @@ class Sent(NamedTuple):
     newline: int
 
 
-def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks: range) -> Sent:
-    """Plan the all-to-all of one encoder: from where its items are encoded to the rank of their sample."""
-    peers = plan.topology.peers
+def plan_token_exchange(
+    plan: MicrobatchPlan, module: int, layout: BatchLayout, encoder: str, ranks: range
+) -> Sent:
+    """Plan the all-to-all of one encoder: from where its items are encoded to the rank of their sample.
+
+    A device numbers what it can find: the chunks of its peers, then its own rows, each with a
+    newline behind it where the connector has one. With 2 peers, a width of 3, rows of 8 positions
+    at 4 a token and a newline, these are the slots of rank 1, to which rank 0 sends an item of two
+    tokens a, and which has encoded b and c itself:
+
+        slot    0 1 2   3 4 5   6 7   8         9 10  11
+                a a .   . . .   b c   newline   . .   newline
+                rank 0  rank 1  row 0           row 1
+
+    Of `context` devices that are one rank, device d adds d times as many slots as a device has.
+    Devices of one number exchange with each other.
+    """
+    ranks_in_all, peers, context = plan.topology.ranks, plan.topology.peers, plan.topology.context
     width = plan.shape.widths[module - 1]
-    length = plan.shape.lengths[module]
-    group = arrays.encoders[encoder].positions_per_token
-    ranks_in_all, context = plan.topology.ranks, plan.topology.context
+    config = layout.encoders[encoder]
+    per_token = config.positions_per_token
     rows = plan.rows[module] // context  # of each of the devices that a rank is
+    row_tokens = plan.shape.lengths[module] // per_token + config.connector.newline
     items = np.flatnonzero(plan.module == module)
-    tokens = plan.length[items] // group - arrays.encoders[encoder].hidden_tokens
-    rank = plan.rank()
+    tokens = plan.length[items] // per_token - config.hidden_tokens
+    source = plan.rank()[items]
+    target = plan.home_rank()[items]
     device, row = np.divmod(plan.row[items] % plan.rows[module], rows)
-    # Devices of one number exchange with each other: those of number 0 come first, by rank, then
-    # those of number 1.
-    first_of_number = device * ranks_in_all
-    encoded = first_of_number + rank[items]
-    target = first_of_number + rank[plan.part_start[:-1]][plan.sample_of()][items]
-    # With 2 peers of width 3 and rows of 8 positions at 4 a token: slots 0 to 5 arrive, 6 and 7 are
-    # the rank's first row, 8 is its newline (if the connector has one), and the next row begins
-    # behind it.
-    newline = peers * width + length // group
-    row_tokens = length // group + arrays.newline(encoder)
-    first = row * np.int64(row_tokens) + plan.offset[items] // group
-    arrived = pack_places(tokens, target, ranks_in_all * context)
-    moved = Rearrangement(tokens, Places(encoded, first), arrived, ranks_in_all * context)
-    capacity = int((arrived.offset + tokens).max(initial=1))
+    moved = Rearrangement(
+        length=tokens,
+        source=source,
+        source_offset=row * np.int64(row_tokens) + plan.offset[items] // per_token,
+        target=target,
+        target_offset=offsets_by_key(tokens, device * ranks_in_all + target),
+    )
+    capacity = int((moved.target_offset + tokens).max(initial=1))
     slot = np.full(len(plan.module), PADDING, np.int64)
     send = np.full((len(ranks), context, peers, width), PADDING, np.int32)
-    for number, node in product(
-        range(context), range(ranks.start // peers, -(-ranks.stop // peers))
-    ):
-        first_rank = number * ranks_in_all
-        among = range(first_rank + node * peers, first_rank + (node + 1) * peers)
-        mine = range(
-            max(first_rank + ranks.start, among.start), min(first_rank + ranks.stop, among.stop)
-        )
-        exchange = tables(moved, width, capacity, mine, among)
-        local = (target >= mine.start) & (target < mine.stop)
-        slots = exchange.gather[target[local] - mine.start, arrived.offset[local]]
-        slot[items[local]] = number * (peers * width + rows * row_tokens) + slots
-        begin = mine.start - first_rank - ranks.start
-        send[begin : begin + len(mine), number] = exchange.send
-    return Sent(
-        send.reshape(len(ranks) * context, peers, width),
-        slot,
-        newline if arrays.newline(encoder) else PADDING,
-    )
+    for number in range(context):
+        chosen = device == number
+        of_device = Rearrangement._make(field[chosen] for field in moved)
+        for mine, node in _by_node(ranks, peers):
+            local = slice(mine.start - ranks.start, mine.stop - ranks.start)
+            send[local, number], gather = exchange_tables(of_device, width, capacity, mine, node)
+            arrive = (of_device.target >= mine.start) & (of_device.target < mine.stop)
+            slot[items[chosen][arrive]] = (
+                number * (peers * width + rows * row_tokens)
+                + gather[of_device.target[arrive] - mine.start, of_device.target_offset[arrive]]
+            )
+    newline = peers * width + row_tokens - 1 if config.connector.newline else PADDING
+    return Sent(send.reshape(len(ranks) * context, peers, width), slot, newline)
 
 
-def _conditions(
-    plan: MicrobatchPlan, module: int, arrays: Arrays, name: str, ranks: range, queries: np.ndarray
+def plan_condition_exchange(
+    plan: MicrobatchPlan,
+    module: int,
+    layout: BatchLayout,
+    name: str,
+    ranks: range,
+    queries: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Plan the all-to-all of one generator: from where the hidden states of its images' conditions are to its rows.
 
     Of an image these are `text_tokens` positions, or those that its sample has before it, and its
-    queries behind them.
-    queries: int64 `[p, 2]`, as in `_pack_text`. Returns `TextBatch.send` and `TextBatch.condition`.
+    queries behind them. queries: int64 `[p, 2]`, as in `_pack_text`. Returns `TextBatch.send` and
+    `TextBatch.condition`.
+
+    With 2 tokens of text and 2 queries, an image whose queries begin at position 5 of its rank,
+    behind 7 tokens of its sample, has the condition 3 4 5 6; one behind a single token, with
+    queries at 11, has . 10 11 12. Both are on rank 0 and made in rows of one image on rank 1, to
+    which chunks of 8 are sent:
+
+        sent by rank 0        3 4 5 6 . 10 11 12
+        found by rank 1       0 1 2 3   row 0
+                              . 5 6 7   row 1
     """
-    peers, in_all = plan.topology.peers, plan.topology.ranks
+    peers = plan.topology.peers
     width = plan.shape.widths[module - 1]
-    text, count = arrays.generators[name].text_tokens, arrays.generators[name].condition_tokens
-    images = arrays.generators[name].max_images(plan.shape.lengths[module])
+    text, count = layout.generators[name].text_tokens, layout.generators[name].condition_tokens
+    images = layout.generators[name].max_images(plan.shape.lengths[module])
     items = np.flatnonzero(plan.module == module)
-    tokens = np.full(len(items), count, np.int64)
-    rank = plan.rank()
-    home_rank = rank[plan.part_start[:-1]][plan.sample_of()][items]
     # A row's images have as many columns each, in their order.
     row = plan.row[items]
     order = np.lexsort((plan.offset[items], row))
     number = np.empty(len(items), np.int64)
     number[order] = np.arange(len(items)) - np.searchsorted(row[order], row[order])
-    column = (row % plan.rows[module] * images + number) * count
-    # The tables number conditions one image after the other; here is where each of them is among
-    # its rank's positions.
+    # The tables number conditions one image after the other; `position` is where each of them is
+    # among its rank's positions.
+    moved = Rearrangement(
+        length=np.full(len(items), count, np.int64),
+        source=plan.home_rank()[items],
+        source_offset=np.arange(len(items)) * count,
+        target=plan.rank()[items],
+        target_offset=(row % plan.rows[module] * images + number) * count,
+    )
     along = np.arange(-text, count - text)
     first, text_tokens = queries[items].T[..., None]
-    place = np.where(along >= -text_tokens, first + along, PADDING).reshape(-1)
-    numbered = Places(home_rank, np.arange(len(items)) * count)
-    moved = Rearrangement(tokens, numbered, Places(rank[items], column), in_all)
+    position = np.where(along >= -text_tokens, first + along, PADDING).reshape(-1)
     capacity = plan.rows[module] * images * count
     send = np.full((len(ranks), peers, width), PADDING, np.int32)
     condition = np.full((len(ranks), capacity), PADDING, np.int32)
-    for node in range(ranks.start // peers, -(-ranks.stop // peers)):
-        among = range(node * peers, (node + 1) * peers)
-        mine = range(max(ranks.start, among.start), min(ranks.stop, among.stop))
-        exchange = tables(moved, width, capacity, mine, among)
+    received = peers * width
+    for mine, node in _by_node(ranks, peers):
+        sent, gather = exchange_tables(moved, width, capacity, mine, node)
         local = slice(mine.start - ranks.start, mine.stop - ranks.start)
-        send[local] = _at(place, exchange.send)
-        # Behind what arrives of peers come the rank's own.
-        local_place = _at(place, exchange.gather - peers * width)
-        local_place = np.where(local_place >= 0, local_place + peers * width, PADDING)
-        condition[local] = np.where(exchange.gather < peers * width, exchange.gather, local_place)
+        send[local] = _take(position, sent)
+        # Behind what arrives of peers come the rank's own positions.
+        own = _take(position, gather - received)
+        own = np.where(own >= 0, own + received, PADDING)
+        condition[local] = np.where(gather < received, gather, own)
     return send, condition.reshape(len(ranks) * plan.rows[module], images * count)
 
 
-def _at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
+def _by_node(ranks: range, peers: int) -> Iterator[tuple[range, range]]:
+    """Yield these ranks node by node, with all ranks of their node: 2 .. 4 of nodes of 3 are 2 and 3, 4."""
+    for first in range(ranks.start // peers * peers, ranks.stop, peers):
+        node = range(first, first + peers)
+        yield range(max(ranks.start, first), min(ranks.stop, node.stop)), node
+
+
+def _take(values: np.ndarray, index: np.ndarray) -> np.ndarray:
     """Take values by index, PADDING where that is below 0."""
     return np.where(index >= 0, np.append(values, PADDING)[np.maximum(index, -1)], PADDING)
 
 
 @contextmanager
 def _reading(
-    reader: Reader, sample: int, spoiled: dict[int, str] | None, item: str = ""
+    reader: Reader, sample: int, unreadable: dict[int, str] | None, item: str = ""
 ) -> Iterator[None]:
-    """Note that the sample is spoiled when something is wrong with it, or with its item; or raise that, with names."""
+    """Note in `unreadable` what is wrong with the sample or its item; without it raise that, with names."""
     what = f"{item} of sample {reader.name(sample)}" if item else f"sample {reader.name(sample)}"
     try:
         yield
     except (OSError, ValueError) as error:
-        if spoiled is None:
+        if unreadable is None:
             raise UserError(f"{what}: {reader.with_place(sample, error)}") from error
-        spoiled.setdefault(sample, reader.with_place(sample, f"{item}: {error}" if item else error))
+        reason = f"{item}: {error}" if item else error
+        unreadable.setdefault(sample, reader.with_place(sample, reason))
     except Exception as error:
         error.add_note(f"while reading {what}")
         raise
@@ -223,14 +252,14 @@ def _reading(
 def _pack_items(
     plan: MicrobatchPlan,
     module: int,
-    arrays: Arrays,
+    layout: BatchLayout,
     encoder: str,
     share: range,
     reader: Reader,
-    spoiled: dict[int, str] | None,
+    unreadable: dict[int, str] | None,
 ) -> ItemBatch:
     shape = (len(share), plan.shape.lengths[module])
-    values = np.zeros((*shape, arrays.features(encoder)), arrays.dtype(encoder))
+    values = np.zeros((*shape, layout.features(encoder)), layout.dtype(encoder))
     item = np.full(shape, PADDING, np.int32)
     coordinates = np.zeros((*shape, 3), np.int32)
     owner = np.full(shape, PADDING, np.int32)
@@ -248,9 +277,9 @@ def _pack_items(
         span = slice(plan.offset[part], plan.offset[part] + length)
         owner[row, span] = sample
         offset[row, span] = preceding[part] + np.arange(length)
-        with _reading(reader, sample, spoiled, f"item {number} ({encoder})"):
+        with _reading(reader, sample, unreadable, f"item {number} ({encoder})"):
             decoded = reader.item(sample, number)
-            value, place, valid = item_input(arrays.modules[encoder], decoded)
+            value, place, valid = item_input(layout.modules[encoder], decoded)
             if len(value) != length:
                 raise ValueError(
                     f"it has {len(value)} positions where its source's facts() promised {length}"
@@ -280,12 +309,12 @@ def _before_in_sample(plan: MicrobatchPlan, module: int, sample_of: np.ndarray) 
 
 def _pack_text(
     plan: MicrobatchPlan,
-    arrays: Arrays,
+    layout: BatchLayout,
     share: range,
     reader: Reader,
     sent: dict[str, Sent],
     queries: np.ndarray,
-    spoiled: dict[int, str] | None,
+    unreadable: dict[int, str] | None,
 ) -> TextBatch:
     """Pack the text.
 
@@ -293,7 +322,7 @@ def _pack_text(
     positions, and how many positions of its sample are before it.
     """
     batch = empty_text(
-        (len(share), plan.shape.lengths[LLM]), arrays, {e: s.send for e, s in sent.items()}
+        (len(share), plan.shape.lengths[LLM]), layout, {e: s.send for e, s in sent.items()}
     )
     sources = reader.source_of(plan.samples)
     # Samples and items that each row has so far: they number the next sample and its items'
@@ -306,15 +335,15 @@ def _pack_text(
         if not 0 <= row < len(share):
             continue
         span = slice(plan.offset[part], plan.offset[part] + plan.length[part])
-        with _reading(reader, sample, spoiled):
-            places = [_place(plan, arrays, item, sent) for item in range(part + 1, end)]
-            if arrays.axes:
-                places = _with_grids(places, arrays, reader.facts(sample))
+        with _reading(reader, sample, unreadable):
+            places = [_place(plan, layout, item, sent) for item in range(part + 1, end)]
+            if layout.axes:
+                places = _with_grids(places, layout, reader.facts(sample))
             contents = reader.sample(sample)
-            write_sample(stretch(batch, row, span), contents, arrays, places, spans[row])
-            if arrays.generators:
+            write_sample(row_view(batch, row, span), contents, layout, places, spans[row])
+            if layout.generators:
                 begin = row % plan.rows[LLM] * plan.shape.lengths[LLM] + span.start
-                offsets = _item_offsets(contents, arrays, places)
+                offsets = _item_offsets(contents, layout, places)
                 queries[part + 1 : end] = np.stack([begin + offsets, offsets], axis=1)
         batch.sample[row, span] = samples[row]
         batch.source[row, span] = sources[index]
@@ -325,7 +354,7 @@ def _pack_text(
     return batch
 
 
-def _item_offsets(sample: Sample, arrays: Arrays, places: Sequence[Place]) -> np.ndarray:
+def _item_offsets(sample: Sample, layout: BatchLayout, places: Sequence[ItemSlots]) -> np.ndarray:
     """Find where each item of a sample begins among its tokens, int64 `[items]`; 0 where items are arranged."""
     offsets = np.zeros(len(places), np.int64)
     offset = 0
@@ -335,21 +364,25 @@ def _item_offsets(sample: Sample, arrays: Arrays, places: Sequence[Place]) -> np
         offset += (
             len(segment.tokens)
             if isinstance(segment, Text)
-            else llm_tokens(segment, places, arrays)
+            else llm_tokens(segment, places, layout)
         )
     return offsets
 
 
-def _place(plan: MicrobatchPlan, arrays: Arrays, part: int, sent: dict[str, Sent]) -> Place:
-    encoder = list(arrays.modules)[int(plan.module[part]) - 1]
-    if encoder in arrays.generators:
-        return Place(encoder, 0, arrays.generators[encoder].queries)
-    config = arrays.encoders[encoder]
+def _place(
+    plan: MicrobatchPlan, layout: BatchLayout, part: int, sent: dict[str, Sent]
+) -> ItemSlots:
+    encoder = list(layout.modules)[int(plan.module[part]) - 1]
+    if encoder in layout.generators:
+        return ItemSlots(encoder, 0, layout.generators[encoder].queries)
+    config = layout.encoders[encoder]
     tokens = int(plan.length[part]) // config.positions_per_token - config.hidden_tokens
-    return Place(encoder, int(sent[encoder].slot[part]), tokens, sent[encoder].newline)
+    return ItemSlots(encoder, int(sent[encoder].slot[part]), tokens, sent[encoder].newline)
 
 
-def _with_grids(places: Sequence[Place], arrays: Arrays, facts: SampleLengths) -> list[Place]:
+def _with_grids(
+    places: Sequence[ItemSlots], layout: BatchLayout, facts: SampleLengths
+) -> list[ItemSlots]:
     """Give every image's place its grid, by the sizes in its source's facts. ValueError where they have changed."""
     if len(places) != len(facts.items):
         raise ValueError(
@@ -357,7 +390,7 @@ def _with_grids(places: Sequence[Place], arrays: Arrays, facts: SampleLengths) -
         )
     placed = []
     for number, (place, (_, size)) in enumerate(zip(places, facts.items, strict=True)):
-        encoder = arrays.modules[place.encoder]
+        encoder = layout.modules[place.encoder]
         grid = token_grid(encoder, size) if "image" in encoder.media else None
         if grid is not None and math.prod(grid) != place.tokens:
             raise ValueError(

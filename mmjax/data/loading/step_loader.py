@@ -28,7 +28,7 @@ from mmjax.data.loading.batch_hash import (
 )
 from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Reader, pack_microbatch
-from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.loading.text_rows import BatchLayout
 from mmjax.data.plan.budget import PLANNER, Budget
 from mmjax.data.plan.data_change import WHOLE_RUN, Segment
 from mmjax.data.plan.grouping import StepGrouper
@@ -112,13 +112,13 @@ class StepLoader:
             else self.reader
         )
         batches = tuple(
-            pack_microbatch(m, self.arrays, reader, self.ranks, self._held(n)[0], unreadable)
+            pack_microbatch(m, self.batch_layout, reader, self.ranks, self._held(n)[0], unreadable)
             for n, m in enumerate(plan.microbatches)
         )
         useful, moved = zip(*map(self._useful_and_moved, plan.microbatches), strict=True)
         return LoadedStep(
             microbatches=tuple(
-                spread_over_context(b, m, self.arrays)
+                spread_over_context(b, m, self.batch_layout)
                 for b, m in zip(batches, plan.microbatches, strict=True)
             ),
             step=np.int64(step),
@@ -188,8 +188,8 @@ class StepLoader:
         return self.index_folder / f"chunks-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
     @cached_property
-    def arrays(self) -> Arrays:
-        return Arrays.of(self.config.model, self.config.loss)
+    def batch_layout(self) -> BatchLayout:
+        return BatchLayout.of(self.config.model, self.config.loss)
 
     @cached_property
     def reader(self) -> Reader:
@@ -218,7 +218,7 @@ class StepLoader:
         k = int(index.source_of(np.array(sample)))
         # The modules of its items up to this one.
         *preceding, module = index.item_encoder[index.item_start[sample] :][: number + 1].tolist()
-        generator = list(self.arrays.modules)[module]
+        generator = list(self.batch_layout.modules)[module]
         stored = self.stored_latents.get((list(self.sources)[k], generator))
         if stored is None:
             return self.reader.item(sample, number)
@@ -301,10 +301,9 @@ class StepLoader:
     def _useful_and_moved(self, plan: MicrobatchPlan) -> tuple[np.ndarray, np.ndarray]:
         """Count the useful positions of every row, and each encoder's tokens that move, as `LoadedStep` has them."""
         modules = len(plan.rows)
-        rank = plan.rank()
         useful = np.zeros((modules, plan.topology.ranks * max(plan.rows)), np.int64)
         np.add.at(useful, (plan.module, plan.row), self.index.useful(plan.samples))
-        away = rank != rank[plan.part_start[:-1]][plan.sample_of()]
+        away = plan.rank() != plan.home_rank()
         # An item is moved as tokens, of which each takes several positions of the encoder's row.
         tokens = self.index.tokens(plan.samples)
         moved = np.bincount(plan.module[away], tokens[away], modules)[1:].astype(np.int64)

@@ -28,7 +28,7 @@ MAX_MODULES = FIRST_BRANCH_BIT - 1
 
 
 @dataclass(frozen=True)
-class Arrays:
+class BatchLayout:
     """The layout of a batch's arrays: the modules in their order, and how an item's tokens attend in the LLM."""
 
     encoders: dict[str, VisionConfig | AudioConfig]
@@ -41,7 +41,7 @@ class Arrays:
     loss: LossConfig = CrossEntropy()  # which says what a sample's branches must be
 
     @classmethod
-    def of(cls, model: ModelConfig, loss: LossConfig = CrossEntropy()) -> Arrays:
+    def of(cls, model: ModelConfig, loss: LossConfig = CrossEntropy()) -> BatchLayout:
         """Lay out the arrays of a model's batches. Raises UserError where the mask cannot tell its modules apart."""
         if (count := len(model.item_modules)) > MAX_MODULES:
             raise UserError(
@@ -84,7 +84,7 @@ class Arrays:
         return self.rules.bit(module)
 
 
-class Place(NamedTuple):
+class ItemSlots(NamedTuple):
     """The slots from which an item's tokens come."""
 
     encoder: str
@@ -95,7 +95,9 @@ class Place(NamedTuple):
     grid: tuple[int, int, int] | None = None
 
 
-def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarray]) -> TextBatch:
+def empty_text(
+    shape: tuple[int, int], layout: BatchLayout, send: dict[str, np.ndarray]
+) -> TextBatch:
     """Make rows `[R, T]` with nothing in them."""
 
     def full(value: int, *trailing: int) -> np.ndarray:
@@ -108,7 +110,7 @@ def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarra
         token=full(0),
         target=full(0),
         weight=np.zeros(shape, np.float32),
-        position=np.zeros((*shape, arrays.axes) if arrays.axes else shape, np.int32),
+        position=np.zeros((*shape, layout.axes) if layout.axes else shape, np.int32),
         sample=full(PADDING),
         pos=np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
         span=full(0),
@@ -119,17 +121,17 @@ def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarra
         offset=full(0),
         slots={
             name: mixed()
-            if name in arrays.encoders and module.interpolates_tokens
+            if name in layout.encoders and module.interpolates_tokens
             else full(PADDING)
-            for name, module in arrays.modules.items()
+            for name, module in layout.modules.items()
         },
         send=send,
         condition={},
-        loss_inputs={name: np.zeros(shape, np.float32) for name in arrays.loss.inputs},
+        loss_inputs={name: np.zeros(shape, np.float32) for name in layout.loss.inputs},
     )
 
 
-def stretch(batch: TextBatch, row: int, span: slice) -> TextBatch:
+def row_view(batch: TextBatch, row: int, span: slice) -> TextBatch:
     """Return views `[n]` of the part of a row that a sample gets."""
     slots = {}
     for encoder, rows in batch.slots.items():
@@ -143,7 +145,11 @@ def stretch(batch: TextBatch, row: int, span: slice) -> TextBatch:
 
 
 def write_sample(
-    row: TextBatch, sample: Sample, arrays: Arrays, places: Sequence[Place], first_span: int
+    row: TextBatch,
+    sample: Sample,
+    layout: BatchLayout,
+    places: Sequence[ItemSlots],
+    first_span: int,
 ) -> None:
     """Write one sample into its stretch of a row (views `[n]`). ValueError where it isn't what was promised.
 
@@ -157,7 +163,7 @@ def write_sample(
     With `items` "prefix" all that precedes the first trained token is one span, which attends both
     ways (PaliGemma).
     """
-    lengths = _checked_lengths(sample, arrays, places, len(row.token))
+    lengths = _checked_lengths(sample, layout, places, len(row.token))
     position: dict[int, int] = {0: 0}  # of the next token in each branch
     last: dict[int, int] = {}  # index of the last token of each branch
     offset = 0
@@ -169,7 +175,7 @@ def write_sample(
             if isinstance(segment, Item) and segment.part is None
             else None
         )
-        continues = isinstance(segment, Item) and bool(segment.patch and arrays.axes)
+        continues = isinstance(segment, Item) and bool(segment.patch and layout.axes)
         if not continues:  # else it begins where the piece of the video before it did
             begin = position.get(branch, position[0]) if segment.start is None else segment.start
         span = slice(offset, offset + n)
@@ -177,9 +183,9 @@ def write_sample(
         along = np.arange(n)
         if isinstance(segment, Text):
             begin -= segment.back
-            _write_text(row, span, segment, arrays, last.get(branch))
+            _write_text(row, span, segment, layout, last.get(branch))
         else:
-            _write_tokens(row, span, segment, places, arrays, first_span + segment.number + 1)
+            _write_tokens(row, span, segment, places, layout, first_span + segment.number + 1)
             if grid is not None:
                 along = np.stack(np.unravel_index(along, grid), axis=-1)
             elif continues and segment.part:
@@ -189,20 +195,20 @@ def write_sample(
             along[:, TIME] += segment.time
             reached = along.max() if segment.text_after == "time" else reached
         position[branch] = begin + reached + 1
-        row.position[span] = begin + (along[:, None] if arrays.axes and along.ndim == 1 else along)
+        row.position[span] = begin + (along[:, None] if layout.axes and along.ndim == 1 else along)
         offset += n
         if n:
             last[branch] = offset - 1
-    if arrays.items == "prefix":
+    if layout.items == "prefix":
         row.span[: prefix_tokens(sample, lengths)] = first_span + 1
 
 
 def _write_text(
-    row: TextBatch, span: slice, text: Text, arrays: Arrays, previous: int | None
+    row: TextBatch, span: slice, text: Text, layout: BatchLayout, previous: int | None
 ) -> None:
     """Write tokens, whom they see and what they predict. previous: index of the token before them in their branch."""
     row.token[span] = text.tokens
-    row.kind[span], row.sees[span] = arrays.rules.text(text.branch)
+    row.kind[span], row.sees[span] = layout.rules.text(text.branch)
     # Tokens 5, 6, 7 at 10 to 12: 10 predicts 6, 11 predicts 7; 12 has no target unless text of its
     # branch follows.
     predict = slice(span.start, max(span.stop - 1, span.start))
@@ -223,8 +229,8 @@ def _write_tokens(
     row: TextBatch,
     span: slice,
     segment: Item | ArrangedItems,
-    places: Sequence[Place],
-    arrays: Arrays,
+    places: Sequence[ItemSlots],
+    layout: BatchLayout,
     group: int,
 ) -> None:
     """Write items' tokens: their slots, and how they see each other and what is before them. group: their `span`."""
@@ -248,14 +254,16 @@ def _write_tokens(
         into.share[span, : slots.shape[1]] = shares
     else:
         into[span] = slots[:, 0]
-    row.kind[span], row.sees[span], row.span[span] = arrays.rules.item(encoder, group)
+    row.kind[span], row.sees[span], row.span[span] = layout.rules.item(encoder, group)
 
 
 def _items(segment: Item | ArrangedItems) -> int:
     return segment.items if isinstance(segment, ArrangedItems) else 1
 
 
-def llm_tokens(segment: Item | ArrangedItems, places: Sequence[Place], arrays: Arrays) -> int:
+def llm_tokens(
+    segment: Item | ArrangedItems, places: Sequence[ItemSlots], layout: BatchLayout
+) -> int:
     """Count the tokens of the LLM that a segment takes. ValueError where they are arranged as they cannot be."""
     if isinstance(segment, Item):
         return segment.part[1] - segment.part[0] if segment.part else places[segment.number].tokens
@@ -266,14 +274,14 @@ def llm_tokens(segment: Item | ArrangedItems, places: Sequence[Place], arrays: A
         raise ValueError(
             f"its items from {segment.number} on have {have} tokens, and it places those from {first} to {last}"
         )
-    if (token == NEWLINE).any() and not arrays.newline(segment.encoder):
+    if (token == NEWLINE).any() and not layout.newline(segment.encoder):
         raise ValueError(
             f"it places newlines, and connector.newline of {segment.encoder!r} is false"
         )
-    if segment.encoder in arrays.generators:
+    if segment.encoder in layout.generators:
         raise ValueError(f"it arranges tokens of {segment.encoder!r}, which makes images")
     if (
-        not arrays.encoders[segment.encoder].interpolates_tokens
+        not layout.encoders[segment.encoder].interpolates_tokens
         and (token[:, 1:] != NO_TOKEN).any()
     ):
         raise ValueError(
@@ -283,7 +291,7 @@ def llm_tokens(segment: Item | ArrangedItems, places: Sequence[Place], arrays: A
 
 
 def _checked_lengths(
-    sample: Sample, arrays: Arrays, places: Sequence[Place], promised: int
+    sample: Sample, layout: BatchLayout, places: Sequence[ItemSlots], promised: int
 ) -> list[int]:
     """Count segments' tokens. ValueError where the sample isn't what its source's facts() say or can't be written."""
     lengths: list[int] = []
@@ -306,7 +314,7 @@ def _checked_lengths(
                     if placed[number] < places[number].tokens:  # more parts follow
                         continue
                 numbers.append(number)
-            lengths.append(llm_tokens(segment, places, arrays))
+            lengths.append(llm_tokens(segment, places, layout))
             continue
         tokens = segment.tokens
         weights = segment.weights
@@ -315,20 +323,20 @@ def _checked_lengths(
             raise ValueError(
                 f"it has a branch {segment.branch}; the attention mask tells 0 to {MAX_BRANCHES}"
             )
-        if segment.branch and arrays.in_order:
+        if segment.branch and layout.in_order:
             raise ValueError(
                 f"it has a branch {segment.branch}, and a gated delta net (model.llm.delta_net) reads all tokens in "
                 "order; make each branch a sample of its own"
             )
         if len(tokens) != len(weights):
             raise ValueError(f"a text has {len(tokens)} tokens and {len(weights)} loss weights")
-        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < arrays.vocab):
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < layout.vocab):
             raise ValueError(
-                f"a token is {tokens.max()} or {tokens.min()}; model.llm.vocab={arrays.vocab} has no such"
+                f"a token is {tokens.max()} or {tokens.min()}; model.llm.vocab={layout.vocab} has no such"
             )
         if not (np.isfinite(weights).all() and (weights >= 0).all()):
             raise ValueError("a loss weight is negative, NaN or Inf")
-    _check_answers(sample, arrays.loss)
+    _check_answers(sample, layout.loss)
     if sorted(numbers) != list(range(len(places))):
         raise ValueError(
             f"it places the items {numbers}, but its source's facts() have {len(places)}; each goes once"

@@ -303,11 +303,6 @@ class StepGrouper:
                 return count_steps(parts, self.budget.room(), self.batch.microbatches, self.columns)
         return steps_for(samples, self.budget.samples_per_step)
 
-    def steps_of(self, samples: np.ndarray) -> list[list[Group]]:
-        """Plan steps that hold exactly these samples, each once (packed; for evaluation)."""
-        chunk = self._packed(samples, PackGrouping().pool_steps)
-        return [self._microbatches(*chunk.step(k)) for k in range(len(chunk))]
-
     def _microbatches(self, samples: np.ndarray, row: np.ndarray | None) -> list[Group]:
         parts = self.index.parts(samples)
         count = self.batch.microbatches

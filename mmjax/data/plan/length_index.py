@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmjax.balance.parts import LLM, Parts
+from mmjax.balance.parts import LLM, Parts, ranges
 from mmjax.config import DecoderConfig, Tower
 from mmjax.data.media.patches import ItemModules, item_size
 from mmjax.data.plan.attended_pairs import (
@@ -289,13 +289,7 @@ class LengthIndex:
         start = np.concatenate([[0], np.cumsum(items + 1, dtype=np.int64)])
         is_item = np.ones(start[-1], bool)
         is_item[start[:-1]] = False
-        # Samples with items 5, 6 and 9, 10, 11: first = 5, 9 and items = 2, 3, so 0..4 is shifted
-        # by 5, 5, 7, 7, 7.
-        return (
-            start,
-            np.arange(items.sum()) + np.repeat(first - np.cumsum(items) + items, items),
-            is_item,
-        )
+        return start, ranges(first, items), is_item
 
     def fingerprint(self) -> str:
         """Hash everything that decides which samples a step has.

@@ -23,7 +23,8 @@ from mmjax.data.plan.data_change import WHOLE_RUN, Segment
 from mmjax.data.plan.fit_budget import make_budget
 from mmjax.data.plan.grouping import Group, StepGrouper
 from mmjax.data.plan.length_index import LengthIndex
-from mmjax.data.plan.placement import ONE_RANK, Balance, MicrobatchPlan, Placer, Shape, Topology
+from mmjax.data.plan.placement import ONE_RANK, MicrobatchPlan, Shape, Topology
+from mmjax.data.plan.placer import Balance, Placer
 from mmjax.planning.reorder import Reordering, make_reordering
 
 DRY_RUN_STEPS = 512
@@ -287,11 +288,6 @@ class StepPlanner:
             order = self.reordering.order(shapes, np.stack(fullest, axis=1))
             microbatches = tuple(microbatches[number] for number in order)
         return StepPlan(step, microbatches)
-
-    def plan_once(self, samples: np.ndarray) -> list[MicrobatchPlan]:
-        """Plan microbatches that hold exactly these samples, each once (packed; for evaluation)."""
-        groups = [group for step in self.grouper.steps_of(samples) for group in step]
-        return [m for group in groups for m in self.placer.place(group)]
 
 
 def make_planner(

@@ -33,9 +33,10 @@ def packed(tmp_path_factory):
     def batches(topology: Topology) -> list[tuple[Microbatch, Microbatch]]:
         loader = load(random_samples(60, seed=0), tmp_path_factory.mktemp("data"), topology)
         plans = [m for step in range(2) for m in loader.plan(step).microbatches]
-        whole = [pack_microbatch(m, loader.arrays, loader.reader) for m in plans]
+        whole = [pack_microbatch(m, loader.batch_layout, loader.reader) for m in plans]
         return [
-            (b, spread_over_context(b, m, loader.arrays)) for b, m in zip(whole, plans, strict=True)
+            (b, spread_over_context(b, m, loader.batch_layout))
+            for b, m in zip(whole, plans, strict=True)
         ]
 
     return batches

@@ -27,7 +27,7 @@ from mmjax.batch import TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch
 from mmjax.config import NoGrouping, Samples
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
-from mmjax.data.loading.text_rows import FIRST_BRANCH_BIT, MAX_BRANCHES, MAX_MODULES, Arrays
+from mmjax.data.loading.text_rows import FIRST_BRANCH_BIT, MAX_BRANCHES, MAX_MODULES, BatchLayout
 from mmjax.data.media.patches import item_input
 from mmjax.data.plan.placement import MicrobatchPlan, Topology
 from mmjax.data.sample import Item, SampleLengths, Text
@@ -102,7 +102,7 @@ def steps_of(
 ) -> list[tuple[MicrobatchPlan, Microbatch]]:
     loader = load(source, folder, items=items, **changes)
     plans = [m for step in range(8) for m in loader.plan(step).microbatches]
-    return [(m, pack_microbatch(m, loader.arrays, loader.reader)) for m in plans]
+    return [(m, pack_microbatch(m, loader.batch_layout, loader.reader)) for m in plans]
 
 
 @pytest.mark.parametrize("items", ["causal", "bidirectional", "isolated"])
@@ -199,7 +199,7 @@ def test_a_microbatch_without_samples_is_all_padding(tmp_path):
         random_samples(20, seed=5), tmp_path, grouping=NoGrouping(), size=Samples(2), microbatches=8
     )
     batches = [
-        pack_microbatch(m, loader.arrays, loader.reader) for m in loader.plan(0).microbatches
+        pack_microbatch(m, loader.batch_layout, loader.reader) for m in loader.plan(0).microbatches
     ]
     assert len(batches) == 8
     empty = [b for b in batches if np.all(b.text.sample == -1)]
@@ -230,9 +230,9 @@ def test_processes_hold_the_rows_of_one_process_between_them(
     )
     each = topology.ranks // processes
     for plan in (m for step in range(3) for m in loader.plan(step).microbatches):
-        whole = pack_microbatch(plan, loader.arrays, loader.reader)
+        whole = pack_microbatch(plan, loader.batch_layout, loader.reader)
         ranks = [range(p * each, (p + 1) * each) for p in range(processes)]
-        shares = [pack_microbatch(plan, loader.arrays, loader.reader, r) for r in ranks]
+        shares = [pack_microbatch(plan, loader.batch_layout, loader.reader, r) for r in ranks]
         for field in TextBatch._fields:
             if field in TOKEN_FIELDS:
                 joined = np.concatenate([getattr(s.text, field) for s in shares])
@@ -259,7 +259,7 @@ def packed(source: Made, honest: Made | None = None) -> Microbatch:
     parts = index.parts()
     lengths = tuple((np.maximum(parts.totals(3).sum(0), 12) // 12 * 12 + 12).tolist())
     plan = plan_of(parts, np.zeros(len(parts.module), np.int32), lengths, np.arange(len(index)))
-    return pack_microbatch(plan, Arrays.of(made.model), reader_of({"made": source}, index))
+    return pack_microbatch(plan, BatchLayout.of(made.model), reader_of({"made": source}, index))
 
 
 RNG = np.random.default_rng(0)
@@ -361,9 +361,9 @@ def test_as_many_branches_as_the_mask_tells_apart_can_be_packed():
 def test_more_encoders_than_the_mask_tells_apart_are_refused():
     made = config()
     encoders = {f"eye{k}": VISION for k in range(MAX_MODULES + 1)}
-    Arrays.of(replace(made.model, encoders=dict(list(encoders.items())[1:])))
+    BatchLayout.of(replace(made.model, encoders=dict(list(encoders.items())[1:])))
     with pytest.raises(UserError, match=r"model has 12 encoders and generators"):
-        Arrays.of(replace(made.model, encoders=encoders))
+        BatchLayout.of(replace(made.model, encoders=encoders))
 
 
 def test_an_empty_text_between_two_others_changes_nothing():
@@ -393,7 +393,7 @@ def packed_with_axes(source: Made, honest: Made | None = None) -> Microbatch:
     parts = index.parts()
     lengths = tuple((np.maximum(parts.totals(3).sum(0), 12) // 12 * 12 + 12).tolist())
     plan = plan_of(parts, np.zeros(len(parts.module), np.int32), lengths, np.arange(len(index)))
-    return pack_microbatch(plan, Arrays.of(made.model), reader_of({"made": source}, index))
+    return pack_microbatch(plan, BatchLayout.of(made.model), reader_of({"made": source}, index))
 
 
 def test_an_images_tokens_have_its_rows_and_columns_and_text_goes_on_behind_the_longer():

@@ -30,9 +30,10 @@ from mmjax.config import (
 )
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
-from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.loading.text_rows import BatchLayout
 from mmjax.data.media.preparations import any_res
 from mmjax.data.media.token_layout import interpolate_tokens, layout_in_order
+from mmjax.data.plan.grouping import Group
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import NEWLINE, ArrangedItems, Sample, SampleLengths, Text
@@ -152,9 +153,9 @@ def test_tokens_that_are_not_there_cannot_be_placed(token, newline, message, tmp
     sources = {"one": Arranging(arranged)}
     index = build_index(sources, config.model.encoders)
     planner, _ = make_planner(index, config, [1.0])
-    (plan,) = planner.plan_once(np.array([0]))
+    (plan,) = planner.placer.place(Group(np.array([0]), None))
     with pytest.raises(UserError, match=message):
-        pack_microbatch(plan, Arrays.of(config.model), reader_of(sources, index))
+        pack_microbatch(plan, BatchLayout.of(config.model), reader_of(sources, index))
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from mmjax.balance.mask_work import Mask, allowed_keys
 from mmjax.batch import ItemBatch
 from mmjax.config import WhisperMel
 from mmjax.data.loading.packing import pack_microbatch
-from mmjax.data.loading.text_rows import Arrays, empty_text
+from mmjax.data.loading.text_rows import BatchLayout, empty_text
 from mmjax.data.media.patches import item_input
 from mmjax.data.plan.attended_pairs import item_pairs
+from mmjax.data.plan.grouping import Group
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.placement import Topology
 from mmjax.planning.work import useful_work
@@ -32,8 +33,8 @@ def packed(made, source, tmp_path):
     loader = load(source, tmp_path, Topology(), size=replace(made.batch.size, count=len(source)))
     loader = replace(loader, config=made)
     loader.__dict__["sources"] = {"made": source}
-    (plan,) = loader.planner.plan_once(np.arange(len(source)))
-    return pack_microbatch(plan, loader.arrays, loader.reader)
+    (plan,) = loader.planner.placer.place(Group(np.arange(len(source)), None))
+    return pack_microbatch(plan, loader.batch_layout, loader.reader)
 
 
 @pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
@@ -84,7 +85,7 @@ def test_sixteen_answers_attend_a_quarter_of_what_their_length_would():
 def test_items_attend_within_their_windows_and_chunks(name, encoder):
     rng = np.random.default_rng(1)
     model = replace(config().model, encoders={name: encoder})
-    text_batch = empty_text((1, 1), Arrays.of(model), {})
+    text_batch = empty_text((1, 1), BatchLayout.of(model), {})
     for number in range(20):
         made = (
             image(rng, *rng.integers(1, 40, 2))

@@ -116,7 +116,7 @@ def check(source: Made, plan: MicrobatchPlan, batch: Microbatch) -> int:
 
 def microbatches(loader: StepLoader, steps: int) -> list[tuple[MicrobatchPlan, Microbatch]]:
     plans = [m for step in range(steps) for m in loader.plan(step).microbatches]
-    return [(m, pack_microbatch(m, loader.arrays, loader.reader)) for m in plans]
+    return [(m, pack_microbatch(m, loader.batch_layout, loader.reader)) for m in plans]
 
 
 @pytest.mark.covering(2)
@@ -183,7 +183,9 @@ def test_a_sample_spread_over_its_node_comes_back_in_its_own_order(tmp_path):
             plans = planned.placer.place(Group(np.arange(6), None))
             assert sorted(samples_of(plans).tolist()) == list(range(6))
             for plan in plans:
-                moved = check(source, plan, pack_microbatch(plan, loader.arrays, loader.reader))
+                moved = check(
+                    source, plan, pack_microbatch(plan, loader.batch_layout, loader.reader)
+                )
                 assert moved > 0 or 0 not in plan.samples
 
 
@@ -195,7 +197,7 @@ def test_an_empty_microbatch_and_one_of_text_alone_exchange_nothing(topology, tm
     loader = load(source, tmp_path, topology, grouping=NoGrouping(chunk_steps=8), size=Samples(12))
     for samples in (np.zeros(0, np.int64), np.arange(10)):
         (plan,) = loader.planner.placer.place(Group(samples, None))
-        batch = pack_microbatch(plan, loader.arrays, loader.reader)
+        batch = pack_microbatch(plan, loader.batch_layout, loader.reader)
         assert check(source, plan, batch) == 0
         assert sorted(set(batch.text.owner[batch.text.owner >= 0].tolist())) == samples.tolist()
         assert all(

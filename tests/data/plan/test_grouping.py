@@ -197,14 +197,6 @@ def test_without_grouping_every_step_has_the_same_number_of_samples_in_the_order
         assert all(group.row is None for group in step)
 
 
-def test_given_samples_are_grouped_in_rows_each_once():
-    asked = np.random.default_rng(0).permutation(len(some_index()))[:100]
-    steps = grouper(grouping=NoGrouping()).steps_of(asked)
-    assert sorted(np.concatenate([samples_of(step) for step in steps]).tolist()) == sorted(
-        asked.tolist()
-    )
-
-
 # --------------------------------------------------------------------------------------------------
 # over-long
 

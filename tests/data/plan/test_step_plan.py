@@ -25,6 +25,7 @@ from mmjax.config import Config, EmbeddedSource, NoGrouping, PostBalance, Sample
 from mmjax.config.loading import default_config, load
 from mmjax.data.plan.budget import PLANNER
 from mmjax.data.plan.fit_budget import make_budget
+from mmjax.data.plan.grouping import Group
 from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.data.plan.placement import Shape, Topology
 from mmjax.data.plan.step_plan import StepPlan, StepPlanner, make_planner, make_step_planner
@@ -99,9 +100,10 @@ def test_ids_of_a_step_do_not_depend_on_the_shapes_that_may_be_used(topology):
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=SPREAD)
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
-def test_samples_that_are_asked_for_are_planned_once_each(grouping, topology):
+def test_samples_of_any_group_are_placed_once_each(grouping, topology):
     asked = np.random.default_rng(0).permutation(len(some_index()))[:60]
-    plans = one_of_all(grouping, PostBalance(), topology, 1)[0].plan_once(asked)
+    placer = one_of_all(grouping, PostBalance(), topology, 1)[0].placer
+    plans = placer.place(Group(asked, None))
     assert sorted(samples_of(plans).tolist()) == sorted(asked.tolist())
 
 

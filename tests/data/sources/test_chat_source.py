@@ -42,9 +42,10 @@ from mmjax.config.data import FileSource
 from mmjax.config.loading import apply_overrides, from_json, to_json
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import StepLoader, reader_of
-from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.loading.text_rows import BatchLayout
 from mmjax.data.media.decode_clips import decode_clip
 from mmjax.data.plan.attended_pairs import MaskRules, runs_of
+from mmjax.data.plan.grouping import Group
 from mmjax.data.plan.length_index import build_index, cached_index
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.data.plan.step_plan import make_planner
@@ -145,8 +146,8 @@ def test_only_the_answer_and_its_end_train(made):
     config, sources = made
     index, source = build_index(sources, config.model.encoders), sources["chat"]
     planner, _ = make_planner(index, config, [1.0])
-    (plan,) = planner.plan_once(np.arange(6))
-    text = pack_microbatch(plan, Arrays.of(config.model), reader_of(sources, index)).text
+    (plan,) = planner.placer.place(Group(np.arange(6), None))
+    text = pack_microbatch(plan, BatchLayout.of(config.model), reader_of(sources, index)).text
     for i in range(6):
         mine = (text.owner == i) & (text.weight > 0)
         trained = text.target[mine].tolist()
@@ -283,8 +284,8 @@ def test_a_clip_beyond_the_encoders_window_is_several_items_in_turn_or_bad(clips
         Item("audio", k) for k in range(3)
     ]
     planner, _ = make_planner(index, config, [1.0])
-    (plan,) = planner.plan_once(np.arange(4))
-    text = pack_microbatch(plan, Arrays.of(config.model), reader_of(sources, index)).text
+    (plan,) = planner.placer.place(Group(np.arange(4), None))
+    text = pack_microbatch(plan, BatchLayout.of(config.model), reader_of(sources, index)).text
     for i in range(4):
         assert (text.slots["audio"][text.owner == i] >= 0).sum() == index.item_tokens[
             index.item_start[i] : index.item_start[i + 1]

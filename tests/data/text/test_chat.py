@@ -48,7 +48,7 @@ from mmjax.config import (
 )
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
-from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.loading.text_rows import BatchLayout
 from mmjax.data.media.image_transforms import prepared_sizes
 from mmjax.data.media.patches import item_size
 from mmjax.data.media.preparations import before_encoder, pan_and_scan
@@ -680,7 +680,9 @@ def test_packed_samples_predict_exactly_what_trains(tmp_path: Path) -> None:
     plan = plan_of(parts, np.zeros(len(parts.module), np.int64), lengths, np.arange(2))
     encoders = config().model.encoders
     packed = pack_microbatch(
-        plan, Arrays(encoders, "causal", len(chat.tokenizer)), reader_of({"made": source}, index)
+        plan,
+        BatchLayout(encoders, "causal", len(chat.tokenizer)),
+        reader_of({"made": source}, index),
     )
     predicted = packed.text.weight > 0
     expected = [[i for i, w in zip(*flat(s, [1] * 3), strict=True) if w] for s in samples]
