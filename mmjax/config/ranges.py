@@ -1,7 +1,8 @@
 """Ranges of single values of a config, written in the types of their fields, and the walk that checks them.
 
-A field of the type `Annotated[int, at_least(1), at_most(4096)]` has that range. Types without
-extras, which are all that `mmjax.config.codec` reads, leave it out.
+A field of the type `Annotated[int, at_least(1), at_most(4096)]` has that range. Only this module
+sees it: to JSON, overrides and help, which read types by `mmjax.config.codec.field_hints`, it is an
+int.
 """
 
 from __future__ import annotations

@@ -28,33 +28,23 @@ EXPERTS = " ".join(
     f"model.llm.experts.{key}={value}"
     for key, value in {"layers": 1, "count": 4, "per_token": 2, "width": 32}.items()
 )
-# A config and settings that have both features of a conflict, and what is in its error; two have
+# A config and settings that have both features of a conflict, and the key of its error; two have
 # tests of their own.
 BOTH = [
-    (
-        "tiny_dpo",
-        "model.encoders.vision.dropout=0.1",
-        "loss=dpo does not work with model.encoders.vision.dropout",
-    ),
-    ("tiny_dpo", DELTA_NET, "loss=dpo does not work with model.llm.delta_net"),
-    ("tiny_dpo", "model.llm.items=prefix", "loss=dpo does not work with model.llm.items=prefix"),
-    ("tiny_vlm", f"{DELTA_NET} model.llm.items=isolated", "use model.llm.items=causal"),
-    ("tiny_vlm", f"{DELTA_NET} mesh.context=2", "use mesh.context=1"),
-    (
-        "tiny_vlm",
-        "model.llm.layers=3 model.llm.fp8=linears mesh.tensor=2",
-        "would cut its products; use mesh.tensor=1",
-    ),
-    ("tiny_vlm", f"{EXPERTS} model.llm.quantize=int8 model.llm.frozen=true", "use quantize=none"),
-    ("mllm_9b", "model.lora.all.layers=picture.*", "is a UNet, whose blocks take no adapters"),
+    ("tiny_dpo", "model.encoders.vision.dropout=0.1", "model.encoders.vision.dropout"),
+    ("tiny_dpo", DELTA_NET, "model.llm.delta_net"),
+    ("tiny_dpo", "model.llm.items=prefix", "model.llm.items"),
+    ("tiny_vlm", f"{DELTA_NET} model.llm.items=isolated", "model.llm.items"),
+    ("tiny_vlm", f"{DELTA_NET} mesh.context=2", "mesh.context"),
+    ("tiny_vlm", "model.llm.layers=3 model.llm.fp8=linears mesh.tensor=2", "model.llm.fp8"),
+    ("tiny_vlm", f"{EXPERTS} model.llm.quantize=int8 model.llm.frozen=true", "model.llm.quantize"),
+    ("mllm_9b", "model.lora.all.layers=picture.*", "model.lora.all.layers"),
 ]
 
 
-@pytest.mark.parametrize(("config", "words", "error"), BOTH, ids=[words for _, words, _ in BOTH])
-def test_a_config_with_both_features_is_refused_by_key_and_remedy(
-    config: str, words: str, error: str
-) -> None:
-    with pytest.raises(UserError, match=re.escape(error)):
+@pytest.mark.parametrize(("config", "words", "key"), BOTH, ids=[words for _, words, _ in BOTH])
+def test_a_config_with_both_features_is_refused_by_key(config: str, words: str, key: str) -> None:
+    with pytest.raises(UserError, match=re.escape(key)):
         load(find_config(config), words.split())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from commands import TINY_MEDIA
 
 from mmjax.config import LoraConfig
@@ -16,11 +15,8 @@ from mmjax.config.model import (
     quantized_layers,
 )
 from mmjax.cost.table import parameters
-from mmjax.errors import UserError
 
 FROZEN = ["model.lora.a.layers=llm.*"]
-TRAINED = [*FROZEN, "model.lora.a.base=trained"]
-EXPERTS = [f"model.llm.experts.{key}" for key in ("layers=0", "count=4", "per_token=2", "width=64")]
 
 
 def with_lora(*words: str):
@@ -65,67 +61,6 @@ def test_adapters_are_as_large_as_their_rank_and_layers_say():
 def test_the_scale_is_alpha_over_the_rank_or_its_root():
     assert lora_scale(LoraConfig(("*",), 16, 8.0)) == 0.5
     assert lora_scale(LoraConfig(("*",), 16, 8.0, "sqrt_rank")) == 2.0
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["model.lora.a.rank=4"], "missing key 'model.lora.a.layers'"),
-        (["model.lora.a.layers=()"], "model.lora.a.layers is empty; give patterns"),
-        (
-            ["model.lora.a.layers=llm.layers.3.*"],
-            r"matches no linear layer .* write \* for their number",
-        ),
-        (
-            ["model.lora.a.layers=llm.*", "model.lora.b.layers=*.query"],
-            "query has model.lora.a already; keep one",
-        ),
-        (
-            ["model.lora.a.layers=llm.*", "model.lora.a.rank=999"],
-            "model.lora.a.rank=999: .* channels",
-        ),
-        (
-            ["model.lora.a.layers=llm.*", "model.lora.a.rank=0"],
-            "model.lora.a.rank=0: must be at least 1",
-        ),
-        (
-            ["model.lora.a.layers=llm.*", "model.lora.a.alpha=0"],
-            "model.lora.a.alpha=0.0: must be more than 0",
-        ),
-        (["optimizer.modules.llm.lora.learning_rate=1"], "there is no module 'llm.lora'"),
-    ],
-)
-def test_adapters_that_cannot_be_meant_are_refused_by_key(words, message):
-    with pytest.raises(UserError, match=message):
-        load(TINY_MEDIA, words)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["model.llm.quantize=int8"],
-            r"model\.llm\.quantize=int8: .* not trained; set model\.llm\.frozen=true, or give",
-        ),
-        (
-            ["model.llm.quantize=int8", *TRAINED],
-            r"model\.llm\.quantize=int8: quantised weights are not trained",
-        ),
-        (["model.encoders.vision.quantize=nf4"], r"set model\.encoders\.vision\.frozen=true"),
-        (
-            ["model.llm.quantize=fp4"],
-            r"model\.llm\.quantize: got .fp4.; expected one of none, int8, nf4",
-        ),
-        (
-            [*FROZEN, "model.llm.quantize=nf4"],
-            r"nf4: llm\S+query has 32 inputs, and 64 share a scale; use quantize=int8",
-        ),
-        ([*FROZEN, "model.llm.quantize=nf4", *EXPERTS], r"quantize=nf4: the matrices of experts"),
-    ],
-)
-def test_weights_that_cannot_be_quantised_are_refused_by_key(words, message):
-    with pytest.raises(UserError, match=message):
-        load(TINY_MEDIA, words)
 
 
 def test_all_matrices_of_a_towers_layers_are_quantised_and_no_others():
