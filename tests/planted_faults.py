@@ -323,7 +323,7 @@ FAULTS = (
     Fault(
         "the losses of all tokens on every device",
         "losses/step_losses.py",
-        "over = PartitionSpec(on.rules.rows)",
+        "over = PartitionSpec(current.rules.rows)",
         "over = PartitionSpec()",
         (
             "runtime/test_collectives.py::"

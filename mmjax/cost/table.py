@@ -22,7 +22,7 @@ from mmjax.config.model import with_changes
 from mmjax.cost.rates import Cost, Ends, ModuleParameters, SameModel, TowerTrace
 from mmjax.disk import read_sealed, user_cache, write_sealed
 
-# of mmjax, that traces depend on
+# files and folders of mmjax that traces depend on: a change in one makes the user's cache void
 SOURCES = "batch.py", "config", "cost", "kernels", "models", "parallel"
 _known: dict[str, Any] = {}
 
@@ -33,7 +33,11 @@ def ends(tower: TowerTrace) -> Ends:
 
 
 def layer(tower: TowerTrace, number: int, policy: Remat, unscanned: bool = False) -> Cost:
-    """Return the costs of a layer of a tower. unscanned: of the first one, with what nothing before it has trained."""
+    """Return the costs of a layer of a tower.
+
+    unscanned: of the first layer by itself, whose input needs no gradient where nothing before it
+    is trained; in a scan all layers compute one.
+    """
     return _cost(
         f"layer {number} {policy} {unscanned} {tower.text}",
         lambda trace: trace.layer(tower, number, policy, unscanned),
@@ -68,7 +72,7 @@ def _module_parameters(same: SameModel) -> dict[str, ModuleParameters]:
 
 
 def encoding(model: ModelConfig, generator: str) -> Cost:
-    """Return the costs of encoding an image of a generator by its VAE in the step, each a position."""
+    """Return the costs, per position, of encoding a generator's images by its VAE in the step."""
     return _cost(f"encoding {generator} {model}", lambda trace: trace.encoding(model, generator))
 
 

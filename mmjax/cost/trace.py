@@ -44,7 +44,9 @@ from mmjax.models.model import Model, merge, parameter_group, partition, towers_
 from mmjax.models.multimodal import MultimodalModel
 from mmjax.parallel.sharding import for_no_platform
 
-MANY = 997  # layers of the stack that stands for a tower's
+# Layers of the stack that stands for a tower's: a prime, so that no other scan of a model has this
+# length, and `_saved_arrays` finds the scan over layers by it.
+MANY = 997
 
 
 def trace_passes(function: Callable[[Any, Any], tuple[Any, Any]], trained: Any, rest: Any) -> Any:
@@ -178,6 +180,8 @@ class _Tower:
             inputs = inputs._replace(x=trained.get("x", inputs.x))
             return _before(self.model.module(merge(params, trained["params"])), self.name, inputs)
 
+        # An array has a gradient where it depends on a trained input: dead-code elimination of all
+        # outputs but this one tells which inputs are still used, the trained ones first.
         program, passed = jax.make_jaxpr(before, return_shape=True)(
             trained, (self.model.abstract, self.inputs)
         )
@@ -240,7 +244,8 @@ class _Tower:
             with jax.named_scope("entry"):
                 x, context = _before(module, self.name, inputs)
             passed = jax.tree.leaves((x, context))
-            # In the layers' place: their output depends on all that they get.
+            # Sums stand in for the layers: their output depends on all that they get, so gradients
+            # reach each of these arrays.
             x = x + trained.get("passed", 0)
             for array, reached in zip(passed[1:], self.reached[1:], strict=True):
                 x = x + array.sum().astype(x.dtype) if reached else x
@@ -249,6 +254,7 @@ class _Tower:
         program = trace_passes(around, trained, (self.model.abstract, self.inputs))
         operations: dict[str, list[Operations]] = {"connector": [], "entry": [], "": []}
         for x in list_operations(program):
+            # The first that its scope names; "", which every scope holds, takes the rest.
             operations[next(part for part in operations if part in x.scope)].append(x)
         kinds = self.kinds() if self.layers is not None else ()
         return Ends(
@@ -279,6 +285,7 @@ class _Tower:
         run, name = next((run, name) for run, name in parts if number in run.parts[name])
         layers = 1 if unscanned else MANY
         leaves, trained_paths = self._layer_leaves(name)
+        # Parameters of one layer [...] become those of a stack [MANY, ...] of layers like it.
         stacked = {
             path: leaf if unscanned else jax.ShapeDtypeStruct((MANY, *leaf.shape), leaf.dtype)
             for path, leaf in leaves.items()
@@ -292,6 +299,8 @@ class _Tower:
         }
         graph = nnx.graphdef(self.layers.runs[name])
         stack = LayerStack(0, layers, policy)
+        # (True,): all layers have windows. (False, True): every other one stands for a mixture, which
+        # a scan computes with both masks stacked, whatever the proportion.
         windows = self._windows(run)
         windowed = tuple(range(0, layers, len(windows))) if True in windows else ()
 
@@ -309,6 +318,7 @@ class _Tower:
         program = trace_passes(of_layers, trained, (stacked, self.passed))
         cost = count_cost(list_operations(program), self.row, self._unit, layers)
         for saved in _saved_arrays(program):
+            # [MANY, ...]: of one layer, in bytes for each unit of what it grows with.
             unit, rate = self.row.rate_of(saved.size // MANY, "positions")
             rates = cost.host if "host" in str(saved.memory_space).lower() else cost.device
             rates[UNITS.index(unit)] += rate * saved.dtype.itemsize
@@ -346,6 +356,7 @@ _towers: dict[str, _Tower] = {}
 
 
 def _cached_tower(key: TowerTrace) -> _Tower:
+    """Build a tower to trace, or return one of the last 8, which its other layers are traced on too."""
     text = key.text
     if text not in _towers:
         while len(_towers) >= 8:
@@ -362,8 +373,8 @@ def module_parameters(model: ModelConfig) -> dict[str, ModuleParameters]:
     counts: dict[str, np.ndarray] = {}
     for path, leaf in nnx.traversals.flatten_mapping(built.abstract).items():
         in_layers = "runs" in path
-        # The inputs of a matrix have a name; the rows of a table, and the taps of a filter, have
-        # none.
+        # A matrix is [..., inputs, outputs], and its inputs have a logical axis; the rows of a table
+        # and the taps of a filter have none.
         is_matrix = len(axes[path]) > 1 and axes[path][-2] is not None
         counted = [
             True,

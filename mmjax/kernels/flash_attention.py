@@ -143,6 +143,7 @@ def _pad(x: Array, length: int) -> Array:
 
 
 def _padded(length: int, tiles: KernelTiles) -> int:
+    # To whole blocks of all three kernels: tiles of 128 x 64 and 64 x 64 pad 1,000 tokens to 1,024.
     block = math.lcm(*(size for t in tiles for size in (t.q, t.k)))
     return -(-length // block) * block
 
@@ -178,12 +179,15 @@ def _capped(products: Array, scores: Scores) -> tuple[Array, Array | None]:
     """Turn dot products into scores in units of log 2, and into d score / d scaled product where that is not 1."""
     if not scores.cap:
         return products * (scores.scale * _LOG2_E), None
-    bent = jnp.tanh(products * (scores.scale / scores.cap))
-    return bent * (scores.cap * _LOG2_E), 1 - bent * bent
+    # score = cap * tanh(scaled / cap), whose derivative by `scaled` is 1 - tanh^2.
+    tanh = jnp.tanh(products * (scores.scale / scores.cap))
+    return tanh * (scores.cap * _LOG2_E), 1 - tanh * tanh
 
 
 def _visit(count: Any, body: Callable[[bool, Array, Any], Any], carry: Any) -> Any:
     """Fold `body(masked, step, carry)` over the pairs allowed as a whole, then over those allowed in part."""
+    # `order` lists the blocks by class (`BlockLists.of`), so steps 0 .. count[0] - 1 need no mask and
+    # count[0] .. count[1] - 1 do. Two loops, so that only the second loads masks.
     carry = lax.fori_loop(0, count[0], partial(body, False), carry)
     return lax.fori_loop(count[0], count[1], partial(body, True), carry)
 
@@ -208,6 +212,8 @@ def _forward_kernel(
     q = load(q_ref)
     q_mask = _tokens(q_fields, pl.program_id(0) * tiles.q, tiles.q)
 
+    # Online softmax. After some blocks of keys: row_max = m, the largest score so far, total = sum of
+    # 2^(s - m), out = sum of 2^(s - m) v. A new block raises m, so both sums shrink by 2^(m - m').
     def body(
         masked: bool, step: Array, carry: tuple[Array, Array, Array]
     ) -> tuple[Array, Array, Array]:
@@ -232,6 +238,7 @@ def _forward_kernel(
         jnp.zeros(tiles.q, jnp.float32),
     )
     out, row_max, total = _visit(count, body, start)
+    # A query that attends nothing has total 0, output 0 / 1 and row_max -inf, which its lse then is.
     total = jnp.where(total > 0, total, 1.0)
     store(out_ref, out / total[:, None])
     pltriton.store(lse_ref, row_max + jnp.log2(total))
@@ -254,6 +261,8 @@ def _d_query_kernel(
         start = order[step] * tiles.k
         k = load(k_ref.at[pl.ds(start, tiles.k), :])
         s, slope = _capped(_dot(q, k.T), scores)
+        # The softmax itself, by the saved log of its sum. A query that attends nothing has lse -inf
+        # and weights inf here, but is in masked pairs alone, where 0 takes their place.
         weights = jnp.exp2(s - lse[:, None])
         if masked:
             weights = jnp.where(allowed(q_mask, _tokens(k_fields, start, tiles.k)), weights, 0.0)
@@ -279,6 +288,7 @@ def _d_key_kernel(
     v = load(v_ref)
     k_mask = _tokens(k_fields, pl.program_id(0) * tiles.k, tiles.k)
 
+    # A program of a key head folds over all its query heads: no other program adds to its gradients.
     def of_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         def body(masked: bool, step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             d_k, d_v = carry

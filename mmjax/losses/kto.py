@@ -53,6 +53,7 @@ def token_losses(
     values = {}
     if config.loss_type == "kto":
         other_log_prob, count = of_others
+        # Each of a sample's n mismatched tokens counts 1 / n, so all of them count as one sample.
         samples = jnp.where(mismatched, 1 / jnp.maximum(count, 1), 0.0).sum()
         kl = jnp.where(mismatched, ratios, 0.0).sum() / jnp.maximum(samples, 1)
         kl = jax.lax.stop_gradient(jnp.maximum(kl, 0.0))

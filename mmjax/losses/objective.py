@@ -75,6 +75,7 @@ class TextObjective:
         """Compute the whole model's outputs, and every token's weighted loss `[R, T]`."""
         stage = Stage.whole(self.model)
         values, seed, reference = self.run(stage, params, {}, batch, noise)
+        # Gradients that scans accumulate reach the loss through `seed` (`Stage.run`).
         outputs = stage.operands(values, seed)
         return outputs, *self.token_losses(outputs, batch.text, reference)
 
@@ -105,6 +106,9 @@ class TextObjective:
         """
         if self.reference is None:
             return *stage.run(params, inputs, batch, noise, accumulators), None
+        # Three runs: `once`, of encoders without adapters, whose tokens both passes read; `twice`
+        # with the adapters; and its towers again without, from the same parameters less the
+        # adapters'. The last one's values leave the stage under names of their own.
         once, twice = stage.split({*self.model.config.encoders} - self.repeated)
         reference = twice.of(self.reference)
         frozen = restrict(params, self.reference.abstract)
@@ -128,6 +132,7 @@ class TextObjective:
         """Compute every token's weighted loss and measures, float32 `[R, T]`, 0 where its weight is."""
         if not self.loss.is_branched:
             return self._cross_entropy(outputs, text), {}
+        # Answers are compared by plain log-probabilities: weights come in at the very end.
         trained = text.weight > 0
         ones = text._replace(weight=trained.astype(jnp.float32))
         log_probs = -self._cross_entropy(outputs, ones)

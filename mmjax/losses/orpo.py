@@ -34,6 +34,7 @@ def token_losses(
     """
     trained = (text.weight > 0).astype(jnp.float32)
     answers = text.kind == CHOSEN, text.kind == REJECTED
+    # In order: log-probabilities of the chosen and the rejected answer, then their token counts.
     sums = sample_totals(
         [jnp.where(answer, x, 0.0) for x in (log_probs, trained) for answer in answers], text
     )
@@ -57,5 +58,6 @@ def token_losses(
 
 
 def _log_odds(log_prob: jax.Array) -> jax.Array:
+    # log(p / (1 - p)) with p = e^x. expm1, since 1 - e^x cancels where p is nearly 1.
     log_prob = jnp.minimum(log_prob, _MAX_LOG_PROB)
     return log_prob - jnp.log(-jnp.expm1(log_prob))

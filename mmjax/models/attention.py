@@ -123,7 +123,7 @@ def plan_attention(
 def _tiles(
     head_width: int, length: int, dtype: jnp.dtype, max_block: int, in_pieces: bool
 ) -> KernelTiles:
-    """Choose the kernel's tiles for rows of this length, or for one device's part of them."""
+    """Choose the kernel's tiles for rows of this length; in_pieces: for one device's part of them."""
     length = length // active().mesh.shape[CONTEXT] if in_pieces else length
     return tiles_for(head_width, length, max_block, jnp.dtype(dtype).itemsize)
 
@@ -141,11 +141,10 @@ def attention(
 ) -> Float[Array, "b t n h"]:
     """Compute self-attention of `n` query heads over `m` key-value heads (n a multiple of m).
 
-    A query that may attend nothing gets 0. plan: of `plan_attention` for the same dtype and
-    `max_block`, else it is A query that may attend nothing gets 0. plan: of `plan_attention` for
-    the same dtype and `max_block`, else it is made here. `flash` runs as a kernel on GPUs, on
-    Hopper as one of its own, and interpreted elsewhere. Where keys arrive over the context axis,
-    `dense` is `blockwise`. Raises ValueError for an unknown backend, and where m does not divide n.
+    A query that may attend nothing gets 0. plan: that of `plan_attention` for the same dtype and
+    `max_block`, else it is made here. `flash` runs as a kernel on GPUs, on Hopper as one of its
+    own, and interpreted elsewhere. Where keys arrive over the context axis, `dense` is `blockwise`.
+    Raises ValueError for an unknown backend, and where m does not divide n.
     """
     if backend not in get_args(Backend):
         raise ValueError(
@@ -162,6 +161,8 @@ def attention(
         scale = scoring.scale or q.shape[3] ** -0.5
         tiles = _tiles(q.shape[3], q.shape[1], q.dtype, max_block, form == "gather")
         scores = Scores(scale, scoring.cap, tiles, interpret=not _on_gpu())
+    # Four ways: keys arrive over the context axis; the Hopper kernel; the Triton kernel; XLA
+    # operations. All but the first run on whole rows, perhaps with part of the heads ("heads").
     if form == "gather":
         kernel = _flash_kernel(scores) if flash else _blockwise_kernel(max_block, scoring)
         return _per_device(partial(attend_in_pieces, kernel=kernel), q, k, v, plan)
@@ -176,6 +177,7 @@ def attention(
         function, tokens = partial(_blockwise_rows, block=max_block, scoring=scoring), mask
     else:
         function, tokens = partial(_dense_rows, scoring=scoring), mask
+        # Plain products over whole rows: the partitioner shards them by itself.
         if form is None:
             return function(q, k, v, tokens)
     return _per_device(partial(attend_by_heads, function) if form else function, q, k, v, tokens)
@@ -213,6 +215,7 @@ def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, to
     k_spec = spec(k, "rows", "length", heads, None)
     # Gradients are summed over the axes that a spec leaves out; those of one device are named, to
     # need no all-reduce.
+    # An axis of size 1 may be named for the width, which stays whole all the same.
     named = {
         axis for entry in q_spec for axis in ((entry,) if isinstance(entry, str) else entry or ())
     }
@@ -258,6 +261,7 @@ def _by_row(function: Callable[..., Any], *arrays: Any) -> Any:
     """Call `function` on arrays `[B, ...]` one row at a time."""
     if len(arrays[0]) == 1:
         return function(*arrays)
+    # [B, ...] -> [B, 1, ...]: the function sees batches of one row.
     rows = jax.tree.map(lambda x: x[:, None], arrays)
     return jax.tree.map(lambda x: x[:, 0], jax.lax.map(lambda row: function(*row), rows))
 

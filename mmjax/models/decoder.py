@@ -68,6 +68,8 @@ def logits_of(
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _logits(x: Array, table: Array, dtype: jnp.dtype) -> Array:
     """Multiply operands in `dtype`, summing in float32, in backward too."""
+    # Subscripts `td,vd->tv` of a matrix of positions, `rtd,vd->rtv` of rows of them, and
+    # `prtd,pvd->prtv` where every part p of the rows has a table of its own.
     p = "p" * (table.ndim - 2)
     t = "rt"[: x.ndim - len(p) - 1]
     subscripts = f"{p}{t}d,{p}vd->{p}{t}v"

@@ -42,7 +42,8 @@ def tower_dropout(
     """
     seed, step = noise
     key = jax.random.fold_in(jax.random.key(seed, impl=IMPL), step)
-    # By its name, not its number: another encoder beside it changes nothing.
+    # By its name, not its number: another encoder beside it changes nothing. The CRC, since Python's
+    # own hash of a string differs from process to process.
     key = jax.random.fold_in(key, np.uint32(zlib.crc32(tower.encode())))
 
     def position_key(owner: Array, offset: Array) -> Array:

@@ -103,8 +103,13 @@ class Copies(NamedTuple):
     def of(cls, expert: Int[Array, "m k"], first: Int[Array, ""] | int, count: int) -> Copies:
         """Sort the copies for `count` experts from `first` on."""
         local = expert.reshape(expert.size) - first
-        # Copies for other experts come last: of 3 experts here, 5 5 0 7 1 1 as seen from expert 5
-        # is 0 0 _ 2 _ _.
+        # With 3 experts here, from expert 5 on, and 3 tokens of 2 experts each:
+        #   expert    5 6 | 0 7 | 5 1
+        #   group     0 1 | 3 2 | 0 3     as seen from expert 5; 3, last in order, is elsewhere
+        #   order     0 4 1 3 2 5         the copies sorted by expert; of these 4 are here
+        #   index     0 4 1 3 6 6         their numbers; 6 stands for none
+        #   place     0 2 | 6 3 | 1 6     where each copy has come to lie
+        #   sizes     2 1 1
         group = jnp.where((local >= 0) & (local < count), local, count)
         order = jnp.argsort(group, stable=True)
         inverse = jnp.argsort(order)
@@ -122,6 +127,7 @@ class Copies(NamedTuple):
             jnp.pad(self.index, (0, size), constant_values=none), start, size
         )
         place = self.place - start
+        # Groups of 2 1 1 copies end at 2 3 4; of the two copies from 1 on at 1 2 2: sizes 1 1 0.
         ends = jnp.clip(jnp.cumsum(self.sizes) - start, 0, size)
         sizes = jnp.diff(ends, prepend=0)
         return Copies(index, jnp.where((place >= 0) & (place < size), place, size), sizes)
@@ -223,6 +229,8 @@ def apply_shared_experts(
         parts = -(-copies.sizes.sum() // computed)
         return sum_parts(slice_of_copies, parts, copies, tokens, share, *weights).astype(x.dtype)
 
+    # In a turn each device sends every other one at most `size` of its tokens, gets as many of each,
+    # applies its experts to them, and returns the sums, which are added at the tokens' places.
     def turn(
         number: Array, tables: tuple[Array, Sends], x: Array, share: Array, *weights: Array
     ) -> Array:

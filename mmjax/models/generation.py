@@ -54,6 +54,8 @@ class Conditioner(nnx.Module):
         norm, never are.
         """
         rows, columns, _ = states.shape
+        # An image has `text_tokens` columns of text, then its queries, whose numbers are 0, 1, ...:
+        # with 2 and 3 of them -2 -1 0 1 2.
         count = columns // max(dropped.shape[1], 1)
         number = jnp.arange(columns, dtype=jnp.int32) % max(count, 1) - self.text_tokens
         number = jnp.broadcast_to(number, (rows, columns))
@@ -147,6 +149,8 @@ class LatentEncoder(nnx.Module):
         count = length // (height * width)
         used = count * height * width
         side = c.patch * c.latents.factor
+        # [R, L, F] -> [R, I, rows, columns, side, side, 3] -> [I, R, rows, side, columns, side, 3],
+        # the order of axes in which those of a picture's height, and of its width, can be joined.
         patches = items.values[:, :used].reshape(rows, count, height, width, side, side, -1)
         images = jnp.moveaxis(patches, (1, 4), (0, 3)).reshape(
             count, rows, height * side, width * side, -1
@@ -196,7 +200,7 @@ def query_states(
         hidden = jnp.take_along_axis(
             constrain(hidden, "rows", None, "width"), order[..., None], axis=1
         )
-    states = dispatch(hidden, text.send[name], text.condition[name], mesh, exchange, whole=True)
+    states = dispatch(hidden, text.send[name], text.condition[name], mesh, exchange, by_rank=True)
     with encoding():
         return constrain(states, "rows", "length", "width")
 

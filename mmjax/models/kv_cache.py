@@ -14,7 +14,10 @@ from mmjax.parallel.sharding import constrain
 
 
 class KeyValue(NamedTuple):
-    """Rotated keys, and values, of a layer's tokens `[B, C, M, H]`; of a stack, with a leading layer axis."""
+    """Rotated keys, and values, of a layer's tokens `[B, C, M, H]`; of a stack, with a leading layer axis.
+
+    C: columns, those still to be written included. M: key-value heads.
+    """
 
     key: Array
     value: Array

@@ -94,6 +94,7 @@ def apply_linears(
 
 def _products(x: Array, weights: Sequence[Array], linears: Sequence[Linear]) -> tuple[Array, ...]:
     """Multiply by the weights of linear layers, each in its precision."""
+    # Those in FP8 are multiplied together, so that the activations are rounded once for all.
     in_float8 = [weight for weight, linear in zip(weights, linears, strict=True) if linear.float8]
     products = iter(float8_products(x, *in_float8) if in_float8 else ())
     return tuple(

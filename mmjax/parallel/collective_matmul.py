@@ -44,6 +44,7 @@ def tensor_parallel_products(
         for w, names in zip(weights, axes, strict=True)
     ]
     tokens = sharding(mesh, rules, x.shape, ("rows", "sequence", None)).spec
+    # Dimension of the weights that `tensor` cuts: outputs of query or up, inputs of output or down.
     cut, uncut = (1, 0) if gathers else (0, 1)
     divides = tokens == rules.spec(("rows", "sequence", None)) and all(
         _names(s[cut]) == (axis,) for s in specs
@@ -117,6 +118,8 @@ class _Layout:
     def _backward(
         self, x: Array | None, weights: tuple[Array, ...], gradients: tuple[Array, ...]
     ) -> tuple[Array, tuple[Array | None, ...]]:
+        # The transpose of gather-and-multiply is multiply-and-scatter, and the other way round. The
+        # same ring brings the chunks of `x`, or of the gradients, that the weights' gradient needs.
         def local(
             x: Array | None, weights: tuple[Array, ...], gradients: tuple[Array, ...]
         ) -> tuple[Array, Any]:
@@ -204,7 +207,13 @@ def _gather_and_multiply(
     out = jnp.zeros((x.shape[0], size * length, weight.shape[1]), x.dtype)
     outer = None
     for step in range(size):
-        # Device 2 of 4 multiplies the chunks of devices 2, 3, 0 and 1.
+        # Device 2 of 4 multiplies the chunks of devices 2, 3, 0 and 1. Each step sends the chunk at
+        # hand on while it is multiplied:
+        #   step       0     1     2     3
+        #   device 0   c0    c1    c2    c3
+        #   device 1   c1    c2    c3    c0
+        #   device 2   c2    c3    c0    c1
+        #   device 3   c3    c0    c1    c2
         start = (first + step) % size * length
         following = None if step + 1 == size else _pass_on(x, axis)
         part = x @ weight
@@ -237,7 +246,7 @@ def _multiply_and_scatter(
     outer = None
     for step in range(size):
         # Device 2 of 4 adds its terms of the chunks of devices 3, 0, 1 and 2; each sum ends where
-        # its chunk lies.
+        # its chunk lies. The sum of chunk 2 begins on device 1 and goes by 0 and 3 to device 2.
         start = (first + step + 1) % size * length
         received = None if total is None else _pass_on(total, axis)
         part = lax.dynamic_slice_in_dim(x, start, length, axis=1) @ weight

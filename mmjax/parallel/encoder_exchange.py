@@ -33,17 +33,21 @@ def dispatch(
     mesh: Mesh | None,
     exchange: Exchange = "padded",
     spread: Int[Array, "devices context chunk"] | None = None,
-    whole: bool = False,
+    by_rank: bool = False,
 ) -> Float[Array, "text_rows positions *n width"]:
     """Bring each position of the text its token as `slots` says, zeros where it is -1.
 
     send, spread: of all devices that share neither their rows nor their positions, as in
     `TextBatch`; slots index what arrives by `spread`, by `send`, and the device's own tokens. All
     arrays lie over the mesh; without one, they are on one device. exchange: `padded` sends chunks
-    of equal size, `ragged` only what is in them (GPU, TPU). whole: all devices of a rank have its
-    tokens and get all that it is sent, whatever shares their rows elsewhere. Raises ValueError
+    of equal size, `ragged` only what is in them (GPU, TPU). by_rank: all devices of a rank have its
+    tokens and get all that it is sent, also where they share rows elsewhere. Raises ValueError
     where peers do not divide the ranks, or the mesh has another number of ranks.
     """
+    # Rank 0 of 2 has tokens a b c, and sends c to rank 1, which sends d back. Its table `send` is
+    # [[-1], [2]] (nothing to itself, token 2 to rank 1), and its slots count in
+    #     received from 0, received from 1, own    0 d a b c
+    # so a position that takes d has slot 1, and one that takes b has slot 3.
     context = 1 if spread is None else spread.shape[1]
     ranks, peers = len(send) // context, send.shape[1]
     if ranks % peers:
@@ -51,7 +55,7 @@ def dispatch(
     tables = (send,) if spread is None else (send, spread)
     if mesh is None or mesh.size == 1:
         return _on_one_device(tokens, tables, slots)
-    if (ranks, context) != (row_ranks(mesh), 1 if whole else mesh.shape[CONTEXT]):
+    if (ranks, context) != (row_ranks(mesh), 1 if by_rank else mesh.shape[CONTEXT]):
         of_context = f" of {context} devices" if context > 1 else ""
         raise ValueError(
             f"a batch made for {ranks} ranks{of_context} cannot run on a mesh of {dict(mesh.shape)}"
@@ -61,8 +65,8 @@ def dispatch(
         _Way(RANKS, peers, _groups(ranks, peers), exchange, mesh.shape[TENSOR]),
         _Way((CONTEXT,), context, None, exchange, mesh.shape[TENSOR]),
     )
-    over = PartitionSpec(RANKS if whole else (*RANKS, CONTEXT))
-    placed = PartitionSpec(RANKS, None if whole else CONTEXT)
+    over = PartitionSpec(RANKS if by_rank else (*RANKS, CONTEXT))
+    placed = PartitionSpec(RANKS, None if by_rank else CONTEXT)
 
     def of_devices(
         part: Callable[..., jax.Array], takes: PartitionSpec, makes: PartitionSpec
@@ -102,6 +106,7 @@ class _Way(NamedTuple):
 
 
 def _groups(ranks: int, peers: int) -> list[list[int]] | None:
+    """Group neighbouring ranks: [[0, 1], [2, 3]] of 4 ranks with 2 peers; None where all are peers."""
     return (
         None
         if peers == ranks

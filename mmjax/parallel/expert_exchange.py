@@ -51,9 +51,10 @@ class ExpertLayout:
             return cls()
         mesh, rules = current
         by_rows = sharding(mesh, rules, tokens, ("rows", "sequence", None)).spec
+        experts, width, hidden = into
         specs = [
             sharding(mesh, rules, shape, axes).spec
-            for shape, axes in ((into, INTO), (_turned(into), OUT))
+            for shape, axes in ((into, INTO), ((experts, hidden, width), OUT))
         ]
         used = [axis for axis in _axes(specs[0]) if mesh.shape[axis] > 1]
         return cls(
@@ -158,6 +159,12 @@ class Sends(NamedTuple):
     @classmethod
     def of(cls, expert: Int[Array, "n k"], count: int, size: int, layout: ExpertLayout) -> Sends:
         """List the tokens by the devices of their experts, which are `count` in all."""
+        # 3 tokens with the experts (0 1), (3 0) and (2 3), of which 0 1 are on device 0, 2 3 on 1:
+        #   device    0 0 | 1 0 | 1 1      of each token's experts
+        #   goes      device 0 gets tokens 0 1, device 1 gets tokens 1 2
+        #   rank      0 0 | 0 1 | 1 1      which of its list's tokens the token is
+        #   token     0 1 3 3 | 1 2 3 3    both lists, of 4 entries for a `size` of 2; 3 is none
+        #   place     0 8 | 4 1 | 5 8      device * 4 + rank; 8 where the token is there already
         tokens, devices = len(expert), layout.devices
         length = -(-tokens // size) * size
         device = expert // (count // devices)  # of padding, `devices`
@@ -172,11 +179,13 @@ class Sends(NamedTuple):
             .at[place]
             .set(jnp.arange(tokens, dtype=jnp.int32)[:, None], mode="drop")
         )
+        # The same on all devices: each turn is an all-to-all, in which all must take part.
         turns = lax.pmax(-(-counts[-1].max() // size), layout.mesh.axis_names)
         return cls(token.reshape(devices, length), place, turns)
 
     def turn(self, number: Int[Array, ""], size: int) -> Sends:
-        """Return what is sent in one turn, of `turns`."""
+        """Return the lists of one turn, `size` entries of each."""
+        # Entry 5 of a list is entry 1 of turn 2 with a size of 2; of other turns it has no place.
         devices, length = self.token.shape
         device, rank = self.place // length, self.place % length - number * size
         inside = (rank >= 0) & (rank < size) & (device < devices)
@@ -233,10 +242,6 @@ sum_rows.defvjp(
     lambda x, rows, back: (sum_rows(x, rows, back), (rows, back)),
     lambda tables, gradient: (sum_rows(gradient, *tables[::-1]), None, None),
 )
-
-
-def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape[0], shape[2], shape[1]
 
 
 def _axes(spec: PartitionSpec) -> list[str]:

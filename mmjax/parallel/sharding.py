@@ -112,7 +112,8 @@ def local_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> range:
 
     Raises UserError where these are not consecutive.
     """
-    # An array with one row per rank: the slice that a device gets of it starts at its rank.
+    # An array with one row per rank: the slice that a device gets of it starts at its rank. A mesh of
+    # one rank has `slice(None)`, whose start is None.
     slices = (
         rows_sharding(mesh, axes).addressable_devices_indices_map((row_ranks(mesh, axes),)).values()
     )

@@ -42,7 +42,8 @@ def bit_sums(tree: Any) -> dict[str, jax.Array]:
 
     def bit_sum(x: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(x, unsigned[x.dtype.itemsize]).astype(jnp.uint32)
-        # Not `arange` in another shape: iotas stay in the array's own sharding.
+        # The index in the flat array: element (1, 2) of [3, 4] is 1 * 4 + 2. Not `arange` in another
+        # shape: iotas stay in the array's own sharding.
         position = jnp.zeros(x.shape, jnp.uint32)
         for axis, size in enumerate(x.shape):
             position = position * np.uint32(size) + jax.lax.broadcasted_iota(
@@ -59,6 +60,8 @@ _CHUNK = 2**16  # elements; three buffers of so many stay in a core's cache
 def host_bit_sum(x: np.ndarray) -> int:
     """Sum an array's bits like `bit_sums`, in the host's memory."""
     bits = x.reshape(-1).view(f"u{x.dtype.itemsize}")
+    # In place and chunk by chunk: plain NumPy expressions would go through memory for every operation.
+    # The first chunk's positions are mixed once for all arrays, of which most have no second one.
     buffers = np.empty((2, min(bits.size, _CHUNK)), np.uint32)
     positions, first_mixed = _chunk_positions()
     total = 0

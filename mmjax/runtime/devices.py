@@ -37,7 +37,7 @@ class CompileCounter:
 
     def __init__(self) -> None:
         _listen()
-        self._begin = _events.copy()
+        self._begin = _events.copy()  # events are counted per process, never from zero again
 
     @property
     def requested(self) -> int:
@@ -110,7 +110,7 @@ CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit
 def host_ram() -> float:
     """Return the bytes of RAM of this machine, or of this process's container where that may use less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    # A container sees the machine's RAM; its own limit stands in its cgroup.
+    # `sysconf` gives the machine's RAM in a container too; the container's limit is in its cgroup.
     for path in CGROUP_LIMITS:
         with suppress(OSError, ValueError):  # the file is missing, or says "max"
             limits.append(int(Path(path).read_text()))

@@ -86,6 +86,10 @@ def orthogonalize(layers: Float[Array, "l i o"], axes: Axes) -> Float[Array, "l 
         if mesh.shape[axis] > 1
     ]
 
+    # 8 layers [i, o] with i cut by 2 devices and o by 4, on each device:
+    #   shards                 [8, i / 2, o / 4]
+    #   all-to-all along i     [4, i, o / 4]
+    #   all-to-all along o     [1, i, o]          a whole matrix, orthogonalized, and back
     def on_device(x: Array) -> Array:
         for axis, dim in cuts:
             x = jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=dim, tiled=True)

@@ -48,6 +48,8 @@ def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) ->
 
 def tower_rows(config: Config, layout: RankLayout, ranks: UnitRanks) -> dict[str, TowerRows]:
     """Return which rows of each tower this process packs."""
+    # A rank of the LLM has several encoder ranks, whose rows it packs together: 6 rows for each rank
+    # of 3 encoder ranks are 2 rows for each of these.
     topology = layout.topology
     rows = {"llm": TowerRows(ranks.ranks, topology.ranks, layout.rows[0])}
     for module, per_rank in zip(config.model.item_modules, layout.rows[1:], strict=True):
@@ -88,6 +90,7 @@ def put_batch(
     batches = []
     for placed in stages:
         stage = placed.stage
+        # Copies take microbatches in turn: of 2 copies, copy 1 has microbatches 1, 3, 5, ...
         copy, copies = placed.copy
         if number is not None and number % copies != copy:
             batches.append(Microbatch(None, {}))

@@ -79,14 +79,18 @@ class CachedProgram:
         single_process = jax.process_count() == 1 and self._devices[0].platform == "cpu"
         if not cache or not single_process or self._context is None:
             return self._jitted.lower(*args).compile()
-        # Of a number there is no type, and of one of NumPy's no sharding.
+        # Python numbers have neither weak type nor sharding, and NumPy's arrays have no sharding.
         described = [
             (getattr(x, "weak_type", ""), str(getattr(x, "sharding", "")))
             for x in jax.tree.leaves(args)
         ]
         context = f"{self._context} {_shapes(args)} {described} {_settings()} {_environment(self._devices[0].client)}"
+        # The default repr of an object, as of a function, names its address, which differs by process.
         if " at 0x" in context:
             return self._jitted.lower(*args).compile()
+        # Two files: `<key of source and arguments>.source` has the name of a `<hash of the lowered
+        # text>.program`. After an edit of mmjax the first is another, and the second is found again
+        # by lowering, where the edit did not change the program.
         reference = Path(cache) / f"{_hash(context + _source())}.source"
         read = partial(_read_program, args=args, devices=self._devices)
         if (name := _read_text(reference)) and (program := read(Path(cache) / name)):
