@@ -77,7 +77,7 @@ def compile_run(
     """
     used = 1 + max(number for stage in plan.stages for number in stage.devices)
     executor = _executor(config, devices[:used], layout.topology.context)
-    compiled: dict[tuple[Any, ...], StagePrograms] = {}
+    compiled: dict[tuple[Any, ...], tuple[Programs, Any]] = {}
     by_stage = {}
     for number, stage in enumerate(plan.stages):
         shape = BatchShape.of(config, layout, layout.shapes[stage.largest_shape])
@@ -85,7 +85,9 @@ def compile_run(
         key = programs.texts(number)
         if key not in compiled:
             compiled[key] = programs.compile(number)
-        by_stage[stage.name] = programs.with_all_bytes(number, compiled[key], stage.in_flight)
+        by_stage[stage.name] = programs.with_all_bytes(
+            number, *compiled[key], in_flight=stage.in_flight
+        )
     return by_stage
 
 
@@ -112,13 +114,6 @@ def _executor(config: Config, devices: Sequence[jax.Device], context: int) -> Ex
     )
 
 
-class StagePrograms(NamedTuple):
-    """The programs of a stage, with the bytes that each makes, and the shapes of the residuals of a microbatch."""
-
-    programs: Programs
-    residuals: Any
-
-
 @dataclass(frozen=True)
 class RunPrograms:
     """The programs of a run's stages, and the shapes of their arguments in microbatches of one shape."""
@@ -140,6 +135,8 @@ class RunPrograms:
             axes, parts = (
                 (rules.rows, mesh.shape[CONTEXT]) if name == "llm" else (rules.item_rows, 1)
             )
+            # From each device's part to the whole array: the LLM's rows are cut along their length
+            # by `context`, those of encoders lie on its devices.
             towers[name] = row_ranks(mesh, axes) * rows, parts * length
         return cls(config, executor, BatchShape(towers, batch.widths, batch.peers))
 
@@ -308,30 +305,31 @@ class RunPrograms:
                 programs["backward"] = program.backward.lower(*operands).compile()
         return programs, residuals
 
-    def compile(self, number: int) -> StagePrograms:
-        """Compile the programs that a step runs of a stage."""
+    def compile(self, number: int) -> tuple[Programs, Any]:
+        """Compile the programs that a step runs of a stage; return them and the shapes of a microbatch's residuals."""
         programs, residuals = self.compile_passes(number)
         programs["update"] = self.lower_update(number).compile()
         if (program := self.executor.programs[number]).sums_by_rank:
             programs["reduce"] = program.reduce.lower(program.sums.gradients).compile()
-        return StagePrograms(
-            {name: _describe(compiled) for name, compiled in programs.items()}, residuals
-        )
+        return {name: _describe(compiled) for name, compiled in programs.items()}, residuals
 
     def compile_gradients(self) -> CompiledProgram:
         """Compile the program of one mesh that accumulates gradients, with what lies beside it."""
-        programs = StagePrograms(
-            {"forward_backward": _describe(self.lower_first(0).compile())}, None
-        )
+        programs = {"forward_backward": _describe(self.lower_first(0).compile())}
         return self.with_all_bytes(0, programs)["forward_backward"]
 
     def compile_update(self) -> CompiledProgram:
         """Compile the optimizer's update on one mesh, with what lies beside it."""
-        programs = StagePrograms({"update": _describe(self.lower_update(0).compile())}, None)
+        programs = {"update": _describe(self.lower_update(0).compile())}
         return self.with_all_bytes(0, programs)["update"]
 
-    def with_all_bytes(self, number: int, compiled: StagePrograms, in_flight: int = 1) -> Programs:
-        """Add to the bytes that programs make what lies beside them: state, batches that are loaded, microbatches."""
+    def with_all_bytes(
+        self, number: int, compiled: Programs, residuals: Any = None, in_flight: int = 1
+    ) -> Programs:
+        """Add to the bytes that programs make what lies beside them: state, batches that are loaded, microbatches.
+
+        residuals: shapes of those of a microbatch.
+        """
         executor = self.executor
         # Also what a program is not given because it does not use it: parameters and sums lie there
         # all the same.
@@ -343,15 +341,17 @@ class RunPrograms:
         sums = _on_device(self.sums(number)) if executor.accumulates else 0
         loaded = LOADED * self.config.batch.microbatches * _on_device(self.batch(number))
         beside = _on_device(self.parameters(number)) + sums + moments + loaded
-        residuals = _on_device(compiled.residuals)
-        passing = _on_device(self.inputs(number)) + in_flight * residuals
+        residual_bytes = _on_device(residuals)
+        passing = _on_device(self.inputs(number)) + in_flight * residual_bytes
         programs = {}
-        for name, program in compiled.programs.items():
+        for name, program in compiled.items():
             total = program.bytes + beside
             if name in ("forward", "backward", "forward_backward"):
                 total += passing
             if name == "forward":
-                total -= residuals  # one microbatch's are among what it makes
+                total -= residual_bytes  # one microbatch's are among what it makes
+            # Without accumulation the gradients are the output of one program and the input of the
+            # other: they lie there while the update runs.
             if name == "update" and not executor.accumulates:
                 total += _on_device(self.sums(number))
             programs[name] = program._replace(bytes=total)
@@ -368,6 +368,7 @@ def _describe(program: jax.stages.Compiled) -> CompiledProgram:
     """Describe a program, with the bytes that it makes beside its arguments."""
     memory = program.memory_analysis()
     text = program.as_text()
+    # Donated arguments are written in place: such outputs take no memory of their own.
     return CompiledProgram(
         bytes=memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
         rematerialized=len(re.findall(r"^\s+(?:ROOT )?%\S+\.remat[\d.]* = ", text, re.MULTILINE)),

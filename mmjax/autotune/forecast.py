@@ -299,6 +299,8 @@ def forecast_best_mesh(
     counts. proposals: layouts, and numbers of microbatches, that are tried beside these with every
     `fsdp`.
     """
+    # More microbatches take less memory and more time. So from one on they are doubled until a run
+    # fits; once more, since more memory may spare recomputation; then it only gets slower.
     best: Forecast | None = None
     plain = Layout(expert=config.mesh.expert)
     for doublings in range(MAX_DOUBLINGS):
@@ -425,14 +427,18 @@ def _describe_waits(
     return *ranks_without_rows(grouper, topology.ranks, names), *filter(None, [advice])
 
 
-def needed_flops(config: Config, index: LengthIndex, samples: np.ndarray) -> float:
-    """Count the FLOPs that the model needs for these samples, without padding and recomputation."""
+def items_of(index: LengthIndex, samples: np.ndarray) -> np.ndarray:
+    """Return the numbers of all items of these samples in the index, sample after sample."""
     first = index.item_start[samples]
     count = np.diff(index.item_start)[samples]
-    # Indices of all items of these samples, as one array. Each sample's run of `arange` is shifted
-    # to its first item: first = [7, 2], count = [2, 3] -> arange = [0 1 | 2 3 4] + repeat([7 - 0, 2
-    # - 2]) = [7 8 | 2 3 4].
-    items = np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
+    # Each sample's run of `arange` is shifted to its first item: first = [7, 2], count = [2, 3] ->
+    # arange = [0 1 | 2 3 4] + repeat([7 - 0, 2 - 2]) = [7 8 | 2 3 4].
+    return np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
+
+
+def needed_flops(config: Config, index: LengthIndex, samples: np.ndarray) -> float:
+    """Count the FLOPs that the model needs for these samples, without padding and recomputation."""
+    items = items_of(index, samples)
     work = length_work(
         config.model,
         index.llm_tokens[samples],

@@ -186,6 +186,7 @@ def _shard_piece(
         optimizer, owned[0], *owned_layouts, mesh=mesh
     ).optimizer
     constant = jax.eval_shape(partial(cast_frozen, dtype=model.dtype), parts[1])
+    # Axes are tuples, and so are leaves only where we say so. Both trees list leaves in one order.
     by_axes = jax.tree.leaves(axes_of, is_leaf=lambda x: isinstance(x, tuple))
     of_experts = [n for n, axes in enumerate(by_axes) if "experts" in axes]
     experts = tuple([jax.tree.leaves(tree)[n] for n in of_experts] for tree in (abstract, layouts))
@@ -193,6 +194,7 @@ def _shard_piece(
     elements: Counter[str] = Counter()
     stored: Counter[str] = Counter()
     leaves = jax.tree.leaves_with_path(abstract)
+    # What a mesh axis does not divide is whole on every device: `stored` may be more than 1 / shards.
     for (path, leaf), layout in zip(leaves, jax.tree.leaves(layouts), strict=True):
         module = parameter_group(key_names(path))
         elements[module] += math.prod(leaf.shape)
@@ -322,6 +324,7 @@ def model_sharding(config: Layout, mesh: Mapping[str, int]) -> ModelSharding:
     tensor = mesh["tensor"]
     way = "off" if config.sequence_parallel == "auto" else config.sequence_parallel
     experts = mesh.get("expert", 1)
+    # Every axis but `data`, along which parameters have copies.
     shards = mesh["fsdp"] * experts * mesh["context"] * tensor
     encoders = 1 if config.encoders == "data" else tensor
     return ModelSharding(shards, tensor, encoders, way, experts=experts)

@@ -79,7 +79,8 @@ def all_to_all_seconds(size: float, group: int, stride: int, cluster: Cluster) -
 
 def _nodes(group: int, stride: int, cluster: Cluster) -> int:
     """Count the nodes of a group of devices that are `stride` apart."""
-    # How many of a group lie on one node: per_node / stride, at least one and at most all.
+    # How many of a group lie on one node: per_node / stride, at least one and at most all. On nodes
+    # of 8, 16 devices with stride 2 lie 4 to a node, on 4 nodes; with stride 16 each on its own.
     return -(-group // max(1, min(group, cluster.per_node // stride)))
 
 
@@ -185,6 +186,8 @@ def tensor_seconds(
     rates = machine.speed.rates
     sends = parts - 1
     send = reduce / (2 * sends)  # of a chunk: a device's tokens between layers
+    # Seconds of a chunk's product with one column of the width, so `column * n` with n columns hides
+    # as much of a chunk's transfer.
     column = 2 * positions / parts * layer.width / parts / rates.flops if way == "overlap" else 0.0
     cross = [layer.cross] if layer.cross else []
     gathered = layer.queries + 2 * layer.keys, *cross, (1 + layer.gated) * layer.mlp

@@ -83,9 +83,10 @@ def model_flops(
         layers = len(layer_policies(config))
         trace = tower_trace(model, tower, _running(work), frozen, "dense")
         tower_cost, connector = _whole(trace, [("none", True)] * layers)
-        for module, cost in ((tower, tower_cost), (f"{tower}.connector", connector))[
-            : 1 + (tower != "llm")
-        ]:
+        parts = {tower: tower_cost}
+        if tower != "llm":
+            parts[f"{tower}.connector"] = connector
+        for module, cost in parts.items():
             forward = _total(cost.needed_forward, amounts)
             if reference and runs_twice(module, model):
                 again = _whole(*_without_adapters(trace, layers))[module != tower]
@@ -140,9 +141,9 @@ def _stack(trace: TowerTrace, numbers: range, layers: Layers) -> Cost:
     """Add up the costs of these layers of a tower."""
     kinds = table.ends(trace).kinds
     counts: Counter[tuple[int, Remat, bool]] = Counter()
-    for number, (policy, alone) in zip(numbers, layers, strict=True):
+    for number, (policy, unscanned) in zip(numbers, layers, strict=True):
         # With all weights trained the first layer has the gradients that others have.
-        key = kinds[number], policy, alone and number == 0 and trace.tower in trace.frozen
+        key = kinds[number], policy, unscanned and number == 0 and trace.tower in trace.frozen
         counts[key] += 1
     return sum(
         (table.layer(trace, *key).times(count) for key, count in counts.items()), Cost.zero()
@@ -326,6 +327,7 @@ def _compiled_layers(config: Tower) -> Layers:
 def _flops_of(cost: Cost, work: Work, config: Tower) -> Flops:
     """Count the executed FLOPs of a tower's part."""
     kernel = config.attention in ("flash", "auto")
+    # [3, UNITS]; only attention's products are per pair, so its column is what the kernel changes.
     passes = np.array([cost.forward, cost.backward, cost.again])
     # Of the kernel, heads of 80 channels are computed as 128.
     passes[:, PAIRS] *= _padding(config)
@@ -379,7 +381,8 @@ def stage_flops(
     last = layers.stop >= config.layers
     policies = policies if config.is_stack else ()
     unscanned = len(policies) < 2 or policies[0] != policies[1]
-    share = float(first)  # of a generator, whose connector stands before the layers
+    # Share of the connector that this stage runs: of a generator all of it, before the layers.
+    share = float(first)
     if tower != "llm" and not config.is_generator:
         # The connector's MLP, and one more for each layer of a deepstack.
         share = (last + sum(layer in layers for layer in config.deepstack)) / connector_mlps(config)

@@ -212,7 +212,7 @@ def find_device(kind: str) -> Device | None:
 
 
 def check_float8(fp8: str, device: Device | None) -> None:
-    """Raises UserError where products are to be in FP8 on a device that has none. fp8: as in `DecoderConfig`."""
+    """Raise UserError where products are to be in FP8 on a device that has none. fp8: as in `DecoderConfig`."""
     if fp8 != "off" and device is not None and device.platform != "cpu" and device.float8 is None:
         raise UserError(
             f"model.llm.fp8={fp8}: {device.name} multiplies nothing in FP8; use model.llm.fp8=off"

@@ -281,7 +281,7 @@ def muon_update_bytes(
 
 
 def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int) -> float:
-    """Bytes on one device that each position of a generated row takes: keys and values of the layers with attention."""
+    """Count a device's bytes for each position of a generated row: keys and values of the layers with attention."""
     return (
         2
         * (llm.layers - sum(llm.delta_layers))

@@ -36,7 +36,7 @@ def pair_costs(
         )
         return sum(rates.seconds(f.total, f.attention, f.float8) for f in flops.values())
 
-    many = 1e6  # pairs
+    many = 1e6  # pairs, so that rounding of the others does not matter
     costs = []
     for name, step in shapes.items():
         none = seconds(name, step, 0.0)

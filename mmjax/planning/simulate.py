@@ -33,12 +33,12 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first start to the last end."""
+        """Return the seconds from the first start to the last end."""
         return float(self.end.max())
 
     @property
     def bubble(self) -> float:
-        """Share of all workers' time in which they compute nothing."""
+        """Return the share of all workers' time in which they compute nothing."""
         workers = len(set(self.schedule.graph.workers))
         return 1 - float((self.end - self.start).sum()) / (workers * self.makespan)
 

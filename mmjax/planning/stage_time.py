@@ -84,7 +84,7 @@ class StageRun:
     copies: int = 1  # of the layers, each on as many devices
     logits_again: bool = False  # whether backward makes the loss's logits again
     # whether it is of the run's only stage, whose gradients every microbatch adds over `data`
-    alone: bool = False
+    only_stage: bool = False
 
     @property
     def ranks(self) -> int:
@@ -126,7 +126,7 @@ def pass_times(
     experts = stage.experts if is_frozen else machine.activation / MASTER * stage.experts
     gathered = _gather_seconds(stage, trained + stage.frozen, experts)
     scattered = _gather_seconds(stage, trained, 0.0 if is_frozen else experts)
-    if stage.alone:
+    if stage.only_stage:
         scattered += _add_over_data_seconds(stage)
     tensor, context, exchanges = (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)
     if config.is_stack:
@@ -324,7 +324,7 @@ def reduce_seconds(stage: StageRun) -> float:
     Over the ranks of `data`, where not every microbatch's are. Copies of a stage have another
     all-reduce for their gradients, and one for the updated values.
     """
-    over_data = 0.0 if stage.alone else _add_over_data_seconds(stage)
+    over_data = 0.0 if stage.only_stage else _add_over_data_seconds(stage)
     cluster = stage.machine.cluster
     return over_data + collective_seconds(
         2 * 2 * stage.trainable, stage.copies, len(stage.devices), cluster

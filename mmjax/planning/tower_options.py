@@ -56,6 +56,9 @@ def _of_longest(parts):
     return 1 - 1 / (parts + 1)
 
 
+# A microbatch's parts (its samples) in `number` rows: with 10 parts in 4 rows, some row holds at
+# least 3 of the 9 longest. Of the parts sorted from the longest, part 8 is the shortest of these, so
+# the fullest row has 3 times that at least; likewise 2 times part 4, and once the longest.
 @njit(cache=True)
 def _fullest_rows(rising, parts, microbatches, rows):
     shares = np.empty(rows.size)
@@ -211,6 +214,8 @@ def interleaved_in_flight(
     workers: int, virtual: int, microbatches: int, stages_after: int
 ) -> np.ndarray:
     """Return how many microbatches are in flight in each virtual stage, with so many other stages behind the last."""
+    # With 2 workers, 2 parts of each and 4 microbatches, a worker's forward passes are of parts
+    # 0 0 1 1 0 0 1 1, and its backward passes of parts 1 1 0 0 1 1 0 0.
     total = microbatches * virtual
     part = np.arange(total) % (workers * virtual) // workers  # of each of a worker's forward passes
     # passes of each part before each, forward and backward
@@ -428,6 +433,7 @@ def _recompute_what_is_over(
             if not per_layer >= saved[0]:
                 fits[way] = False
                 break
+            # Between two policies, layers of both are mixed: their seconds lie on the line between.
             of_layer = again[-1]  # with all that a layer may keep
             for n in range(len(saved) - 1):
                 if saved[n] <= per_layer < saved[n + 1]:

@@ -39,6 +39,7 @@ def unet_blocks(config: UnetConfig) -> list[UnetBlock]:
 
 
 def _blocks(c: UnetConfig) -> Iterator[UnetBlock]:
+    # In the order of `models.unet`: down with `blocks` pairs a level, the middle, up with one more.
     height, width = c.size
     positions = [(height >> i) * (width >> i) for i in range(len(c.widths))]
     deepest = len(c.widths) - 1

@@ -158,6 +158,7 @@ def _windows(encoder: Encoder, items: ItemBatch, layer_item: np.ndarray) -> np.n
     if encoder.modality == "audio":
         time = items.coordinates[:, :: encoder.stride, TIME] // encoder.stride
         return chunk_numbers(layer_item, time, np.arange(time.shape[1]), window)
+    # Windows of 4: patch (5, 9) is in window (1, 2) of its image. (item, 1, 2) becomes one number.
     row, column = np.moveaxis(np.maximum(items.coordinates[..., ROW:], 0) // window, -1, 0)
     sizes = (
         np.array([items.item.max(initial=0), row.max(initial=0), column.max(initial=0)], np.int64)
@@ -284,6 +285,10 @@ def visited_pairs(
     row. Samples are causal (what an item's tokens see ahead of them is left out), items full; the
     patches of an image's window lie side by side.
     """
+    # A row of 8 in blocks of 4, with parts a of 3 and b of 4 tokens:  a a a b | b b b .
+    # Rows lie one behind the other, padded to whole blocks: begin 0 3, end 3 7, start 0 4 of the blocks
+    # of queries. The first block has parts 0 to 1, the second part 1 alone (first 0 1, last 1 1), so
+    # keys go from 0 and from 3 on, up to the end of b, or to the diagonal if causal.
     offset, length, row_length = (x // config.stride for x in (offset, length, row_length))
     q, k = _blocks(config, row_length)
     padded = -(-row_length // max(q, k)) * max(q, k)  # of q and k, one divides the other

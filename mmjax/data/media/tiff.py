@@ -34,6 +34,7 @@ def check_tiff(data: bytes) -> None:
         return
     _complaints.clear()
     library.TIFFSetWarningHandler(_handler())
+    # By a file, since libtiff's functions for reading from memory take callbacks for each access.
     with tempfile.TemporaryFile() as file:
         file.write(data)
         file.seek(0)  # where libtiff begins
@@ -75,6 +76,8 @@ def _read_pieces(library: Any, page: int) -> None:
 @cache
 def _handler() -> Any:
     """Return a function that libtiff calls with what it complains of."""
+    # libtiff passes a format and a va_list, which on x86-64 and ARM64 arrives as a pointer: the C
+    # library's own vsnprintf makes text of both.
     c = ctypes.CDLL(None)
 
     def complain(module: bytes, form: bytes, arguments: int) -> None:
@@ -91,6 +94,7 @@ def _libtiff() -> Any:
     """Return Pillow's libtiff, whose errors come to us from now on; None where it has none that can be called."""
     Image.init()
     try:
+        # The very file that Pillow has loaded, so that the handlers are those that its reads call.
         with open("/proc/self/maps") as maps:
             path = next(line.split(maxsplit=5)[5].strip() for line in maps if "/libtiff" in line)
         library = ctypes.CDLL(path)

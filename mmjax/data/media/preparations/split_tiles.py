@@ -66,6 +66,8 @@ def enlarged_size(how: SplitTiles, size: Size) -> Size:
 
 def _whole_tiles(size: Size, tile: int) -> tuple[int, int]:
     """Return rows and columns of the tiles that cover an image when its longer side is enlarged to whole ones."""
+    # In tiles of 512, 700 x 1000 pixels have 2 columns, 1024 pixels, and at that width int(1024 /
+    # 1.4286) = 716 rows of pixels: 2 rows of tiles.
     height, width = size
     ratio = width / height
     if width >= height:
