@@ -126,7 +126,7 @@ def allocation_problem(
     weights: Sequence[float],
     measure_speed: MeasureSpeed,
 ) -> Problem:
-    """Count what every tower's layers cost in a step of this data, with each layout.
+    """Count the costs of every tower's layers in a step of this data, under each layout.
 
     Layers are measured on a row that holds almost any sample or item, and take as long for a
     position of any row.
@@ -171,7 +171,7 @@ def allocation_problem(
 
 
 def _list_layouts(config: Config, cluster: Cluster, tower: str) -> list[Layout]:
-    """List what a config allows of tensor parallelism and, for the LLM, of context and expert parallelism."""
+    """List the layouts that a config allows: tensor parallelism and, for the LLM, context and expert parallelism."""
     layouts = [Layout(tensor=tensor) for tensor in TENSOR]
     if tower == "llm":
         layouts += [
@@ -376,7 +376,7 @@ def _policies(
     per_position: Mapping[Remat, float],
     work: Work,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes that a layer saves and its seconds of recomputation, by policy: those on the convex hull."""
+    """Return saved bytes and recomputation seconds of a layer for the remat policies on their convex hull."""
     tower_config = model.towers[tower]
     parts = machine.sharding.parts(tower)
     how = machine.activation, parts, machine.sharding.sequence_parallel != "off"
@@ -396,9 +396,9 @@ def _policies(
         )
         for policy, n in per_position.items()
     )
-    # Points rise in seconds; on the hull bytes fall, by less and less for each second more. Of (0 s,
-    # 10 GB), (1 s, 8 GB) and (2 s, 2 GB) the second drops out: half of the layers with each of the
-    # others take 1 s and 6 GB.
+    # Points rise in seconds; on the hull bytes fall, by less and less for each second more. Of (0
+    # s, 10 GB), (1 s, 8 GB) and (2 s, 2 GB) the second drops out: half of the layers with each of
+    # the others take 1 s and 6 GB.
     hull: list[tuple[float, float]] = []
     for again, size in points:
         if hull and size >= hull[-1][1]:
@@ -412,15 +412,15 @@ def _policies(
 
 
 def _elements(config: Config, tower: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count every layer's trained and frozen parameters and its bytes of moments, with what is at the ends."""
+    """Count every layer's trained and frozen parameters and bytes of moments, with embedding, head and connector."""
     model = config.model
     frozen = frozen_modules(model)
     counts = parameters(model)
     moments = moment_bytes(model, frozen, config.optimizer)
     depth = model.towers[tower].layers
     layers = np.full(depth, module_parameters(model)[tower].layers / depth)
-    # What is outside the layers stands at the first and the last: of the LLM the embedding in front,
-    # the output table behind; of the others all in front.
+    # What is outside the layers stands at the first and the last: of the LLM the embedding in
+    # front, the output table behind; of the others all in front.
     ends = counts[tower] - layers.sum()
     table = model.llm.vocab * model.llm.width if tower == "llm" else ends
     layers[0] += table

@@ -71,7 +71,7 @@ Programs = dict[str, CompiledProgram]
 def compile_run(
     config: Config, layout: RankLayout, plan: RunPlan, devices: Sequence[jax.Device]
 ) -> dict[str, Programs]:
-    """Compile the programs of a run as it is planned, each stage in the shape in which it has most; by stage and name.
+    """Compile a planned run's programs, each stage in the shape that needs most memory; by stage and name.
 
     config: with the plan's policies. Stages of equal programs are compiled once.
     """
@@ -183,7 +183,7 @@ class RunPrograms:
         )
 
     def inputs(self, number: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes of what a stage gets from those before it."""
+        """Return the shapes of the activations that a stage receives from earlier stages."""
         executor = self.executor
         inputs = {}
         for producer in executor.graph.producers[number]:
@@ -314,19 +314,19 @@ class RunPrograms:
         return {name: _describe(compiled) for name, compiled in programs.items()}, residuals
 
     def compile_gradients(self) -> CompiledProgram:
-        """Compile the program of one mesh that accumulates gradients, with what lies beside it."""
+        """Compile the program that accumulates gradients on one mesh; bytes include state and batches beside it."""
         programs = {"forward_backward": _describe(self.lower_first(0).compile())}
         return self.with_all_bytes(0, programs)["forward_backward"]
 
     def compile_update(self) -> CompiledProgram:
-        """Compile the optimizer's update on one mesh, with what lies beside it."""
+        """Compile the optimizer's update on one mesh; bytes include state and batches beside it."""
         programs = {"update": _describe(self.lower_update(0).compile())}
         return self.with_all_bytes(0, programs)["update"]
 
     def with_all_bytes(
         self, number: int, compiled: Programs, residuals: Any = None, in_flight: int = 1
     ) -> Programs:
-        """Add to the bytes that programs make what lies beside them: state, batches that are loaded, microbatches.
+        """Add to programs' own bytes those of state, loaded batches and microbatches in flight.
 
         residuals: shapes of those of a microbatch.
         """
@@ -365,7 +365,7 @@ def compiled_bytes(config: Config, batch: DeviceBatch, devices: Sequence[jax.Dev
 
 
 def _describe(program: jax.stages.Compiled) -> CompiledProgram:
-    """Describe a program, with the bytes that it makes beside its arguments."""
+    """Describe a program; its bytes are temporaries and outputs, arguments left out."""
     memory = program.memory_analysis()
     text = program.as_text()
     # Donated arguments are written in place: such outputs take no memory of their own.

@@ -110,7 +110,7 @@ class Forecast:
 
     @property
     def basis(self) -> str:
-        """Describe what the times rest on."""
+        """Describe the basis of the times."""
         return describe_basis(self.config, self.cluster, self.speed)
 
 
@@ -304,8 +304,9 @@ def forecast_best_mesh(
     best: Forecast | None = None
     plain = Layout(expert=config.mesh.expert)
     for doublings in range(MAX_DOUBLINGS):
-        if _has_too_few_samples(config, cluster.devices * 2**doublings):
-            break
+        size = config.batch.size
+        if isinstance(size, Samples) and size.count < cluster.devices * 2**doublings:
+            break  # less than a sample for each device
         fastest = _forecast_meshes(config, cluster, index, weights, speed, plain, 2**doublings)
         if best is not None:
             best = min((best, fastest or best), key=lambda f: f.seconds)
@@ -316,10 +317,6 @@ def forecast_best_mesh(
         with suppress(UserError):  # such as a number of loss chunks that does not go with `tensor`
             fastest.append(_forecast_meshes(config, cluster, index, weights, speed, *proposal))
     return min(filter(None, fastest), key=lambda f: f.seconds, default=None)
-
-
-def _has_too_few_samples(config: Config, count: int) -> bool:
-    return isinstance(config.batch.size, Samples) and config.batch.size.count < count
 
 
 def _forecast_meshes(
@@ -365,7 +362,7 @@ def _forecast_meshes(
 
 
 def describe_basis(config: Config, cluster: Cluster, speed: Speed) -> str:
-    """Describe what times rest on: layer times and rates that were measured, and the shares of the peak assumed."""
+    """Describe the basis of forecast times: measured layer times and rates, and assumed shares of the peak."""
     device = cluster.device
     rates = speed.rates
     towers: dict[str, list[str]] = {}  # by where their layers were timed

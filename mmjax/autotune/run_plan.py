@@ -57,16 +57,16 @@ def plan_run(config: Config, layout: RankLayout, speed: Speed, limit: MemoryLimi
     by_devices: dict[range, list[int]] = {}
     for number, sharded in enumerate(stages):
         by_devices.setdefault(sharded.devices, []).append(number)
-    # Stages with the same pieces are copies of one: they have the policies of the first, and each as
-    # many microbatches in flight as that which has most.
+    # Stages with the same pieces are copies of one: they have the policies of the first, and each
+    # as many microbatches in flight as that which has most.
     pieces = [listed.pieces for listed in list_stages(config)]
     bounds = [schedule.in_flight_bound(number) for number in range(len(stages))]
     in_flight = [
         max(bound for bound, copy in zip(bounds, pieces, strict=True) if copy == of_stage)
         for of_stage in pieces
     ]
-    # Devices after devices, since only stages that share them compete for memory. What is chosen for
-    # a stage is decided for its copies on the devices that follow.
+    # Devices after devices, since only stages that share them compete for memory. What is chosen
+    # for a stage is decided for its copies on the devices that follow.
     plans: list[RunPlan] = []
     chosen: dict[tuple[int, str], tuple[Remat, ...]] = {}
     for numbers in by_devices.values():

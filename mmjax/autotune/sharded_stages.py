@@ -54,7 +54,7 @@ from mmjax.runtime.state import Optimizer, make_optimizer, shardings_with_moment
 
 
 class ShardedPiece(NamedTuple):
-    """Layers of one tower, and what lies of them on each device of their stage."""
+    """Layers of one tower, and the bytes of their parameters and moments on each device of their stage."""
 
     piece: Piece
     parameters: int  # on all devices together
@@ -194,7 +194,8 @@ def _shard_piece(
     elements: Counter[str] = Counter()
     stored: Counter[str] = Counter()
     leaves = jax.tree.leaves_with_path(abstract)
-    # What a mesh axis does not divide is whole on every device: `stored` may be more than 1 / shards.
+    # What a mesh axis does not divide is whole on every device: `stored` may be more than 1 /
+    # shards.
     for (path, leaf), layout in zip(leaves, jax.tree.leaves(layouts), strict=True):
         module = parameter_group(key_names(path))
         elements[module] += math.prod(leaf.shape)
@@ -269,7 +270,7 @@ def rows_on_device(
     stages: Sequence[ShardedStage],
     receiver: ShardedStage | None = None,
 ) -> dict[str, int]:
-    """Count the rows of every tower on each of its devices; with a receiver, those whose tokens each of its gets."""
+    """Count every tower's rows on each of its devices; with a receiver, those whose tokens a device of it gets."""
     by_tower = {
         part.piece.tower: receiver or sharded for sharded in stages for part in sharded.pieces
     }
@@ -320,7 +321,7 @@ def layout_of_rows(
 
 
 def model_sharding(config: Layout, mesh: Mapping[str, int]) -> ModelSharding:
-    """Return how a model's arrays are spread over a mesh whose axes have these sizes."""
+    """Return the sharding of a model on a mesh whose axes have these sizes."""
     tensor = mesh["tensor"]
     way = "off" if config.sequence_parallel == "auto" else config.sequence_parallel
     experts = mesh.get("expert", 1)

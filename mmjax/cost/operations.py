@@ -15,8 +15,9 @@ from mmjax.models.float8 import FORWARD, GRADIENT
 # selection, none for exp or tanh.
 # fmt: off
 ELEMENTWISE = {
-    "add", "sub", "mul", "div", "neg", "abs", "sign", "square", "integer_pow", "add_any", "max", "min",
-    "clamp", "select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "cumsum", "cummax",
+    "add", "sub", "mul", "div", "neg", "abs", "sign", "square", "integer_pow", "add_any", "max",
+    "min", "clamp", "select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor",
+    "cumsum", "cummax",
 }
 # fmt: on
 REDUCTIONS = {
@@ -49,7 +50,7 @@ class Operations(NamedTuple):
 
 
 def list_operations(program: Any, times: int = 1, scope: str = "") -> Iterator[Operations]:
-    """List the products and elementwise operations of a program, those in loops as often as they run."""
+    """List the products and elementwise operations of a program; operations in a scan count as often as they run."""
     for equation in program.eqns:
         name = equation.primitive.name
         inner = f"{scope}/{equation.source_info.name_stack}"
@@ -95,8 +96,9 @@ def _of_blocks(body: Any, scope: str) -> Iterator[Operations]:
     left out.
     """
     operations = list(list_operations(body, 1, scope))
-    # A visit of 128 queries and 128 keys makes scores [..., 128, 128], so its operations are divided
-    # by 16,384; how many pairs are visited is a matter of the mask, and multiplied in later.
+    # A visit of 128 queries and 128 keys makes scores [..., 128, 128], so its operations are
+    # divided by 16,384; how many pairs are visited is a matter of the mask, and multiplied in
+    # later.
     if scores := next((x for x in operations if x.is_product), None):
         pairs = math.prod(scores.shape[-2:])
         yield from (x._replace(count=x.count / pairs, of_pair=True) for x in operations)
@@ -114,8 +116,8 @@ def _product_operations(equation: Any) -> int:
             * math.prod(operands[0].shape[axis] for axis in contracted)
         )
     if name == "ragged_dot_general":
-        # Every row [k] meets the matrix of its own group alone, [k, n] of [groups, k, n]: the size of
-        # the rows [m, k] times n, whatever the groups are.
+        # Every row [k] meets the matrix of its own group alone, [k, n] of [groups, k, n]: the size
+        # of the rows [m, k] times n, whatever the groups are.
         numbers = equation.params["ragged_dot_dimension_numbers"]
         (_, contracted), _ = numbers.dot_dimension_numbers
         once = {*contracted, *numbers.rhs_group_dimensions}
@@ -132,9 +134,9 @@ def _product_operations(equation: Any) -> int:
 
 
 def _convolution_operations(params: Mapping[str, Any], image: Any, kernel: Any, result: Any) -> int:
-    """Count the operations of a convolution, without those that multiply what is padded or dilated with zeros."""
-    # Count, axis by axis, the (output, tap) pairs that read a pixel. With 4 pixels, a kernel of 3 and
-    # a padding of 1, the 4 outputs read the places
+    """Count the operations of a convolution, without products with zeros of padding or dilation."""
+    # Count, axis by axis, the (output, tap) pairs that read a pixel. With 4 pixels, a kernel of 3
+    # and a padding of 1, the 4 outputs read the places
     #     -1 0 1,  0 1 2,  1 2 3,  2 3 4
     # of which 10 lie inside; on a square image 10 * 10 pairs of the 12 * 12 do.
     numbers = params["dimension_numbers"]

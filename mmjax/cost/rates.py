@@ -53,7 +53,7 @@ class Cost:
 
 
 class Ends(NamedTuple):
-    """Costs of what stands around a tower's layers."""
+    """Costs of a tower outside its layers: embedding or stem, head, connector."""
 
     entry: Cost
     exit: Cost

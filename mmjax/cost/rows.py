@@ -32,9 +32,9 @@ class Row:
     unit: str = "positions"  # of what grows with the length
 
     def rate_of(self, count: float, unit: str) -> tuple[str, float]:
-        """Tell what a count grows with, and how much for each. unit: the one of the row's length."""
-        # A decoder's row has 256 q tokens, with q = PRIME. 2 * 256 q * 4096 * 4096 operations have one
-        # factor q: 2 * 4096 * 4096 a position. 2 * (256 q)^2 * 64 have two: 2 * 64 a pair.
+        """Return the unit that a count grows with, and the count per unit. unit: the one of the row's length."""
+        # A decoder's row has 256 q tokens, with q = PRIME. 2 * 256 q * 4096 * 4096 operations have
+        # one factor q: 2 * 4096 * 4096 a position. 2 * (256 q)^2 * 64 have two: 2 * 64 a pair.
         powers = Counter({name: _power(count, prime) for name, prime in self.primes.items()})
         if self.unit == "tokens":
             # A UNet's row is a batch of images, each computed by itself. What grows with the square
@@ -96,9 +96,9 @@ def _row_of_images(size: int, tokens: int) -> Row:
     def is_prime(n: int) -> bool:
         return n > 1 and all(n % k for k in range(2, math.isqrt(n) + 1))
 
-    # Three primes tell apart what grows with images (n), blocks (n + 1 = 2 p, so p) and positions (l):
-    # a row has l positions with n * size < l < (n + 1) * size, which fill n + 1 blocks of `size`.
-    # The larger the images, the fewer: l stays near 2^30, so that its square is below 2^63.
+    # Three primes tell apart what grows with images (n), blocks (n + 1 = 2 p, so p) and positions
+    # (l): a row has l positions with n * size < l < (n + 1) * size, which fill n + 1 blocks of
+    # `size`. The larger the images, the fewer: l stays near 2^30, so that its square is below 2^63.
     images = max(PRIME, min(2**24, 2**30 // size)) | 1
     while True:
         images += 2
@@ -119,15 +119,15 @@ def _row_of_images(size: int, tokens: int) -> Row:
                 )
 
 
-# Named scope of products that stand for something cheaper, and how many operations a position really
-# needs in the forward pass (`gated_delta_net.gated_delta_rule`).
+# Named scope of products that stand for something cheaper, and how many operations a position
+# really needs in the forward pass (`gated_delta_net.gated_delta_rule`).
 NEEDS = re.compile(r"needs=(\d+)")
 
 
 def count_cost(
     operations: Iterable[Operations], row: Row, unit: Callable[[Operations], str], layers: int = 1
 ) -> Cost:
-    """Add up operations by unit of work. unit: of those that grow with the row's length. layers: that were traced."""
+    """Add up operations per unit of work. unit: of operations that grow with the row. layers: traced layers."""
     # The properties of a Cost are views of its rows: adding to one adds to `cost.rates`.
     cost = Cost.zero()
     needs: dict[str, float] = {}

@@ -50,7 +50,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Count the parameters that a token uses: all but the experts that it is not sent to."""
+    """Count a token's active parameters: all but those of experts that it is not routed to."""
     total = sum(parameters(model).values())
     if (experts := model.llm.experts) is None:
         return total
@@ -59,7 +59,7 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def module_parameters(model: ModelConfig) -> dict[str, ModuleParameters]:
-    """Count the parameters of every module by where they are, those of adapters apart."""
+    """Count every module's parameters, and of these in layers, matrices and experts; adapters as `<module>.lora`."""
     return _module_parameters(SameModel(model))
 
 
@@ -82,7 +82,7 @@ def adopt(known: Mapping[str, Any]) -> None:
 
 
 def recorded(compute: Callable[[], Any]) -> dict[str, Any]:
-    """Compute something and return the costs that it asks for, for a process that is to compute the same."""
+    """Call `compute` and return all costs that it looks up, for `adopt` in a process that will compute the same."""
     recordings.append({})
     try:
         compute()
@@ -103,7 +103,7 @@ def _cost(key: str, trace: Callable[[Any], Any]) -> Any:
 
 
 def _read_or_trace(key: str, trace: Callable[[Any], Any]) -> Any:
-    """Read what an earlier process has traced; else trace it, and write it down."""
+    """Read costs from the user's cache; else trace them and write them there."""
     file = (
         user_cache()
         / "costs"
@@ -122,7 +122,7 @@ def _read_or_trace(key: str, trace: Callable[[Any], Any]) -> Any:
 
 @cache
 def _environment() -> str:
-    """Describe what traces depend on beside their key: the libraries, and mmjax's own source."""
+    """Describe what traces depend on beside their key: versions of libraries, and mmjax's own source."""
     folder = Path(mmjax.__file__).parent
     sources = hashlib.sha256()
     for name in SOURCES:
@@ -132,7 +132,7 @@ def _environment() -> str:
 
 
 def _packed(value: Cost | Ends | dict[str, ModuleParameters]) -> dict[str, Any]:
-    """Make JSON of what is traced."""
+    """Convert traced costs to JSON."""
     if isinstance(value, Cost):
         return {"rates": value.rates.tolist()}
     if isinstance(value, Ends):

@@ -50,7 +50,7 @@ MANY = 997
 
 
 def trace_passes(function: Callable[[Any, Any], tuple[Any, Any]], trained: Any, rest: Any) -> Any:
-    """Trace `function(trained, rest)` and its gradients with respect to `trained`, without what nobody needs.
+    """Trace `function(trained, rest)` and its gradients with respect to `trained`, with dead code eliminated.
 
     The function returns what is differentiated and what is not.
     """
@@ -122,7 +122,7 @@ def tower_batch(config: ModelConfig, tower: str, shape: tuple[int, int]) -> Text
 
 
 def _before(module: MultimodalModel, tower: str, inputs: Inputs) -> tuple[Any, Any]:
-    """Return the first layer's input, and what all layers share."""
+    """Return the first layer's input, and the context that all layers share."""
     if tower == "llm":
         x, _ = module.embedded(inputs.batch, {})
         return x + inputs.x, module.context("llm", inputs.batch, None)
@@ -139,7 +139,7 @@ def _before(module: MultimodalModel, tower: str, inputs: Inputs) -> tuple[Any, A
 
 
 def _after(module: MultimodalModel, tower: str, x: Any, context: Any, inputs: Inputs) -> Any:
-    """Return what is made of the last layer's output: the loss, or an encoder's tokens."""
+    """Compute the tower's result from the last layer's output: the loss, or an encoder's tokens."""
     if tower == "llm":
         hidden, table = module.llm.hidden_and_table(x)
         logits = logits_of(hidden, table, module.llm.config.logit_cap)
@@ -172,7 +172,7 @@ class _Tower:
         self.passed, self.structure = jax.tree.flatten(passed)
 
     def _reached(self) -> tuple[Any, list[bool]]:
-        """Return what the layers get, and of each of these arrays whether its gradient is wanted."""
+        """Return the inputs of the layers, and for each of these arrays whether it needs a gradient."""
         trained = {"params": self.trained} | ({"x": self.inputs.x} if self.upstream else {})
 
         def before(trained: Any, rest: Any) -> Any:
@@ -225,7 +225,7 @@ class _Tower:
         return tuple(kinds[number] for number in sorted(kinds))
 
     def _windows(self, run: LayerStack) -> tuple[bool, ...]:
-        """Tell whether layers of a stack have windows, and whether others have none: such a scan takes one of two."""
+        """Return which kinds a stack's layers have: without a window (False), with one (True), or both."""
         return tuple(
             sorted({number in self.layers.windowed for number in range(run.start, run.stop)})
         )
@@ -265,7 +265,7 @@ class _Tower:
         )
 
     def _unit(self, x: Operations) -> str:
-        """Tell the unit of what grows with the length: in a UNet, of attention pairs, and else images' tokens."""
+        """Return the unit of operations that grow with the row: in a UNet pairs for attention, else images' tokens."""
         return (
             "pairs"
             if self.row.unit == "tokens" and "attention" in x.scope and x.is_product
@@ -299,8 +299,8 @@ class _Tower:
         }
         graph = nnx.graphdef(self.layers.runs[name])
         stack = LayerStack(0, layers, policy)
-        # (True,): all layers have windows. (False, True): every other one stands for a mixture, which
-        # a scan computes with both masks stacked, whatever the proportion.
+        # (True,): all layers have windows. (False, True): every other one stands for a mixture,
+        # which a scan computes with both masks stacked, whatever the proportion.
         windows = self._windows(run)
         windowed = tuple(range(0, layers, len(windows))) if True in windows else ()
 
@@ -326,7 +326,7 @@ class _Tower:
 
 
 def _saved_arrays(program: Any) -> Iterator[Any]:
-    """List what the forward scan over the layers of a stack hands to the backward pass, for all layers."""
+    """List the residuals that the forward scan over a stack's layers saves for backward, stacked over layers."""
     for equation in program.eqns:
         if equation.primitive.name == "scan" and equation.params["length"] == MANY:
             if "transpose" not in str(equation.source_info.name_stack):
@@ -373,8 +373,8 @@ def module_parameters(model: ModelConfig) -> dict[str, ModuleParameters]:
     counts: dict[str, np.ndarray] = {}
     for path, leaf in nnx.traversals.flatten_mapping(built.abstract).items():
         in_layers = "runs" in path
-        # A matrix is [..., inputs, outputs], and its inputs have a logical axis; the rows of a table
-        # and the taps of a filter have none.
+        # A matrix is [..., inputs, outputs], and its inputs have a logical axis; the rows of a
+        # table and the taps of a filter have none.
         is_matrix = len(axes[path]) > 1 and axes[path][-2] is not None
         counted = [
             True,

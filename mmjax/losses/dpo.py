@@ -19,7 +19,7 @@ CHOSEN, REJECTED = (1 << FIRST_BRANCH_BIT + k for k in range(2))
 
 
 def measures(config: Dpo) -> dict[str, str]:
-    """Name what is measured beside the loss, all of it in means over the pairs."""
+    """Name the metrics beside the loss, all of them means over the pairs."""
     rewards = [f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")]
     return dict.fromkeys([*rewards, "logps/chosen", "logps/rejected"], "")
 

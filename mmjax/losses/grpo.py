@@ -14,7 +14,7 @@ from mmjax.config.losses import Grpo
 
 
 def measures(config: Grpo) -> dict[str, str]:
-    """Name what is measured beside the loss, all of it in means over the tokens."""
+    """Name the metrics beside the loss, all of them means over the tokens."""
     return dict.fromkeys(("clip_ratio", *(("kl",) if config.beta else ())), "")
 
 

@@ -20,7 +20,7 @@ JUDGED, MISMATCHED = (1 << FIRST_BRANCH_BIT + k for k in range(2))
 
 
 def measures(config: Kto) -> dict[str, str]:
-    """Name what is measured beside the loss: in means over good answers, over bad ones, and over all."""
+    """Name the metrics beside the loss: means over good answers, over bad ones, and over all."""
     of_kinds = {
         f"{what}/{kind}": f"share/{kind}"
         for kind in ("chosen", "rejected")

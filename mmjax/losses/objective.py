@@ -1,4 +1,4 @@
-"""Compute what a step trains on of text: cross-entropy, or a loss of several answers to a prompt.
+"""Compute the text loss of a step: cross-entropy, or a loss of several answers to a prompt.
 
 Such answers are branches of one sample: what they share is encoded and attended once, and no answer
 sees another. Their log-probabilities come from one forward pass, those of a frozen reference from
@@ -29,12 +29,12 @@ Measures = dict[str, jax.Array]  # float32 [R, T], times the tokens' loss weight
 
 
 def measures_of(loss: LossConfig) -> tuple[str, ...]:
-    """Name what is measured beside the loss."""
+    """Name the metrics beside the loss."""
     return tuple(ANSWER_LOSSES[loss.kind].measures(loss)) if loss.is_branched else ()
 
 
 def mean_measures(loss: LossConfig, sums: Mapping[str, Any], weight: float) -> dict[str, float]:
-    """Compute means of measures from their sums over a step's tokens; those of no tokens are left out.
+    """Compute mean metrics from their sums over a step's tokens; metrics of no tokens are left out.
 
     weight: sum of the tokens' loss weights.
     """

@@ -19,7 +19,7 @@ _MAX_LOG_PROB = -1e-6  # of an answer that is certain, whose odds are infinite
 
 
 def measures(config: Orpo) -> dict[str, str]:
-    """Name what is measured beside the loss, all of it in means over the pairs."""
+    """Name the metrics beside the loss, all of them means over the pairs."""
     rewards = [f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")]
     odds_names = ("logps/chosen", "logps/rejected", "nll_loss", "log_odds_ratio", "log_odds_chosen")
     return dict.fromkeys([*rewards, *odds_names], "")

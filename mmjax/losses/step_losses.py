@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import DecoderConfig, ExpertsConfig, ModelConfig
+from mmjax.losses.sample_totals import ends_sample
 from mmjax.models.expert_routing import Routing, balance_loss, z_loss
 from mmjax.parallel.sharding import CONTEXT, active
 
@@ -22,7 +23,7 @@ MAX_WORST = 32  # samples of a step whose losses are reported
 
 
 class ExpertSums(NamedTuple):
-    """Sums over the microbatches of a step of what their mixtures of experts report."""
+    """Router statistics of a step's mixtures of experts, summed over its microbatches."""
 
     tokens: jax.Array  # float32 [layers, experts]: that each expert got, in each layer that has any
     balance: jax.Array  # float32 []: mean of the microbatches' balance losses by their loss weight
@@ -107,7 +108,7 @@ def expert_sums(routing: Routing | None, share: jax.Array) -> ExpertSums | None:
 
 
 def expert_loss(sums: ExpertSums | None, config: ExpertsConfig | None) -> jax.Array | float:
-    """Compute what the losses of experts add to the loss that is trained on."""
+    """Compute the auxiliary losses of experts, as weighted in the training loss."""
     return 0.0 if sums is None else config.balance_loss * sums.balance + config.z_loss * sums.z
 
 
@@ -135,7 +136,7 @@ def image_loss(
     totals: Mapping[str, jax.Array],
     model: ModelConfig,
 ) -> tuple[jax.Array | float, dict[str, jax.Array]]:
-    """Compute a microbatch's part of what generators add to the loss that is trained on.
+    """Compute a microbatch's part of the generators' loss.
 
     Each generator's is the mean error over the patches of the whole step, times its weight. Also
     returns the sums of errors and the number of patches by generator, float32 `[2]`. totals:
@@ -196,8 +197,7 @@ def _worst_of_rows(
     # Only at a sample's last token are the running sums the sample's: the others count as 0, which
     # `highest_losses` leaves out.
     loss, weight = _running_sums(losses, weights, sample)
-    last = jnp.concatenate([sample[:, 1:] != sample[:, :-1], jnp.ones_like(sample[:, :1], bool)], 1)
-    counts = last & (sample >= 0) & (weight > 0)
+    counts = ends_sample(sample) & (sample >= 0) & (weight > 0)
     mean = jnp.where(counts, loss / weight, 0.0)
     mean = jnp.where(jnp.isfinite(mean), mean, jnp.inf)
     return *highest_losses(owner.reshape(-1), mean.reshape(-1)), (mean == jnp.inf).sum(

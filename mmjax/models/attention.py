@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import jax
@@ -44,7 +45,7 @@ from mmjax.models.context_attention import (
     plan_pieces,
     plan_specs,
 )
-from mmjax.parallel.sharding import CONTEXT, active, first_device, sharding
+from mmjax.parallel.sharding import CONTEXT, active, first_device, sharding, spec_axes
 
 __all__ = ["MaskSpec", "allowed", "attention", "encoder_mask"]
 
@@ -216,9 +217,7 @@ def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, to
     # Gradients are summed over the axes that a spec leaves out; those of one device are named, to
     # need no all-reduce.
     # An axis of size 1 may be named for the width, which stays whole all the same.
-    named = {
-        axis for entry in q_spec for axis in ((entry,) if isinstance(entry, str) else entry or ())
-    }
+    named = {*chain(*spec_axes(q_spec))}
     single = tuple(
         axis for axis, size in current.mesh.shape.items() if size == 1 and axis not in named
     )

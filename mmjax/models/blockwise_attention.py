@@ -169,8 +169,8 @@ def _to_blocks(
 ) -> tuple[Array, Array, Array, MaskSpec, MaskSpec]:
     """Cut the inputs of attention into blocks of at most `block` queries, and of as many keys."""
     q_size, k_size = min(block, q.shape[1]), min(block, k.shape[1])
-    # c = block; the other letters as in `dense_attention`, with q for the query tokens of a block. The
-    # block comes first, as the axis that `lax.map` and `lax.scan` go along.
+    # c = block; the other letters as in `dense_attention`, with q for the query tokens of a block.
+    # The block comes first, as the axis that `lax.map` and `lax.scan` go along.
     keys, values = (jnp.einsum("cbsmh->cbmsh", _blocks(x, k_size)) for x in (k, v))
     return (
         _query_blocks(q, q_size, k.shape[2]),

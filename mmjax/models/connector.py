@@ -102,8 +102,8 @@ class Connector(nnx.Module):
             )
         if self.norm is not None and not self.norm_merged:
             x = self.norm(x)
-        # With a merge of 2 x 2, [R, L, W] -> [R, L / 4, 4, W] -> [R, L / 4, 4 W], or the mean [R, L / 4,
-        # W]. Masked after the norm, whose bias would make padding nonzero.
+        # With a merge of 2 x 2, [R, L, W] -> [R, L / 4, 4, W] -> [R, L / 4, 4 W], or the mean [R, L
+        # / 4, W]. Masked after the norm, whose bias would make padding nonzero.
         x = jnp.where((item >= 0)[..., None], x, 0).reshape(
             rows, length // self.group, self.group, width
         )

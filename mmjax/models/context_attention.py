@@ -28,7 +28,8 @@ from mmjax.parallel.sharding import CONTEXT
 # Pieces in which keys and values arrive, the device's own first. Each one more is another pass over
 # the output to merge.
 MAX_PIECES = 4
-# Slices of a row that one device sends another; where more are needed, the shortest gaps are sent too.
+# Slices of a row that one device sends another; where more are needed, the shortest gaps are sent
+# too.
 MAX_SLICES = 8
 QUERY_BLOCK = 128  # queries, at most, for which it is found together which keys they may attend
 KEY_BLOCK = 16  # keys, at most, that are found needed, and sent, together
@@ -119,8 +120,8 @@ def plan_pieces(
         return plan
     length = mask.pos.shape[1]
     q_size, k_size = (math.gcd(length, block) for block in (QUERY_BLOCK, KEY_BLOCK))
-    # [B, tokens of the other devices / k_size]: which blocks of keys any of this device's queries may
-    # attend.
+    # [B, tokens of the other devices / k_size]: which blocks of keys any of this device's queries
+    # may attend.
     attended = jnp.concatenate(
         [block_pairs(mask, keys, q_size, k_size)[1].any(1) for keys in masks[1:]], axis=1
     )
@@ -195,7 +196,7 @@ def attend_by_heads(
 
 
 def _arrive(arrays: Any, hops: range, plan: ContextPlan | None = None) -> Any:
-    """Receive the arrays of each device so many ahead, one after the other along the tokens; what is not sent is 0.
+    """Receive the arrays of the devices at these hops ahead, concatenated along the tokens; tokens not sent are 0.
 
     plan: says what is sent, where that is not all.
     """
@@ -211,7 +212,7 @@ def _arrive(arrays: Any, hops: range, plan: ContextPlan | None = None) -> Any:
 
 
 def _return(arrays: Any, hops: range, plan: ContextPlan) -> Any:
-    """Transpose `_arrive`: sum what other devices have for this one's tokens."""
+    """Transpose `_arrive`: sum the other devices' gradients of this one's tokens."""
 
     def received(x: Array) -> Array:
         if plan.needed is not None and 0 not in hops:
@@ -226,7 +227,7 @@ def _return(arrays: Any, hops: range, plan: ContextPlan) -> Any:
 
 
 def _send_slices(x: Array, hops: range, sent: Slices, received: Slices, ahead: bool) -> Array:
-    """Receive slices of the tokens of each device so many ahead, or behind, zeros between: `[hops, B, T, ...]`.
+    """Receive token slices from the devices at these hops, ahead or behind, zeros between: `[hops, B, T, ...]`.
 
     x: what each of these gets its slices of, or one for all.
     """
@@ -235,11 +236,11 @@ def _send_slices(x: Array, hops: range, sent: Slices, received: Slices, ahead: b
     copies, rows, length = x.shape[:3]
     row = jnp.arange(rows, dtype=jnp.int32)[:, None] * length
 
-    # `ragged_all_to_all` copies along the first axis, so rows and tokens are one: token 5 of row 2 is
-    # 2 * length + 5. Its four lists are ordered by device, each with as many entries, of size 0 for
-    # the devices that are not among these hops.
+    # `ragged_all_to_all` copies along the first axis, so rows and tokens are one: token 5 of row 2
+    # is 2 * length + 5. Its four lists are ordered by device, each with as many entries, of size 0
+    # for the devices that are not among these hops.
     def by_device(slices: Array, sign: int) -> Array:
-        """Order what is there for each hop by device; [B, hops, slices] becomes [devices * B * slices]."""
+        """Order entries of hops by device; [B, hops, slices] becomes [devices * B * slices]."""
         places = jnp.zeros((devices, *slices[:, 0].shape), jnp.int32)
         neighbours = (device + sign * jnp.arange(hops.start, hops.stop)) % devices
         return places.at[neighbours].set(jnp.moveaxis(slices, 1, 0)).ravel()
@@ -248,8 +249,8 @@ def _send_slices(x: Array, hops: range, sent: Slices, received: Slices, ahead: b
         return jax.tree.map(lambda field: field[:, hops.start - 1 : hops.stop - 1], slices)
 
     # The part for the third of these hops begins after two arrays of all rows, here and where it
-    # arrives. A sender knows where in the receiver's array its slices go, since hops are the same on
-    # all devices and slices keep their places in the row.
+    # arrives. A sender knows where in the receiver's array its slices go, since hops are the same
+    # on all devices and slices keep their places in the row.
     part = jnp.arange(len(hops), dtype=jnp.int32)[:, None] * (rows * length)
     sent = of_hops(sent)
     place = sent.start + row[:, None]
@@ -277,7 +278,7 @@ def _from_device(x: Array, hop: int) -> Array:
 def _over_pieces(
     work: Callable[..., tuple[Any, Any]], carry: Any, k: Array, v: Array, plan: ContextPlan
 ) -> tuple[Any, list[Any]]:
-    """Fold `work(carry, number, k, v)` over the pieces; return the carry, and what it made for each piece's owners.
+    """Fold `work(carry, number, k, v)` over the pieces; return the carry, and the gradients returned to the owners.
 
     The next piece arrives, and what was made of the one before returns, while `work` is done. The
     barriers keep XLA from waiting for them earlier, and from having more than two pieces in memory.

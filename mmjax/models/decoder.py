@@ -115,7 +115,7 @@ _logits.defvjp(_logits_forward, _logits_backward, symbolic_zeros=True)
 
 
 def norm_of(config: DecoderConfig) -> Callable[[int], nnx.Module]:
-    """Return what makes a norm of a width, as the residual stream's are."""
+    """Return the constructor of the residual stream's norms, which takes a width."""
     if config.norm == "layer":
         return partial(LayerNorm, eps=config.norm_eps)
     return partial(RMSNorm, eps=config.norm_eps, offset=config.norm_offset)

@@ -133,7 +133,7 @@ class ImageInputs(NamedTuple):
 
 
 class Table(nnx.Module):
-    """Learned vectors that are added to what the time makes of every image: shifts, scales and gates."""
+    """Learned vectors added to the shifts, scales and gates that an image's time gives."""
 
     def __init__(self, size: int, width: int, rngs: nnx.Rngs):
         values = jax.random.normal(rngs.params(), (size, width), jnp.float32) * width**-0.5
@@ -250,7 +250,7 @@ def layer_config(config: DiffusionTransformerConfig) -> LayerConfig:
 def _present(
     condition: Float[Array, "r c e"], config: DiffusionTransformerConfig
 ) -> Bool[Array, "r c"] | None:
-    """Return which condition tokens are there: those that are not 0, where an image may have fewer than others."""
+    """Return which condition tokens are present: the nonzero ones; None where every image has all."""
     return (condition != 0).any(-1) if config.text_tokens else None
 
 
@@ -288,8 +288,8 @@ class ImageEmbedding(nnx.Module):
         x = self.time(time, dtype)
         if self.side is None:
             return x
-        # [R, L, I], and from it each image's number of patch rows and columns, [R, I]; 1 where there
-        # is no image, whose aspect ratio would be 0 / 0.
+        # [R, L, I], and from it each image's number of patch rows and columns, [R, I]; 1 where
+        # there is no image, whose aspect ratio would be 0 / 0.
         of_image = items.item[..., None] == jnp.arange(time.shape[1])
         patches = [
             jnp.max(jnp.where(of_image, 1 + items.coordinates[..., axis, None], 1), axis=1)
@@ -399,7 +399,7 @@ class DiffusionTransformer(nnx.Module):
         return self._context(items, embedded, modulation, condition)
 
     def passed_on(self, context: Context) -> tuple[Float[Array, "r i _"], Float[Array, "r c _"]]:
-        """Return what `resumed_context` makes the context of in a later stage of a pipeline."""
+        """Return the arrays from which a later pipeline stage rebuilds the context (`resumed_context`)."""
         images = context.images
         sides = [images.time, images.modulation.reshape(*images.time.shape[:2], -1)]
         return jnp.concatenate(sides, axis=-1), images.condition

@@ -145,7 +145,7 @@ class Copies(NamedTuple):
     def out(
         self, gated: Array, raised: Array, down: Array, share: Array, activation: Activation
     ) -> Float[Array, "m d"]:
-        """Finish the experts of the copies, and sum what they make of each token by its `share` `[m, k]` of them."""
+        """Apply the down projections to the copies, and sum each token's outputs weighted by `share` `[m, k]`."""
         # A hidden layer times its share instead of what comes out of it: a sum over copies is then
         # a plain one.
         share = sum_rows(
@@ -211,7 +211,7 @@ def apply_shared_experts(
     tensor = tuple(axis for axis in layout.parts if axis == TENSOR)
 
     def local_experts(expert: Array, tokens: Array, share: Array, *weights: Array) -> Array:
-        """Sum what the device's experts make of tokens, some copies at a time."""
+        """Sum the outputs of the device's experts for tokens, some copies at a time."""
         copies = Copies.of(expert, layout.first(count), count)
 
         def slice_of_copies(
@@ -229,8 +229,9 @@ def apply_shared_experts(
         parts = -(-copies.sizes.sum() // computed)
         return sum_parts(slice_of_copies, parts, copies, tokens, share, *weights).astype(x.dtype)
 
-    # In a turn each device sends every other one at most `size` of its tokens, gets as many of each,
-    # applies its experts to them, and returns the sums, which are added at the tokens' places.
+    # In a turn each device sends every other one at most `size` of its tokens, gets as many of
+    # each, applies its experts to them, and returns the sums, which are added at the tokens'
+    # places.
     def turn(
         number: Array, tables: tuple[Array, Sends], x: Array, share: Array, *weights: Array
     ) -> Array:

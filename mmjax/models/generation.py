@@ -6,7 +6,6 @@ alone, so they are the same wherever the image is packed.
 
 from __future__ import annotations
 
-import zlib
 from typing import NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mmjax.batch import PADDING, ItemBatch, TextBatch
 from mmjax.config import Generator, PixelLatents
 from mmjax.models.connector import Connector
-from mmjax.models.dropout import IMPL, Noise
+from mmjax.models.dropout import Noise, named_key, position_keys
 from mmjax.models.layers import PositionTable
 from mmjax.models.vae import Encoder as VaeEncoder
 from mmjax.models.vae import moments_of
@@ -82,21 +81,14 @@ class Draws(NamedTuple):
 
 def draw(noise: Noise, name: str, config: Generator, items: ItemBatch) -> Draws:
     """Draw times, dropped conditions and noise of a generator's rows."""
-    seed, step = noise
-    key = jax.random.fold_in(jax.random.key(seed, impl=IMPL), step)
-    # By its name, not its number: another generator beside it changes nothing.
-    key = jax.random.fold_in(key, np.uint32(zlib.crc32(f"{name}.flow".encode())))
-
-    def position_key(owner: Array, offset: Array) -> Array:
-        return jax.random.fold_in(jax.random.fold_in(key, owner), offset)
-
+    key = named_key(noise, f"{name}.flow")
     length, features = items.item.shape[1], config.patch_values
     # Of each image of a row, its first patch: (sample, index among the sample's patches) is its
     # alone.
     images = jnp.arange(config.max_images(length))
     first = jnp.argmax(items.item[:, None] == images[:, None], axis=-1)
-    keys = jax.vmap(jax.vmap(position_key))(
-        *(jnp.take_along_axis(x, first, 1) for x in (items.owner, items.offset))
+    keys = position_keys(
+        key, *(jnp.take_along_axis(x, first, 1) for x in (items.owner, items.offset))
     )
     flow = config.flow
 
@@ -106,7 +98,7 @@ def draw(noise: Noise, name: str, config: Generator, items: ItemBatch) -> Draws:
         return jax.nn.sigmoid(logit), jax.random.uniform(of_drop) < flow.condition_dropout
 
     time, dropped = jax.vmap(jax.vmap(image))(keys)
-    patch_keys = jax.vmap(jax.vmap(position_key))(items.owner, items.offset)
+    patch_keys = position_keys(key, items.owner, items.offset)
 
     def of_patches(purpose: int) -> Array:
         def patch(key: Array) -> Array:

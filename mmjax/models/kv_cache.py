@@ -50,7 +50,7 @@ class RecurrentState(NamedTuple):
         return self
 
     def updated(self, new: RecurrentState, column: Array) -> RecurrentState:
-        """Return what new tokens have made of it."""
+        """Return the state after new tokens."""
         return new
 
     def constrained(self) -> RecurrentState:

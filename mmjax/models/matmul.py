@@ -99,7 +99,7 @@ looped_matmul.defvjp(_looped_forward, _looped_backward)
 
 
 def _blocks(rows: int, groups: int) -> tuple[int, Callable[[Array, Array, Array], Array]]:
-    """Return the rows of a block, about as many as groups have, and what takes those from `start` to `end` of `x`."""
+    """Return the rows of a block, about as many as groups have, and a function that takes rows `start` to `end`."""
     size = min(max(1 << (rows // groups).bit_length(), MIN_BLOCK), MAX_BLOCK)
 
     def take(x: Array, start: Array, end: Array) -> Array:
@@ -113,8 +113,8 @@ def _for_blocks(
     sizes: Array, size: int, body: Callable[[Array, Array, Array, Array], Array], value: Array
 ) -> Array:
     """Call `value = body(value, group, start, end)` for every block of up to `size` rows of a group, in order."""
-    # Groups of 3, 0 and 5 rows end at 3 3 8. In blocks of 4: start 0 is of group 0 and stops at its end
-    # 3; start 3 is behind the ends of groups 0 and 1, so of group 2, up to 7; then 7 up to 8.
+    # Groups of 3, 0 and 5 rows end at 3 3 8. In blocks of 4: start 0 is of group 0 and stops at its
+    # end 3; start 3 is behind the ends of groups 0 and 1, so of group 2, up to 7; then 7 up to 8.
     ends = jnp.cumsum(sizes)
 
     def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -150,7 +150,7 @@ class Model:
 
     @property
     def is_random(self) -> bool:
-        """Return whether training draws random numbers: for dropout, or for what generators make images of."""
+        """Return whether training draws random numbers: for dropout, or for generators' times and noise."""
         return self.config.makes_images or any(
             tower.dropout for tower in (self.config.llm, *self.config.encoders.values())
         )

@@ -187,7 +187,7 @@ class MultimodalModel(nnx.Module):
     def embedded(
         self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]
     ) -> tuple[Float[Array, "b t d"], list[Float[Array, "b t d"]]]:
-        """Embed tokens and place encoder tokens; also return what is added to the outputs of the LLM's first layers."""
+        """Embed tokens and place encoder tokens; also return the additions to the outputs of the LLM's first layers."""
         x = self.llm.embedded(text.token)
         for name in self.generators:
             query = text.slots[name]
@@ -286,7 +286,7 @@ class MultimodalModel(nnx.Module):
 
 
 def _add_up(additions: Sequence[Sequence[Float[Array, "b t d"]]]) -> list[Float[Array, "b t d"]]:
-    """Add up what encoders add to the same layers; their deepstacks may have different depths."""
+    """Add up the encoders' additions to each layer; their deepstacks may have different depths."""
     return [sum(arrays) for arrays in zip_longest(*additions, fillvalue=0)]
 
 

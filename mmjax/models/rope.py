@@ -46,8 +46,8 @@ def rotation_2d(
         y, x = jnp.split(coordinates.astype(jnp.float32), 2, axis=-1)
         angles = jnp.concatenate([y * frequencies[0::2], x * frequencies[1::2]], axis=-1)
         return Rotation(jnp.cos(angles), jnp.sin(angles))
-    # Of a head of 8 channels, pairs 0 and 1 turn with y, 2 and 3 with x: [B, T, 2] coordinates times
-    # [2] frequencies are [B, T, 2, 2], joined to [B, T, 4].
+    # Of a head of 8 channels, pairs 0 and 1 turn with y, 2 and 3 with x: [B, T, 2] coordinates
+    # times [2] frequencies are [B, T, 2, 2], joined to [B, T, 4].
     pairs = head_width // 4
     frequencies = theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
     angles = coordinates.astype(jnp.float32)[..., None] * frequencies

@@ -135,7 +135,7 @@ class Level(nnx.Module):
 
 
 class Unet(nnx.Module):
-    """first -> levels down -> middle -> levels up -> last; each block up also takes what one down has made."""
+    """first -> levels down -> middle -> levels up -> last; each block up also takes the output of one down."""
 
     def __init__(self, config: UnetConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -157,8 +157,8 @@ class Unet(nnx.Module):
         # Channels of what blocks up take: of the first convolution, of each block, and of those
         # between levels. With widths 320 and 640 and one block a level, the skips are
         #     320 (first)  320 (block)  320 (stride)  640 (block)
-        # and the two blocks up of each level take them from the end: 640 + 640 and 640 + 320 channels
-        # into the deeper level, then 640 + 320 and 320 + 320 into the other.
+        # and the two blocks up of each level take them from the end: 640 + 640 and 640 + 320
+        # channels into the deeper level, then 640 + 320 and 320 + 320 into the other.
         skips = [widths[0]]
         for i, width in enumerate(widths):
             skips += [width] * (c.blocks + (i < deepest))

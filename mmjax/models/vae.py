@@ -91,8 +91,9 @@ class Encoder(nnx.Module):
         self.enter = Convolution(c.image_channels, c.widths[0], (None, "embed"), rngs)
         self.levels = nnx.Dict()
         for i, width in enumerate(c.widths):
-            # Zeros stand behind the image alone, so that 2n rows become n: with 4 rows, windows 0 1 2
-            # and 2 3 (4), as in diffusers' checkpoints; zeros on both sides would shift them by one.
+            # Zeros stand behind the image alone, so that 2n rows become n: with 4 rows, windows 0 1
+            # 2 and 2 3 (4), as in diffusers' checkpoints; zeros on both sides would shift them by
+            # one.
             last = i + 1 == len(c.widths)
             down = (
                 None

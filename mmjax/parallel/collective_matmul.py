@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from mmjax.parallel.sharding import Axes, active, sharding
+from mmjax.parallel.sharding import Axes, active, sharding, spec_axes
 
 
 def tensor_parallel_products(
@@ -47,7 +47,7 @@ def tensor_parallel_products(
     # Dimension of the weights that `tensor` cuts: outputs of query or up, inputs of output or down.
     cut, uncut = (1, 0) if gathers else (0, 1)
     divides = tokens == rules.spec(("rows", "sequence", None)) and all(
-        _names(s[cut]) == (axis,) for s in specs
+        spec_axes(spec)[cut] == (axis,) for spec in specs
     )
     if mesh.shape[axis] == 1 or not divides:
         return None
@@ -60,7 +60,7 @@ def tensor_parallel_products(
         tokens=tokens,
         inner=PartitionSpec(rules.rows, rules.length or None, axis),
         weights=tuple(PartitionSpec(*copies, *spec) for spec in specs),
-        shards=tuple(name for name in _names(specs[0][uncut]) if mesh.shape[name] > 1),
+        shards=tuple(name for name in spec_axes(specs[0])[uncut] if mesh.shape[name] > 1),
         ranks=tuple(
             name
             for name in (*rules.rows, *rules.length)
@@ -68,10 +68,6 @@ def tensor_parallel_products(
         ),
     )
     return layout.products(x, tuple(weights))
-
-
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def _return(
     slots: jax.Array,
     shape: tuple[int, ...],
 ) -> jax.Array:
-    """Transpose `_bring`: return what arrives of the gradients of a device's tokens, from its rows and its peers."""
+    """Transpose `_bring`: sum the gradients of a device's tokens from its own rows and from its peers."""
     *_, width = shape
     sends = [(way, send) for way, (send,) in zip(ways, tables, strict=False) if send.size]
     length = math.prod(shape[:-1]) + sum(send.size for _, send in sends)
@@ -154,7 +154,7 @@ def _return(
 
 
 def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
-    """Exchange the chunks `[peers, chunk, width]` that this device has for its peers for those they have for it.
+    """Exchange chunks `[peers, chunk, width]`: chunk k goes to peer k, and that peer's chunk takes its place.
 
     sizes: how many tokens it sends to each in the forward pass, int32 `[peers]`; outward: whether
     this is that.
@@ -197,7 +197,7 @@ def _ragged(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> ja
 
 
 def _on_one_device(tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.Array) -> jax.Array:
-    """Exchange with the arrays of all ranks on one device: what rank a sends to b is what b gets from a."""
+    """Exchange with the arrays of all ranks on one device: a transpose of sender and receiver."""
     devices, width = len(tables[0]), tokens.shape[-1]
     context = tables[1].shape[1] if tables[1:] else 1
     local = tokens.reshape(devices, len(tokens) // devices * tokens.shape[1], width)
@@ -225,6 +225,6 @@ def _pick(tokens: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def _unpick(back: jax.Array, positions: jax.Array, length: int) -> jax.Array:
-    """Transpose `_pick`: each of `length` tokens gets the sum of what its places have."""
+    """Transpose `_pick`: each of `length` tokens gets the sum over the positions that took it."""
     tokens = jax.ShapeDtypeStruct((length, back.shape[-1]), back.dtype)
     return jax.linear_transpose(partial(_pick, positions=positions), tokens)(back)[0]

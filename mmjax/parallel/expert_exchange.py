@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -23,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from mmjax.parallel.sharding import EXPERT, TENSOR, active, sharding
+from mmjax.parallel.sharding import EXPERT, TENSOR, active, sharding, spec_axes
 
 Tree = TypeVar("Tree")
 # logical axes of the matrices into an expert's hidden layer
@@ -56,13 +57,13 @@ class ExpertLayout:
             sharding(mesh, rules, shape, axes).spec
             for shape, axes in ((into, INTO), ((experts, hidden, width), OUT))
         ]
-        used = [axis for axis in _axes(specs[0]) if mesh.shape[axis] > 1]
+        used = [axis for axis in chain(*spec_axes(specs[0])) if mesh.shape[axis] > 1]
         return cls(
             mesh=mesh,
             tokens=by_rows,
             into=specs[0],
             out=specs[1],
-            divides=tuple(axis for axis in _axes(by_rows) if mesh.shape[axis] > 1),
+            divides=tuple(axis for axis in chain(*spec_axes(by_rows)) if mesh.shape[axis] > 1),
             parts=tuple(axis for axis in (EXPERT, TENSOR) if axis in used),
             shards=tuple(axis for axis in used if axis not in (EXPERT, TENSOR)),
         )
@@ -70,7 +71,7 @@ class ExpertLayout:
     def run(
         self, function: Callable[..., Any], x: Array, valid: Array, router: Array, *matrices: Array
     ) -> Any:
-        """Call a function of these on each device; it returns outputs like `x`, and sums that `add_up` has added up.
+        """Call `function` with these arrays on each device; it returns outputs like `x`, and sums reduced by `add_up`.
 
         matrices: two into the hidden layer, and one out of it.
         """
@@ -101,7 +102,7 @@ class ExpertLayout:
 
     @property
     def sends(self) -> bool:
-        """Return whether these devices have tokens of their own, which can be sent from one to another."""
+        """Return whether devices that share experts have different tokens, so that tokens are sent between them."""
         return EXPERT in self.parts and EXPERT in self.divides
 
     @property
@@ -116,7 +117,7 @@ class ExpertLayout:
         return lax.axis_index(EXPERT) * count if self.devices > 1 else 0
 
     def gather(self, tree: Tree, parts: tuple[str, ...]) -> Tree:
-        """Gather arrays `[n, ...]` of tokens from the devices along these of `parts`."""
+        """Gather arrays `[n, ...]` of tokens from the devices along these axes, a subset of `self.parts`."""
         axes = tuple(axis for axis in parts if axis in self.divides)
         return (
             jax.tree.map(lambda x: lax.all_gather(x, axes, axis=0, tiled=True), tree)
@@ -125,7 +126,7 @@ class ExpertLayout:
         )
 
     def scatter(self, sums: Float[Array, "n d"], parts: tuple[str, ...]) -> Float[Array, "m d"]:
-        """Add up what the devices have made of the same tokens, and leave each its own: the inverse of `gather`."""
+        """Sum the devices' outputs for the same tokens, and leave each its own tokens: the inverse of `gather`."""
         if axes := tuple(axis for axis in parts if axis not in self.divides):
             sums = lax.psum(sums, axes)
         if axes := tuple(axis for axis in parts if axis in self.divides):
@@ -242,9 +243,3 @@ sum_rows.defvjp(
     lambda x, rows, back: (sum_rows(x, rows, back), (rows, back)),
     lambda tables, gradient: (sum_rows(gradient, *tables[::-1]), None, None),
 )
-
-
-def _axes(spec: PartitionSpec) -> list[str]:
-    return [
-        axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())
-    ]

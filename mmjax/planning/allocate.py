@@ -53,7 +53,8 @@ class Allocation:
 def orders_1f1b(depth, microbatches):
     """Return the actions of 1F1B, as `makespan` takes them. depth: of every stage, the stages behind it."""
     # Depth 2 with 4 microbatches: F0 F1, then F2 B0, F3 B1, then B2 B3. Action n is in the warm-up
-    # (n < 2), in turn (forward where n - 2 is even), or in the rest, whose backward passes are n - 4.
+    # (n < 2), in turn (forward where n - 2 is even), or in the rest, whose backward passes are n -
+    # 4.
     orders = np.zeros((len(depth), 2 * microbatches, 3), np.int64)
     for stage in range(len(depth)):
         warmup = min(depth[stage], microbatches)
@@ -87,9 +88,9 @@ def makespan(orders, ends, forward, backward, edges, delay, microbatches):
     behind the other. ends: of each worker's. edges: int `[edges, 2]`, stages that give and take
     activations; delay: seconds of each.
     """
-    # Walk the workers round and round, each as far as what it needs is there; `done` is -1 for passes
-    # that have not run. Forward results go along an edge and gradients back: of kind 0 the receiver is
-    # edges[:, 1] and the sender edges[:, 0], of kind 1 the other way round.
+    # Walk the workers round and round, each as far as what it needs is there; `done` is -1 for
+    # passes that have not run. Forward results go along an edge and gradients back: of kind 0 the
+    # receiver is edges[:, 1] and the sender edges[:, 0], of kind 1 the other way round.
     done = np.full((2, len(forward), microbatches), -1.0)
     free = np.zeros(len(ends))
     position = np.append(0, ends[:-1])
@@ -205,7 +206,7 @@ class Objective(NamedTuple):
 
 
 def _score_busy(options: TowerOptions, microbatches: int) -> Scores:
-    """Bound by what its devices compute and send, whatever is in flight."""
+    """Bound a step from below by what a tower's devices compute and send, whatever is in flight."""
     passes = options.passes
     stages = passes.shape[1]
     edges = options.edge[:, None]
@@ -235,9 +236,9 @@ def _score_bound(options: TowerOptions, microbatches: int) -> Scores:
     edges = options.edge[:, None]
     earlier = np.cumsum(passes, axis=1) - passes + 2 * np.arange(stages) * edges
     # A microbatch enters when that which is `depth + 1` before it has come back from all stages
-    # behind.
-    # With depth 2, microbatches 3 and 6 wait for 0 and 3: m microbatches make (m - 1) // 3 round trips
-    # before the last one's own, and the (m - 1) % 3 behind the last of these run forward in between.
+    # behind. With depth 2, microbatches 3 and 6 wait for 0 and 3: m microbatches make (m - 1) // 3
+    # round trips before the last one's own, and the (m - 1) % 3 behind the last of these run
+    # forward in between.
     depth = stages - 1 - np.arange(stages)
     rounds, rest = np.divmod(microbatches - 1, depth + 1)
     back = np.cumsum(passes[:, ::-1], axis=1)[:, ::-1] + 2 * depth * edges
@@ -375,8 +376,8 @@ def _complete(
     devices, scores = np.zeros(1), Scores._make(np.zeros(1) for _ in Scores._fields)
     index = np.zeros((1, 0), np.int64)
     # All combinations that fit the remaining devices, encoder by encoder: `index` [combinations,
-    # encoders] is of options. Combination 1 of 3 with usable options 0 2 of the next encoder becomes
-    # two; a and b are the numbers of both, (0 0 1 1 2 2) and (0 1 0 1 0 1).
+    # encoders] is of options. Combination 1 of 3 with usable options 0 2 of the next encoder
+    # becomes two; a and b are the numbers of both, (0 0 1 1 2 2) and (0 1 0 1 0 1).
     for table in tables:
         divides = compatible_ranks(table.ranks, llm.choices[n])
         seconds = objective.total(table.scores, llm_scores, count)

@@ -138,8 +138,8 @@ def list_chains(problem: Problem, of_one_stage: bool = False) -> Iterator[Chain]
                 # A stage is busy with all microbatches behind one's passes through the stages
                 # before it, so each may take 1 / count of what is left of the step. What is sent
                 # last is not waited for. In a step of T seconds, stage 0 takes at most T / count a
-                # microbatch, stage 1 (T - T / count) / count, ...: together T (1 - (1 - 1 / count) **
-                # stages), which must hold all passes of one.
+                # microbatch, stage 1 (T - T / count) / count, ...: together T (1 - (1 - 1 / count)
+                # ** stages), which must hold all passes of one.
                 sends = (count - 1) / count * (2 * stages - 2) * edge
                 bounds = (path + sends) / (1 - (1 - 1 / count) ** stages) + update
                 yield Chain(
@@ -182,9 +182,9 @@ def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | 
     """Cut a chain and simulate a step; None where it does not fit."""
     costs, layout = chain.costs, chain.layout
     count = chain.microbatches
-    # layers of towers, and the end of all
-    # With 24 vision and 32 LLM layers, firsts is 0 24 56: a cut before layer 30 of the chain has, of
-    # the LLM, layers 0 to 5 in front of it (`in_tower(30, 1)` is 6).
+    # layers of towers, and the end of all With 24 vision and 32 LLM layers, firsts is 0 24 56: a
+    # cut before layer 30 of the chain has, of the LLM, layers 0 to 5 in front of it (`in_tower(30,
+    # 1)` is 6).
     firsts = [0, *accumulate(len(of_tower.forward) for of_tower in costs)]
     links = [
         link_seconds(problem.cluster, _spread(layout, of_tower), of_tower.experts)
@@ -228,7 +228,7 @@ def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | 
     def memory(
         stage: int, first: np.ndarray, end: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Return the bytes with as much computed again as can be, those that it frees, and layers of each tower."""
+        """Return the bytes with full recomputation, those that it saves, and the layers of each tower."""
         # first, end: of one stage, or `[layers, 1]` and `[layers + 1]`, for a table of all stages.
         in_flight = min(count, stages - stage)
         peak = np.where((first <= first_of_llm) & (first_of_llm < end), exchanged, 0.0)

@@ -115,7 +115,7 @@ def dispatch_seconds(llm: DecoderConfig, work: Work, machine: ClusterRun) -> tup
 
 
 def expert_bytes(llm: DecoderConfig, tokens: int, devices: int, activation: int) -> int:
-    """Count the bytes that a device sends to those that share a layer's experts, in both passes, and to itself.
+    """Count the bytes that a device sends in both passes to all devices that share a layer's experts, itself included.
 
     Forward sends tokens, with the numbers and shares of their experts, and sends sums back.
     Backward sends these tokens again and the gradients of sums, and gradients of tokens and shares
@@ -186,8 +186,8 @@ def tensor_seconds(
     rates = machine.speed.rates
     sends = parts - 1
     send = reduce / (2 * sends)  # of a chunk: a device's tokens between layers
-    # Seconds of a chunk's product with one column of the width, so `column * n` with n columns hides
-    # as much of a chunk's transfer.
+    # Seconds of a chunk's product with one column of the width, so `column * n` with n columns
+    # hides as much of a chunk's transfer.
     column = 2 * positions / parts * layer.width / parts / rates.flops if way == "overlap" else 0.0
     cross = [layer.cross] if layer.cross else []
     gathered = layer.queries + 2 * layer.keys, *cross, (1 + layer.gated) * layer.mlp

@@ -47,7 +47,7 @@ class Flops(NamedTuple):
 
     @property
     def at_one_rate(self) -> Flops:
-        """Return them with those in FP8 as the fewer ones of other products that would take as long."""
+        """Return FLOPs at one rate: FP8 products count as the FLOPs of other products that would take as long."""
         share = 1 - SHEET.flops / SHEET.float8
         return self._replace(
             forward=self.forward - share * self.float8_forward,
@@ -151,7 +151,7 @@ def _stack(trace: TowerTrace, numbers: range, layers: Layers) -> Cost:
 
 
 def _without_adapters(trace: TowerTrace, layers: int) -> tuple[TowerTrace, Layers]:
-    """Return what is traced of a tower that runs as a reference: a forward pass without adapters."""
+    """Return the trace of a tower's forward pass as the frozen reference, without adapters."""
     modules = frozenset({trace.tower, f"{trace.tower}.connector"} - {"llm.connector"})
     plain = replace(trace, model=replace(trace.model, lora={}), frozen=modules, upstream=False)
     return plain, [("none", False)] * layers
@@ -168,7 +168,7 @@ def runs_twice(module: str, model: ModelConfig) -> bool:
 def _with_encoding(
     flops: dict[str, Flops], model: ModelConfig, work: Mapping[str, Work], elementwise: bool
 ) -> dict[str, Flops]:
-    """Add what encoding images in the step takes to the forward pass of their generators."""
+    """Add the FLOPs of encoding images in the step to the forward pass of their generators."""
     for name in step_vaes(model):
         if name in flops:
             encoded = _encoding(model, name, work[name], elementwise)
@@ -409,7 +409,7 @@ def stage_flops(
 def layer_flops(
     model: ModelConfig, tower: str, shape: Mapping[str, tuple[int, int]], reference: bool = False
 ) -> list[Flops]:
-    """Count the FLOPs of every layer of a tower, with what stands before the first and behind the last.
+    """Count the FLOPs of every layer of a tower; the first and last include embedding, head and connector.
 
     shape, reference: as in `executed`. A UNet is one layer.
     """

@@ -49,7 +49,7 @@ class CudaTarget:
 
 @dataclass(frozen=True)
 class MeasuredRates:
-    """Rates that were measured on a device, in place of those that are assumed; None: not measured."""
+    """Rates measured on a device, which replace the assumed ones; None: not measured."""
 
     products: float | None = None  # share of the data sheet's FLOP/s that matrix products reach
     attention: float | None = None  # share of the same that the attention kernel reaches

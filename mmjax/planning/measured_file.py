@@ -44,7 +44,7 @@ class Probed:
 
 
 def read_probed(path: Path, device: str) -> Probed | None:
-    """Read what a run has measured on this device, by JAX's name; None where the file has no such thing."""
+    """Read a run's measured price ratios for a device, by JAX's name; None where the file has none for it."""
     try:
         tree = json.loads(path.read_text())
         probed = decode(Probed, tree[PROBED], PROBED)
@@ -149,7 +149,7 @@ def _decode_rate(key: str, value: Any) -> float:
 
 
 def _layer_times(tower: str, layers: MeasuredLayers, config: Config, source: str) -> LayerTimes:
-    """Check what is stated of a tower's layers, and keep the policies that a plan of this config may choose from."""
+    """Check a tower's stated layer times, and keep the policies that a plan of this config may choose from."""
     towers = tuple(stacked_towers(config.model))
     where = f"{LAYERS}.{tower}"
     if tower not in towers:

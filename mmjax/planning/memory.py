@@ -264,7 +264,7 @@ def reordered_elements(config: Tower, layers: int, sharding: ModelSharding, towe
 def muon_update_bytes(
     model: ModelConfig, layers: Mapping[str, int], sharding: ModelSharding, activation: int
 ) -> float:
-    """Count the bytes of Muon's update on one of several devices: its layers, as they come and as they return.
+    """Count the bytes of Muon's update on one of several devices: its layers as received and as sent back.
 
     layers: trained ones of every tower. XLA keeps the exchanges of all towers in flight (fitted to
     it). Beside them is one product of the largest matrix.
@@ -293,7 +293,7 @@ def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int)
 
 
 def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
-    """Count the bytes of what one tower takes of a microbatch."""
+    """Count the bytes of one tower's input arrays in a microbatch."""
     rows, length = batch.shape[tower]
     if tower == "llm":
         # One of the text's fields, the position, has an entry for each axis.
@@ -413,7 +413,7 @@ def layer_backward_bytes(
 
 
 def stem_backward_bytes(encoder: AudioConfig, positions: int, activation: int) -> float:
-    """Count the peak bytes of the backward pass of 2D convolutions: what they make again, with a gradient of each.
+    """Count the peak bytes of the backward pass of 2D convolutions: recomputed arrays and a gradient of each.
 
     These are activations and the operands of products, nine times what they are read from. 1D ones
     take less than a layer.

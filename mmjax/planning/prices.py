@@ -18,7 +18,7 @@ def pair_costs(
     frozen: Set[str] = frozenset(),
     reference: bool = False,
 ) -> Prices:
-    """Compute what a position of each tower's rows and its connector takes, and what a pair does that attends.
+    """Compute seconds per row position of each tower with its connector, and per attending pair.
 
     Dense attention has no pairs: it computes those of whole rows, whatever they hold. rates:
     default: those assumed of GPUs, at a data sheet's FLOP/s of 1.

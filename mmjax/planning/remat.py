@@ -137,7 +137,7 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The memory and time of a stage, on each of its devices. Bytes are those of the shape in which they have most."""
+    """Memory and time of a stage on each of its devices. Bytes are those of the shape that needs most."""
 
     name: str
     devices: tuple[int, ...]  # numbers in the run's order
@@ -200,7 +200,7 @@ class RunPlan:
 
     @property
     def fullest(self) -> StagePlan:
-        """Return the stage that has most, on the devices that have most."""
+        """Return the stage with most bytes, on the devices with most bytes."""
         return max(max(self.on_devices, key=bytes_together), key=lambda stage: stage.bytes)
 
     @property
@@ -276,7 +276,7 @@ def layer_options(
     parts: int,
     activation: int,
 ) -> dict[Remat, Option]:
-    """Compute what each policy costs a layer of a tower on one device: bytes by shape, and mean recomputation seconds.
+    """Compute the cost of each policy for a layer of a tower on one device: bytes by shape, mean recomputation seconds.
 
     shapes: rows of every tower on a device. saved: of a layer on a device, in each of them.
     """

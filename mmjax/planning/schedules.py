@@ -213,7 +213,7 @@ class StageGraph:
 
 
 def unit_graph(config: Config) -> StageGraph:
-    """Link the stages of `list_stages` by what goes from one to another."""
+    """Link the stages of `list_stages` by the activations that go from one to another."""
     stages = list_stages(config)
     devices = list(dict.fromkeys((stage.unit, stage.part) for stage in stages))
     edges = dict.fromkeys((sender, receiver) for (sender, _), (receiver, _) in unit_links(config))
@@ -302,8 +302,8 @@ def _one_forward_one_backward(
     graph: StageGraph, worker: int, warmup: int, microbatches: int
 ) -> tuple[Action, ...]:
     """Run `warmup` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
-    # Warm-up 2 with 4 microbatches: F0 F1 | F2 B0 F3 B1 | B2 B3. A sink has F and B of a microbatch at
-    # once, so its warm-up is 0: F0 B0 F1 B1 F2 B2 F3 B3.
+    # Warm-up 2 with 4 microbatches: F0 F1 | F2 B0 F3 B1 | B2 B3. A sink has F and B of a microbatch
+    # at once, so its warm-up is 0: F0 B0 F1 B1 F2 B2 F3 B3.
     warmup = min(warmup, microbatches)
     stages = [stage for stage in graph.topological if graph.workers[stage] == worker]
 

@@ -174,7 +174,7 @@ def pass_times(
 def _compute_seconds(
     model: ModelConfig, stage: StageRun, batch: DeviceBatch, work: Work
 ) -> tuple[tuple[float, float], float]:
-    """Estimate the seconds of computing, and of moving what it reads and writes: both passes, and recomputation."""
+    """Estimate the seconds of computation and its memory traffic: both passes, and recomputation."""
     machine = stage.machine
     config = stage.config(model)
     rates, parts = machine.speed.rates, stage.parts

@@ -52,13 +52,13 @@ def _quantile(rising, share):
 
 @njit(cache=True)
 def _of_longest(parts):
-    """Return where in their distribution the longest of so many is: it is expected to be longer than n of n + 1."""
+    """Return the expected quantile of the longest of n lengths: 1 - 1 / (n + 1)."""
     return 1 - 1 / (parts + 1)
 
 
 # A microbatch's parts (its samples) in `number` rows: with 10 parts in 4 rows, some row holds at
-# least 3 of the 9 longest. Of the parts sorted from the longest, part 8 is the shortest of these, so
-# the fullest row has 3 times that at least; likewise 2 times part 4, and once the longest.
+# least 3 of the 9 longest. Of the parts sorted from the longest, part 8 is the shortest of these,
+# so the fullest row has 3 times that at least; likewise 2 times part 4, and once the longest.
 @njit(cache=True)
 def _fullest_rows(rising, parts, microbatches, rows):
     shares = np.empty(rows.size)
@@ -358,7 +358,7 @@ def stage_options(
     rows: int = 1,
     virtual: int = 1,
 ) -> TowerOptions:
-    """List the ways to run a tower in so many stages that fit, without those that others beat; as `list_options`."""
+    """List the ways to run a tower in so many stages that fit and that no other dominates; as `list_options`."""
     splits = list_splits(problem.cluster, costs.layout, problem.ranks, costs.width, costs.experts)
     ranks = splits[:, 0] * splits[:, 1] * costs.layout.expert
     usable = (costs.devices * ranks * stages <= problem.cluster.devices) & (

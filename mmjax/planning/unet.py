@@ -102,7 +102,7 @@ SCORE_BYTES = 2 * 4  # of dense attention: scores and weights, in float32
 def unet_saved_bytes(
     config: UnetConfig, images: int, activation: int, trained: bool
 ) -> tuple[float, float]:
-    """Count the bytes that so many images keep for backward, and those of the block that needs most in its own pass.
+    """Count the bytes that images keep for backward, and the bytes of the block whose own pass needs most.
 
     activation: bytes of a number. A gradient reaches all blocks, or those from the first that the
     condition reaches.

@@ -78,7 +78,7 @@ def connector_mlps(module: Encoder | Generator) -> int:
 
 
 def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> ModelConfig:
-    """Return the model with what `attention=auto` is on a device: the kernel where that has a rate, else blocks.
+    """Resolve `attention=auto` of a model for a device: the kernel where the device has a rate for it, else blocks.
 
     context: devices that share a row of the LLM, on which `dense` is blocks as well.
     """
@@ -286,9 +286,9 @@ def visited_pairs(
     patches of an image's window lie side by side.
     """
     # A row of 8 in blocks of 4, with parts a of 3 and b of 4 tokens:  a a a b | b b b .
-    # Rows lie one behind the other, padded to whole blocks: begin 0 3, end 3 7, start 0 4 of the blocks
-    # of queries. The first block has parts 0 to 1, the second part 1 alone (first 0 1, last 1 1), so
-    # keys go from 0 and from 3 on, up to the end of b, or to the diagonal if causal.
+    # Rows lie one behind the other, padded to whole blocks: begin 0 3, end 3 7, start 0 4 of the
+    # blocks of queries. The first block has parts 0 to 1, the second part 1 alone (first 0 1, last
+    # 1 1), so keys go from 0 and from 3 on, up to the end of b, or to the diagonal if causal.
     offset, length, row_length = (x // config.stride for x in (offset, length, row_length))
     q, k = _blocks(config, row_length)
     padded = -(-row_length // max(q, k)) * max(q, k)  # of q and k, one divides the other

@@ -222,8 +222,9 @@ def bisect_bad(members: list[int], bad: Callable[[list[int]], bool], max_trials:
 
     After `max_trials` trials, all members of the parts that are not decided yet are returned, too.
     """
-    # A stack of undecided parts. Members 0..7 of which 5 is bad: 0..7, 4..7, 6..7 (good), 4..5, 5 (bad),
-    # 4 (good), 0..3 (good), in 7 trials; each further bad member costs about two for each halving.
+    # A stack of undecided parts. Members 0..7 of which 5 is bad: 0..7, 4..7, 6..7 (good), 4..5, 5
+    # (bad), 4 (good), 0..3 (good), in 7 trials; each further bad member costs about two for each
+    # halving.
     culprits: list[int] = []
     parts = [members]
     for _ in range(max_trials):

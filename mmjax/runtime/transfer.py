@@ -310,12 +310,12 @@ def _check_words(piece: jax.Array, number: int) -> jax.Array:
 
 
 def _words_of(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return what `_check_words` makes of a piece."""
+    """Return the shape of `_check_words` of a piece."""
     return jax.ShapeDtypeStruct((3,), jnp.uint32, sharding=struct.sharding)
 
 
 def _compare(piece: jax.Array, sent: jax.Array, number: int, process: int, key: Hashable) -> None:
-    """Raise RuntimeError where a piece is not what was sent; on the host, so that every transfer is waited for."""
+    """Raise RuntimeError where a piece differs from the one sent; on the host, so that every transfer is waited for."""
     if not np.array_equal(sent, _check_words(piece, number)):
         raise RuntimeError(f"transfer {key} brought another piece than process {process} sent")
 

@@ -53,7 +53,8 @@ class VideoHeader(NamedTuple):
 
     def packed(self) -> tuple[int, int]:
         """Pack into two int64, as other media have two sizes: frames, height and width; and the rate."""
-        # first: frames (32 bits), height (16), width (16). second: the rate's two terms, 32 bits each.
+        # first: frames (32 bits), height (16), width (16). second: the rate's two terms, 32 bits
+        # each.
         sides = self.height << 16 | self.width
         return self.frames << 32 | sides, self.rate.numerator << 32 | self.rate.denominator
 

@@ -76,8 +76,8 @@ def _header(segment: Children) -> VideoHeader | None:
             ">d" if len(info[DURATION][0]) == 8 else ">f", info[DURATION][0]
         )
         seconds = Fraction(duration) * scale / NANOSECONDS
-    # The track's header has nanoseconds a frame, rounded: the fraction that was meant is the nearest
-    # with small terms.
+    # The track's header has nanoseconds a frame, rounded: the fraction that was meant is the
+    # nearest with small terms.
     rate = 1 / Fraction(_integer(videos[0][DEFAULT_DURATION][0]), NANOSECONDS).limit_denominator(
         MAX_RATE_TERM
     )

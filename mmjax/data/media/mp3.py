@@ -103,8 +103,8 @@ def read_mp3_header(file: BinaryIO) -> tuple[int, int]:
     encoder = side + 12 + 4 * bool(flags & 2) + 100 * bool(flags & 4) + 4 * bool(flags & 8)
     if len(lame := frame[encoder : encoder + LAME]) < LAME or not lame[0]:
         return total, rate
-    # 12 bits each. A decoder drops the delay and its own 529 samples at the start, and at the end the
-    # trailing ones less these 529, which come out late.
+    # 12 bits each. A decoder drops the delay and its own 529 samples at the start, and at the end
+    # the trailing ones less these 529, which come out late.
     padding = int.from_bytes(lame[21:24])
     delay, trailing = padding >> 12, padding & 0xFFF
     return min(total, total - trailing + DELAY) - delay - DELAY, rate
@@ -140,7 +140,7 @@ def _first_frame(file: BinaryIO) -> int:
 
 
 def _frame(header: bytes) -> tuple[int, int, int, int]:
-    """Parse a frame's header: version, rate, channels, bytes. Raises BadMedia for what is none of layer 3."""
+    """Parse a frame's header: version, rate, channels, bytes. Raises BadMedia where it is no frame of layer 3."""
     if len(header) < 4:
         raise BadMedia("a truncated MP3: it ends in its first frames")
     (bits,) = struct.unpack(">I", header)

@@ -61,7 +61,7 @@ def item_size(module: Encoder | Generator, size: tuple[int, ...]) -> ItemSize:
 
 @functools.singledispatch
 def item_input(module: Encoder | Generator, array: np.ndarray) -> ItemInput:
-    """Convert an item to what a row of a batch holds of it, of as many positions as `item_size` says.
+    """Convert an item to its part of a batch's row, as many positions as `item_size` says.
 
     array: an image, uint8 `[H, W, C]`, or a temporal patch of a video, uint8 `[frames, H, W, C]`,
     becomes patches; a clip, float `[n]`, log-mel frames; an image to be made, uint8 `[H, W, C]`, or

@@ -75,7 +75,7 @@ def _read_pieces(library: Any, page: int) -> None:
 
 @cache
 def _handler() -> Any:
-    """Return a function that libtiff calls with what it complains of."""
+    """Return the callback that libtiff calls with its warnings and errors."""
     # libtiff passes a format and a va_list, which on x86-64 and ARM64 arrives as a pointer: the C
     # library's own vsnprintf makes text of both.
     c = ctypes.CDLL(None)

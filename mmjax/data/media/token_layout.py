@@ -29,8 +29,8 @@ def concatenated(first: TokenLayout, second: TokenLayout) -> TokenLayout:
 
 def unpad_tokens(table: np.ndarray, size: Size) -> np.ndarray:
     """Cut from a canvas of tokens `[R, C]` the part `[r, c]` that shows an image of (height, width)."""
-    # An image of 300 x 1000 on a canvas of 24 x 24 tokens fills its width, and 24 * .3 = 7.2 rows: 8
-    # are cut off above and below, and 8 stay. Rounded to 7 digits as in transformers.
+    # An image of 300 x 1000 on a canvas of 24 x 24 tokens fills its width, and 24 * .3 = 7.2 rows:
+    # 8 are cut off above and below, and 8 stay. Rounded to 7 digits as in transformers.
     rows, columns = table.shape
     height, width = size
     if width / height > columns / rows:
