@@ -114,7 +114,7 @@ def plan_pieces(
     ragged: plan to send only what some query of the receiver may attend.
     """
     devices = lax.axis_size(CONTEXT)
-    masks = [_arrive(mask, hops) for hops in pieces(devices)]
+    masks = [_receive(mask, hops) for hops in pieces(devices)]
     plan = ContextPlan(tuple(make(mask, keys) for keys in masks))
     if not ragged:
         return plan
@@ -195,7 +195,7 @@ def attend_by_heads(
     return exchange(out, split_axis=1, concat_axis=2)
 
 
-def _arrive(arrays: Any, hops: range, plan: ContextPlan | None = None) -> Any:
+def _receive(arrays: Any, hops: range, plan: ContextPlan | None = None) -> Any:
     """Receive the arrays of the devices at these hops ahead, concatenated along the tokens; tokens not sent are 0.
 
     plan: says what is sent, where that is not all.
@@ -211,8 +211,8 @@ def _arrive(arrays: Any, hops: range, plan: ContextPlan | None = None) -> Any:
     return jax.tree.map(received, arrays)
 
 
-def _return(arrays: Any, hops: range, plan: ContextPlan) -> Any:
-    """Transpose `_arrive`: sum the other devices' gradients of this one's tokens."""
+def _return_gradients(arrays: Any, hops: range, plan: ContextPlan) -> Any:
+    """Transpose `_receive`: sum the other devices' gradients of this one's tokens."""
 
     def received(x: Array) -> Array:
         if plan.needed is not None and 0 not in hops:
@@ -293,14 +293,14 @@ def _over_pieces(
     leaving: Any = None
     returned = []
     for number in range(len(hops)):
-        arriving = _arrive(sent, hops[number + 1], plan) if number + 1 < len(hops) else None
-        returning = _return(leaving, hops[number - 1], plan) if number else None
+        arriving = _receive(sent, hops[number + 1], plan) if number + 1 < len(hops) else None
+        returning = _return_gradients(leaving, hops[number - 1], plan) if number else None
         carry, leaving = work(carry, number, *piece)
         carry, leaving, returning, piece, sent = lax.optimization_barrier(
             (carry, leaving, returning, arriving, sent)
         )
         returned.append(returning)
-    return carry, [*returned[1:], _return(leaving, hops[-1], plan)]
+    return carry, [*returned[1:], _return_gradients(leaving, hops[-1], plan)]
 
 
 def _forward(
@@ -336,7 +336,9 @@ def _merge(
     return out * share[..., None] + other_out * other_share[..., None], base + kernel.log(total)
 
 
-def _keep(q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel) -> tuple[Array, tuple]:
+def _forward_with_residuals(
+    q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel
+) -> tuple[Array, tuple]:
     out, lse = _forward(q, k, v, plan, kernel)
     # The names that remat policies save, so that these do not run the kernel again.
     out = checkpoint_name(out, "attention_output")
@@ -365,4 +367,4 @@ def _backward(kernel: Kernel, residuals: tuple, d_out: Array) -> tuple[Array, Ar
     ), None
 
 
-attend_in_pieces.defvjp(_keep, _backward)
+attend_in_pieces.defvjp(_forward_with_residuals, _backward)

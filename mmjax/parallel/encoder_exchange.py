@@ -80,9 +80,11 @@ def dispatch(
         )
 
     # By JAX's own rules the devices of a rank would add up their equal gradients in an all-reduce.
-    forward = of_devices(_bring, over, placed)
+    forward = of_devices(_send_tokens, over, placed)
     backward = of_devices(
-        partial(_return, shape=(len(tokens) // len(send), *tokens.shape[1:])), placed, over
+        partial(_return_gradients, shape=(len(tokens) // len(send), *tokens.shape[1:])),
+        placed,
+        over,
     )
     moved = jax.custom_vjp(forward)
     moved.defvjp(
@@ -114,7 +116,7 @@ def _groups(ranks: int, peers: int) -> list[list[int]] | None:
     )
 
 
-def _bring(
+def _send_tokens(
     ways: tuple[_Way, ...], tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.Array
 ) -> jax.Array:
     """Run one device's part of the exchanges."""
@@ -123,24 +125,24 @@ def _bring(
         if send.size:
             sizes = (send >= 0).sum(1, dtype=jnp.int32)
             # `send` is `[peers, chunk]`: the tokens for each peer side by side, padded with zeros.
-            received = _swap(way, _pick(local, send), sizes, outward=True)
+            received = _exchange_chunks(way, _take(local, send), sizes, outward=True)
             # The order that slots count in: what came from the peers, then what was here.
             local = jnp.concatenate([received.reshape(-1, local.shape[-1]), local])
-    return _pick(local, slots)
+    return _take(local, slots)
 
 
-def _return(
+def _return_gradients(
     ways: tuple[_Way, ...],
     back: jax.Array,
     tables: tuple[jax.Array, ...],
     slots: jax.Array,
     shape: tuple[int, ...],
 ) -> jax.Array:
-    """Transpose `_bring`: sum the gradients of a device's tokens from its own rows and from its peers."""
+    """Transpose `_send_tokens`: sum the gradients of a device's tokens from its own rows and from its peers."""
     *_, width = shape
     sends = [(way, send) for way, (send,) in zip(ways, tables, strict=False) if send.size]
     length = math.prod(shape[:-1]) + sum(send.size for _, send in sends)
-    gradients = _unpick(back.reshape(-1, width), slots.reshape(-1), length)
+    gradients = _take_transposed(back.reshape(-1, width), slots.reshape(-1), length)
     for way, send in reversed(sends):
         # What the peers' rows say of this device's tokens comes back over the same exchange, and
         # adds up where a token went to several.
@@ -149,11 +151,13 @@ def _return(
             gradients[send.size :],
         )
         sizes = (send >= 0).sum(1, dtype=jnp.int32)
-        gradients += _unpick(_swap(way, arrived, sizes, outward=False), send, len(gradients))
+        gradients += _take_transposed(
+            _exchange_chunks(way, arrived, sizes, outward=False), send, len(gradients)
+        )
     return gradients.reshape(shape)
 
 
-def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
+def _exchange_chunks(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
     """Exchange chunks `[peers, chunk, width]`: chunk k goes to peer k, and that peer's chunk takes its place.
 
     sizes: how many tokens it sends to each in the forward pass, int32 `[peers]`; outward: whether
@@ -168,7 +172,7 @@ def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.
             chunks, jax.lax.axis_index(TENSOR) * width, width, axis=-1
         )
     if way.exchange == "ragged":
-        received = _ragged(way, part, sizes, outward)
+        received = _exchange_ragged(way, part, sizes, outward)
     else:
         received = jax.lax.all_to_all(part, way.axes, 0, 0, axis_index_groups=way.groups)
     return (
@@ -178,7 +182,7 @@ def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.
     )
 
 
-def _ragged(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
+def _exchange_ragged(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
     """Exchange the filled tokens of chunks `[peers, chunk, width]`; they arrive where a padded exchange puts them."""
     arriving = jax.lax.all_to_all(sizes, way.axes, 0, 0, axis_index_groups=way.groups, tiled=True)
     # The backward pass returns to each peer as many tokens as came from it.
@@ -206,7 +210,7 @@ def _on_one_device(tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.
         # Peers are `among` apart. [group, sender, device of a rank, receiver, chunk, width]:
         # swapping sender and receiver is the exchange.
         groups = devices // (peers * among)
-        chunks = jax.vmap(_pick)(local, send).reshape(groups, peers, among, peers, chunk, width)
+        chunks = jax.vmap(_take)(local, send).reshape(groups, peers, among, peers, chunk, width)
         received = chunks.swapaxes(1, 3).reshape(devices, peers * chunk, width)
         local = jnp.concatenate([received, local], axis=1)
     # [rank, row, device of a rank, its positions of the row].
@@ -215,16 +219,16 @@ def _on_one_device(tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.
         ranks, len(slots) // ranks, context, slots.shape[1] // context, *slots.shape[2:]
     )
     parts = parts.swapaxes(1, 2)
-    placed = jax.vmap(_pick)(local, parts.reshape(devices, *parts.shape[2:]))
+    placed = jax.vmap(_take)(local, parts.reshape(devices, *parts.shape[2:]))
     return placed.reshape(*parts.shape, width).swapaxes(1, 2).reshape(*slots.shape, width)
 
 
-def _pick(tokens: jax.Array, positions: jax.Array) -> jax.Array:
+def _take(tokens: jax.Array, positions: jax.Array) -> jax.Array:
     """Pick the tokens at these positions, zeros where they are -1."""
     return jnp.where((positions >= 0)[..., None], tokens[jnp.maximum(positions, 0)], 0)
 
 
-def _unpick(back: jax.Array, positions: jax.Array, length: int) -> jax.Array:
-    """Transpose `_pick`: each of `length` tokens gets the sum over the positions that took it."""
+def _take_transposed(back: jax.Array, positions: jax.Array, length: int) -> jax.Array:
+    """Transpose `_take`: each of `length` tokens gets the sum over the positions that took it."""
     tokens = jax.ShapeDtypeStruct((length, back.shape[-1]), back.dtype)
-    return jax.linear_transpose(partial(_pick, positions=positions), tokens)(back)[0]
+    return jax.linear_transpose(partial(_take, positions=positions), tokens)(back)[0]
