@@ -105,7 +105,8 @@ def choose_units(
                 return forecast
         return None
 
-    apart, chain = fastest(allocate), fastest(allocate_chain)
+    apart = fastest(allocate)
+    chain = fastest(allocate_chain)
     families = [apart, chain]
     if chain and problem.encoders and not problem.generators:
         families.append(forecast_fitting(_with_encoders_beside(chain.chosen.config, problem)))
@@ -134,6 +135,7 @@ def allocation_problem(
     rates = cluster.device.rates(config.training.precision)
     config = replace(config, model=resolve_attention(config.model, rates))
     model = config.model
+    # A step's work is counted on up to 20,000 samples drawn from the index, and scaled to a step's.
     samples = int(make_budget(index, config, weights).samples_per_step)
     drawn = np.random.default_rng(config.seed).integers(0, len(index), min(DRAWN, 4 * samples))
     lengths = _lengths(model, index, drawn)
@@ -143,11 +145,13 @@ def allocation_problem(
     speed = measure_speed(
         {tower: (1, [n]) for tower, n in row.items() if not model.towers[tower].is_generator}
     )
+    # Of a grid of lengths only one stays, so that every row takes its time per position.
     measured = {
         tower: times._replace(seconds={row[tower]: times.interpolate(row[tower])})
         for tower, times in speed.measured.items()
     }
     speed = replace(speed, measured=measured)
+    # A config that goes with no units at all is an error, rather than one without layouts.
     validate(_on_units(config, {tower: Unit() for tower in works}, 2))
     return Problem(
         towers={

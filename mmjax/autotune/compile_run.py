@@ -240,6 +240,8 @@ class RunPrograms:
                 return executor.update_whole.lower(
                     part, executor.sums, hyper, weights, reports, unreadable
                 )
+        # Of several stages each is updated by itself, from the norm of all gradients (float32) and
+        # whether all agree to the update (bool).
         sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), part.trainable)
         scalars = (
             jax.ShapeDtypeStruct((), dtype, sharding=on_all) for dtype in (jnp.float32, jnp.bool)
@@ -282,6 +284,8 @@ class RunPrograms:
         first = self.lower_first(number).compile()
         residuals: Any = None
         programs = {"forward_backward" if program.is_sink else "forward": first}
+        # A sink has both passes in one program. Else backward takes the residuals as forward leaves
+        # them, and gradients of the outputs that something trained has part in.
         if program.has_backward and not program.is_sink:
             inputs = self.inputs(number)
             batch = self.batch(number)

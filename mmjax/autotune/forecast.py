@@ -232,6 +232,7 @@ def _plan_steps(
             config.mesh, math.prod(mesh[axis] for axis in RANKS), ranks_on_node, mesh
         )
     planner, layout = make_planner(index, config, weights, topology, budget, _dry_run_steps(budget))
+    # Cuts and `sequence_parallel`, where the config leaves them open, depend on the planned rows.
     if config.units:
         cut = cut_units(config, layout, cluster.device, _memory_limit(config, cluster))
         if cut != config:
@@ -250,7 +251,8 @@ def _memory_limit(config: Config, cluster: Cluster) -> MemoryLimit:
 
 
 def _forecast(planned: _Planned, cluster: Cluster, index: LengthIndex, speed: Speed) -> Forecast:
-    config, layout = planned.config, planned.layout
+    config = planned.config
+    layout = planned.layout
     limit = _memory_limit(config, cluster)
     on_units = in_units(config, planned.mesh)
     plan = plan_run(on_units, layout, speed, limit)
@@ -261,7 +263,9 @@ def _forecast(planned: _Planned, cluster: Cluster, index: LengthIndex, speed: Sp
     microbatches = [m for step in planned.steps for m in step.microbatches]
     names = ("llm", *model.item_modules)
     prices = pair_costs(model, speed.rates, frozen_modules(model), config.loss.repeats_forward)
+    # [modules, steps, ranks]
     work = np.stack([sum(m.work() for m in step.microbatches) for step in planned.steps], axis=1)
+    # [modules]: positions that hold data, of all positions that are computed.
     useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
     positions = sum(
         layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches
@@ -345,6 +349,7 @@ def _forecast_meshes(
     }
     batch = replace(config.batch, microbatches=microbatches, rows=rows)
     config = replace(config, units={}, batch=batch, mesh=mesh)
+    # The batches are the same for every `fsdp`, so they are planned once.
     budget = make_budget(index, config, weights)
     steps = max(1, COMPARED_MICROBATCHES // microbatches)
     planner, rank_layout = make_planner(index, config, weights, topology, budget, steps)
@@ -396,7 +401,8 @@ def describe_basis(config: Config, cluster: Cluster, speed: Speed) -> str:
 
 def describe_links(cluster: Cluster) -> list[str]:
     """Describe the rates of links and memories that were measured, and those of links that are assumed, on one line."""
-    device, measured = cluster.device, cluster.device.measured
+    device = cluster.device
+    measured = cluster.device.measured
     links = (
         [("between devices of a node", measured.link, device.link)] if cluster.per_node > 1 else []
     )

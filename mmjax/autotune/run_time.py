@@ -105,7 +105,7 @@ def time_run(
     return RunTime(
         plan=plan.with_times(np.mean(means, axis=0).tolist()),
         step=StepTime(
-            *causes.tolist(),
+            **dict(zip(PassTime._fields, causes.tolist(), strict=True)),
             transfers=makespan - undelayed,
             idle=undelayed - float(causes.sum()) if len(devices) > 1 else 0.0,
             reduction=max(sum(map(reduce_seconds, runs)) for runs in stages),
@@ -195,7 +195,8 @@ def _time_passes(
 ) -> tuple[StageTimes, np.ndarray]:
     """Estimate the time of a step's passes, and the seconds of all microbatches by cause, `[stages, causes]`."""
     ranks = _ranks(stages)
-    graph, links = unit_graph(config), unit_links(config)
+    graph = unit_graph(config)
+    links = unit_links(config)
     seconds = np.zeros((2, len(stages), len(microbatches)))
     transfers: Counter[tuple[int, int]] = Counter()
     causes = np.zeros((len(stages), len(PassTime._fields)))

@@ -170,8 +170,10 @@ def _shard_piece(
     axes_of = select(model.axes)
     layouts = tree_shardings(mesh, rules, abstract, axes_of)
     frozen = frozenset(model.frozen) & modules_of(abstract)
-    parts, part_layouts = partition(abstract, frozen), partition(layouts, frozen)
-    owned, owned_layouts = parts, part_layouts
+    parts = partition(abstract, frozen)
+    part_layouts = partition(layouts, frozen)
+    owned = parts
+    owned_layouts = part_layouts
     if piece.tower == "llm" and model.config.llm.tied and not piece.first:
         # The first stage owns the table and has its moments.
         table = {"llm": {"embed": model.abstract["llm"]["embed"]}}

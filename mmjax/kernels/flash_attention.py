@@ -131,7 +131,8 @@ def flash_gradients(
 
 def _check_tiles(plan: BlockPlan, tiles: KernelTiles) -> None:
     """Raise ValueError for a plan made for other tiles, under which the kernels would visit other blocks."""
-    queries, keys = plan.q_fields.shape[-1], plan.k_fields.shape[-1]
+    queries = plan.q_fields.shape[-1]
+    keys = plan.k_fields.shape[-1]
     blocks = [(queries // t.q, keys // t.k) for t in (tiles.forward, tiles.d_query)]
     blocks.append((keys // tiles.d_key.k, queries // tiles.d_key.q))
     if blocks != [lists.order.shape[-2:] for lists in (plan.forward, plan.d_query, plan.d_key)]:
@@ -422,6 +423,7 @@ def padded_gradients(
     specs = _specs(q, k)
     tiles = scores.tiles.d_query
     per_token = specs.per_token(tiles.q)
+    # A program for each block of queries of each query head, which goes over the keys.
     d_q = pl.pallas_call(
         partial(_d_query_kernel, scores=scores, width=width),
         grid=(length // tiles.q, heads, rows),
@@ -433,6 +435,7 @@ def padded_gradients(
         out_shape=jax.ShapeDtypeStruct(q.shape, dtype),
         **_launch(tiles, scores, "flash_attention_d_query"),
     )(q, k, v, plan.q_fields, plan.k_fields, *plan.d_query, d_out, lse, delta)
+    # A program for each block of keys of each key head, which goes over the queries of its group.
     tiles = scores.tiles.d_key
     block = specs.block(tiles.k)
     d_k, d_v = pl.pallas_call(

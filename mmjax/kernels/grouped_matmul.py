@@ -184,7 +184,8 @@ def _weight_gradients(
 
     def kernel(start_ref, end_ref, x_ref, d_out_ref, out_ref):
         group = pl.program_id(2)
-        start, end = start_ref[group], end_ref[group]
+        start = start_ref[group]
+        end = end_ref[group]
         channels = pl.ds(pl.program_id(0) * tiles.m, tiles.m)
         outputs = pl.ds(pl.program_id(1) * tiles.n, tiles.n)
 

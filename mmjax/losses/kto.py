@@ -43,7 +43,8 @@ def token_losses(
     the sum over an answer counts, wherever in it.
     """
     label = text.loss_inputs["labels"]
-    judged, mismatched = text.kind == JUDGED, (text.kind == MISMATCHED) & (text.weight > 0)
+    judged = text.kind == JUDGED
+    mismatched = (text.kind == MISMATCHED) & (text.weight > 0)
     ratios = log_probs - reference
     answers = [jnp.where(judged, ratios, 0.0), jnp.where(judged, log_probs, 0.0)]
     if config.loss_type == "kto":

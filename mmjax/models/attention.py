@@ -105,6 +105,7 @@ def plan_attention(
         plan = plan_blocks(mask, tiles)
         triton = _unsupported_on_hopper(head_width, mask.pos.shape[1], dtype, max_block)
         return plan if triton else plan_tiles(mask, plan)
+    # Each device plans for its own queries, from the masks of all pieces of keys (`plan_pieces`).
     current = active()
     rows = sharding(current.mesh, current.rules, mask.pos.shape, ("rows", "length")).spec[0]
     ragged = current.rules.exchange == "ragged"
@@ -189,7 +190,8 @@ def _context_form(length: int, heads: tuple[int, int]) -> ContextAttention | Non
     current = active()
     if current is None or CONTEXT not in current.rules.length:
         return None
-    context, tensor = current.mesh.shape[CONTEXT], current.mesh.shape["tensor"]
+    context = current.mesh.shape[CONTEXT]
+    tensor = current.mesh.shape["tensor"]
     if context == 1 or length % context:
         return None
     return context_form(current.rules.context_attention, heads, context, tensor)
@@ -223,7 +225,8 @@ def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, to
     )
     q_spec, k_spec = (PartitionSpec(x[0], x[1], x[2], single or None) for x in (q_spec, k_spec))
     if isinstance(tokens, ContextPlan):
-        flash, stacked = isinstance(tokens.pieces[0], BlockPlan), tokens.index is not None
+        flash = isinstance(tokens.pieces[0], BlockPlan)
+        stacked = tokens.index is not None
         ragged = tokens.needed is not None
         token_specs = plan_specs(current.mesh.shape[CONTEXT], q_spec[0], flash, ragged, stacked)
     else:

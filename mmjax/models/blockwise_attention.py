@@ -275,6 +275,7 @@ def _gradients(
     delta: Array,
 ) -> tuple[Array, Array, Array]:
     """Compute float32 gradients of q, k and v, recomputing scores: per block of keys, over the blocks that see it."""
+    # Transposed: for every block of keys, the blocks of queries that see some of them.
     order, count = _visits(_live_blocks(q_masks, k_masks).T)
     lse = _finite(lse)  # where a query attends nothing, every weight is exp(-inf) = 0 all the same
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)

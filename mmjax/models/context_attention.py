@@ -65,12 +65,12 @@ def plan_specs(
     devices: int, rows: Any, flash: bool, ragged: bool, stacked: bool = False
 ) -> ContextPlan:
     """Return the partition specs of a plan's arrays. rows: mesh axes of the rows; stacked: with `index`."""
-    masks = (None,) * stacked
-    piece = by_block = PartitionSpec(rows, *masks, CONTEXT)
+    spec = partial(PartitionSpec, rows, *(None,) * stacked)
+    piece = by_block = spec(CONTEXT)
     if flash:
-        fields = PartitionSpec(rows, *masks, None, CONTEXT)
+        fields = spec(None, CONTEXT)
         piece = BlockPlan(fields, fields, by_block, by_block, by_block)
-    slices = Slices._make(2 * [PartitionSpec(rows, *masks, None, CONTEXT)]) if ragged else None
+    slices = Slices(spec(None, CONTEXT), spec(None, CONTEXT)) if ragged else None
     return ContextPlan(
         (piece,) * len(pieces(devices)), slices, slices, PartitionSpec() if stacked else None
     )

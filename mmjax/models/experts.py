@@ -75,6 +75,7 @@ class Experts(nnx.Module):
             routes, routing = route(
                 tokens, router, valid.reshape(len(tokens)), c.per_token, c.normalized
             )
+            # Sums over the tokens of all devices; turns are a number that all have in common.
             routing = layout.add_up(routing)._replace(turns=routing.turns)
             if layout.devices == 1:
                 out = apply_experts(tokens, routes, *matrices, layout, self.activation)
@@ -204,7 +205,8 @@ def apply_shared_experts(
     activation: Activation,
 ) -> tuple[Float[Array, "n d"], Float[Array, ""]]:
     """Apply experts of which each device has some; return the turns as well in which tokens went to their devices."""
-    devices, count = layout.devices, len(gate)
+    devices = layout.devices
+    count = len(gate)
     size = config.sent_at_once(len(x), devices) if layout.sends else len(x)
     sends = Sends.of(routes.expert, config.count, size, layout) if size < len(x) else None
     computed = config.computed_at_once(len(x) * layout.sharing, devices)
@@ -235,7 +237,8 @@ def apply_shared_experts(
     def turn(
         number: Array, tables: tuple[Array, Sends], x: Array, share: Array, *weights: Array
     ) -> Array:
-        expert, sends = tables[0], tables[1].turn(number, size)
+        expert = tables[0]
+        sends = tables[1].turn(number, size)
         token = sends.token.reshape(devices * size, 1)
         arrays = (
             expert.at[token[:, 0]].get(mode="fill", fill_value=config.count),

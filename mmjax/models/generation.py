@@ -82,7 +82,8 @@ class Draws(NamedTuple):
 def draw(noise: Noise, name: str, config: Generator, items: ItemBatch) -> Draws:
     """Draw times, dropped conditions and noise of a generator's rows."""
     key = named_key(noise, f"{name}.flow")
-    length, features = items.item.shape[1], config.patch_values
+    length = items.item.shape[1]
+    features = config.patch_values
     # Of each image of a row, its first patch: (sample, index among the sample's patches) is its
     # alone.
     images = jnp.arange(config.max_images(length))

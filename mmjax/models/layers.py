@@ -72,7 +72,8 @@ class Context(NamedTuple):
 
         Only what differs between them: one rotation of both kinds stays as it is.
         """
-        full, in_window = self.of_layers(False), self.of_layers(True)
+        full = self.of_layers(False)
+        in_window = self.of_layers(True)
 
         def stack(*fields: str) -> dict[str, Any]:
             pairs = ([getattr(context, field) for field in fields] for context in (full, in_window))

@@ -84,7 +84,8 @@ def _looped_backward(
     size, take = _blocks(len(x), len(sizes))
 
     def add(gradients: Array, group: Array, start: Array, end: Array) -> Array:
-        rows, d_rows = take(x, start, end), take(d_out, start, end)
+        rows = take(x, start, end)
+        d_rows = take(d_out, start, end)
         return gradients.at[group].add(jnp.dot(rows.T, d_rows, preferred_element_type=jnp.float32))
 
     gradients = _for_blocks(sizes, size, add, jnp.zeros(weights.shape, jnp.float32))

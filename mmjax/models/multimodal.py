@@ -145,7 +145,8 @@ class MultimodalModel(nnx.Module):
         x: None in a pipeline stage before the last. deeper: outputs of `deepstack` layers by
         number.
         """
-        encoder, connector = self.encoders[name], self.connectors[name]
+        encoder = self.encoders[name]
+        connector = self.connectors[name]
         places = encoder.places(batch)
         tokens = [
             connector.deeper[str(n)](encoder.restored(y, batch), *places) for n, y in deeper.items()
@@ -230,7 +231,8 @@ class MultimodalModel(nnx.Module):
         for name, generator in self.generators.items():
             if name not in items:  # prompts without images to make
                 continue
-            config, batch = generator.config, items[name]
+            config = generator.config
+            batch = items[name]
             with encoding():
                 draws = draw(
                     np.zeros(2, np.uint32) if noise is None else noise, name, config, batch

@@ -203,6 +203,8 @@ class Unet(nnx.Module):
         return jnp.pad(x.reshape(rows, used, channels), ((0, 0), (0, length - used), (0, 0)))
 
     def _velocity(self, x: Array, time: Array, tokens: Array, present: Array) -> Array:
+        # Every output on the way down is pushed, and popped by the block at its resolution going
+        # up.
         x = self.first(_laid_out(x))
         skips = [x]
         for level in _in_order(self.down, "level"):
@@ -222,6 +224,7 @@ class Unet(nnx.Module):
                 x = self._block(residual, x, time, skips.pop())
                 if i < len(level.attention):
                     x = self._block(level.attention[f"block{i}"], x, tokens, present)
+            # Doubled again in backward rather than saved: the doubled image is four times as large.
             if level.resample is not None:
                 x = _laid_out(keep_inputs(lambda x, level=level: level.resample(doubled(x)))(x))
 

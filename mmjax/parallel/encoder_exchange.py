@@ -49,7 +49,8 @@ def dispatch(
     #     received from 0, received from 1, own    0 d a b c
     # so a position that takes d has slot 1, and one that takes b has slot 3.
     context = 1 if spread is None else spread.shape[1]
-    ranks, peers = len(send) // context, send.shape[1]
+    ranks = len(send) // context
+    peers = send.shape[1]
     if ranks % peers:
         raise ValueError(f"{peers} ranks cannot exchange among themselves in a mesh of {ranks}")
     tables = (send,) if spread is None else (send, spread)
@@ -202,7 +203,8 @@ def _exchange_ragged(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bo
 
 def _on_one_device(tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.Array) -> jax.Array:
     """Exchange with the arrays of all ranks on one device: a transpose of sender and receiver."""
-    devices, width = len(tables[0]), tokens.shape[-1]
+    devices = len(tables[0])
+    width = tokens.shape[-1]
     context = tables[1].shape[1] if tables[1:] else 1
     local = tokens.reshape(devices, len(tokens) // devices * tokens.shape[1], width)
     for send, among in zip(tables, (context, 1), strict=False):

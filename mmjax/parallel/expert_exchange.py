@@ -166,7 +166,8 @@ class Sends(NamedTuple):
         #   rank      0 0 | 0 1 | 1 1      which of its list's tokens the token is
         #   token     0 1 3 3 | 1 2 3 3    both lists, of 4 entries for a `size` of 2; 3 is none
         #   place     0 8 | 4 1 | 5 8      device * 4 + rank; 8 where the token is there already
-        tokens, devices = len(expert), layout.devices
+        tokens = len(expert)
+        devices = layout.devices
         length = -(-tokens // size) * size
         device = expert // (count // devices)  # of padding, `devices`
         goes = (device[:, :, None] == jnp.arange(devices)).any(1)
@@ -188,7 +189,8 @@ class Sends(NamedTuple):
         """Return the lists of one turn, `size` entries of each."""
         # Entry 5 of a list is entry 1 of turn 2 with a size of 2; of other turns it has no place.
         devices, length = self.token.shape
-        device, rank = self.place // length, self.place % length - number * size
+        device = self.place // length
+        rank = self.place % length - number * size
         inside = (rank >= 0) & (rank < size) & (device < devices)
         token = lax.dynamic_slice_in_dim(self.token, number * size, size, axis=1)
         return self._replace(

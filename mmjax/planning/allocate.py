@@ -373,7 +373,8 @@ def _complete(
     """Yield candidates with the LLM's option `n`, and encoders on the devices that are left."""
     remaining = problem.cluster.devices - llm.devices[n]
     llm_scores = Scores._make(column[n] for column in llm.scores)
-    devices, scores = np.zeros(1), Scores._make(np.zeros(1) for _ in Scores._fields)
+    devices = np.zeros(1)
+    scores = Scores._make(np.zeros(1) for _ in Scores._fields)
     index = np.zeros((1, 0), np.int64)
     # All combinations that fit the remaining devices, encoder by encoder: `index` [combinations,
     # encoders] is of options. Combination 1 of 3 with usable options 0 2 of the next encoder

@@ -58,15 +58,12 @@ def allocate_chain(problem: Problem, simulations: int = SIMULATIONS) -> Allocati
     return best
 
 
-def allocate_meshes(
-    problem: Problem, count: int, simulations: int = SIMULATIONS
-) -> list[Allocation]:
+def allocate_meshes(problem: Problem, count: int) -> list[Allocation]:
     """Find meshes of all devices for all modules, the fastest `count` that differ in more than `data` and `fsdp`."""
     problem = problem._replace(microbatches=(1, *problem.microbatches))
     fastest: dict[Layout, Allocation] = {}
-    for bound, chain, stages in _by_bound(
-        list(list_chains(problem, of_one_stage=True)), simulations
-    ):
+    chains = list(list_chains(problem, of_one_stage=True))
+    for bound, chain, stages in _by_bound(chains, SIMULATIONS):
         kind = replace(chain.layout, data=1, fsdp=1)
         if kind in fastest and bound >= fastest[kind].seconds:
             continue
@@ -180,7 +177,8 @@ def _spread(layout: Layout, costs: TowerCosts) -> Layout:
 
 def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | None:
     """Cut a chain and simulate a step; None where it does not fit."""
-    costs, layout = chain.costs, chain.layout
+    costs = chain.costs
+    layout = chain.layout
     count = chain.microbatches
     # layers of towers, and the end of all With 24 vision and 32 LLM layers, firsts is 0 24 56: a
     # cut before layer 30 of the chain has, of the LLM, layers 0 to 5 in front of it (`in_tower(30,

@@ -86,7 +86,8 @@ def _nodes(group: int, stride: int, cluster: Cluster) -> int:
 
 def exchange_seconds(model: ModelConfig, batch: DeviceBatch, machine: ClusterRun) -> float:
     """Estimate the seconds in which a rank sends its microbatch's tokens to its peers, and among its own devices."""
-    device, tensor = machine.cluster.device, machine.mesh["tensor"]
+    device = machine.cluster.device
+    tensor = machine.mesh["tensor"]
     token = model.llm.width * machine.activation
     sent = sum(batch.peers * n for n in batch.widths.values()) * token  # padding included
     # Ranks that exchange tokens are `context` x `tensor` devices apart.
@@ -134,7 +135,9 @@ def context_seconds(
     """
     if batch.context == 1:
         return 0.0, 0.0
-    layer, tensor, rates = layer_sizes(llm), machine.mesh["tensor"], machine.speed.rates
+    layer = layer_sizes(llm)
+    tensor = machine.mesh["tensor"]
+    rates = machine.speed.rates
     positions = math.prod(batch.shape["llm"])
     channel = positions * machine.activation / machine.sharding.llm
     if (

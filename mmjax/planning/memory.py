@@ -111,7 +111,8 @@ ITEM_FIELDS = 6  # four-byte numbers per encoder position, beside its values
 ALIVE = 0.7
 # What a layer does not save but computes again: arrays as wide as the MLP, and float32 ones as wide
 # as the layer.
-MLP_ARRAYS, STREAMS = 4, 4
+MLP_ARRAYS = 4
+STREAMS = 4
 # Float32 scores and arrays as large, beside the saved ones. As compiled for CPUs: 2.2 to 3.6, by
 # precision and policy.
 SCORE_ARRAYS = 3
@@ -433,7 +434,8 @@ def dispatch_bytes(
     Where devices share the experts, these are as many as it computes at once, beside the tokens
     that come at once.
     """
-    e, devices = llm.experts, sharding.experts
+    e = llm.experts
+    devices = sharding.experts
     copies = e.computed_at_once(positions * devices, devices)
     if devices == 1:  # the hidden layer is counted with the layer's MLP
         return activation * copies * COPIES * llm.width

@@ -111,18 +111,16 @@ def iteration_seconds(chain: Chain, cuts: Sequence[int], *, side_by_side: bool =
     return simulate(schedule, StageTimes(forward, backward, sent)).makespan
 
 
-def fastest_partition(
-    chain: Chain, stages: int, *, fits: Fits | None = None, count: int = 64
-) -> tuple[int, ...]:
-    """Return the partition with the shortest simulated step, of the `count` best ones.
+def fastest_partition(chain: Chain, stages: int) -> tuple[int, ...]:
+    """Return the partition with the shortest simulated step, of the 64 best ones.
 
     Where a stage stands and what is sent counts there, beside the largest stage: a quarter of the
     partitions may have one that is up to 5% larger, and send less for it.
     """
     seconds = chain.forward + chain.backward
     candidates = [
-        *best_partitions(seconds, stages, chain.cut_bytes, fits=fits, count=count - count // 4),
-        *best_partitions(seconds, stages, chain.cut_bytes, fits=fits, count=count // 4, slack=0.05),
+        *best_partitions(seconds, stages, chain.cut_bytes, count=48),
+        *best_partitions(seconds, stages, chain.cut_bytes, count=16, slack=0.05),
     ]
     return min(candidates, key=lambda cuts: iteration_seconds(chain, cuts))
 

@@ -55,10 +55,8 @@ class Reordering:
         """Order microbatches of these shapes, by number. pairs: int `[modules, m]`, if each rank had the fullest's."""
         columns = np.asarray(shapes)
         attention = np.rint(self.pair[..., None] * pairs).astype(np.int64).sum(2)
-        forward, backward = (
-            self.forward[:, columns] + attention[0],
-            self.backward[:, columns] + attention[1],
-        )
+        forward = self.forward[:, columns] + attention[0]
+        backward = self.backward[:, columns] + attention[1]
         return reorder(self.schedule, self.graph, forward, backward).tolist()
 
 

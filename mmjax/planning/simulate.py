@@ -128,7 +128,8 @@ def total_order(schedule: Schedule) -> tuple[Action, ...]:
 
 def _outputs(schedule: Schedule, action: Action) -> list[tuple[int, int]]:
     """List the edges between workers over which the results of an action are sent."""
-    graph, stage = schedule.graph, action.stage
+    graph = schedule.graph
+    stage = action.stage
     if action.kind == "forward":
         edges = [(stage, consumer) for consumer in graph.consumers[stage]]
     else:

@@ -134,7 +134,8 @@ def pass_times(
     if stage.tower == "llm":
         # The first ranks send encoders' tokens on to those whose rows they are in; the last ones
         # hidden states.
-        first, last = stage.layers.start == 0, stage.layers.stop == config.layers
+        first = stage.layers.start == 0
+        last = stage.layers.stop == config.layers
         widths = {
             name: n
             for name, n in batch.widths.items()
@@ -177,7 +178,8 @@ def _compute_seconds(
     """Estimate the seconds of computation and its memory traffic: both passes, and recomputation."""
     machine = stage.machine
     config = stage.config(model)
-    rates, parts = machine.speed.rates, stage.parts
+    rates = machine.speed.rates
+    parts = stage.parts
     is_stack = config.is_stack
     measured = machine.speed.layer(stage.tower, batch.shape[stage.tower])
     # Layers that were timed are taken out of the operations, and their times added.
@@ -286,7 +288,8 @@ def _gather_seconds(stage: StageRun, size: float, experts: float) -> float:
 
     Those are not gathered along `expert`, which has others on each device.
     """
-    cluster, devices = stage.machine.cluster, stage.machine.sharding.experts
+    cluster = stage.machine.cluster
+    devices = stage.machine.sharding.experts
     everywhere = collective_seconds(
         stage.gathered * (size - experts), stage.gathered, stage.parts, cluster
     )

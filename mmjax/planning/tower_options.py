@@ -321,7 +321,8 @@ def stage_work(
 
 @njit(cache=True)
 def _stage_work(prefix_sums, launch, ends, share, shards, gather, reduce):
-    ways, stages = len(share), len(ends) - 1
+    ways = len(share)
+    stages = len(ends) - 1
     forward, backward, gathered, scattered, state, reduced, updated = np.zeros((7, ways, stages))
     for stage in range(stages):
         layers = ends[stage + 1] - ends[stage]
@@ -364,7 +365,8 @@ def stage_options(
     usable = (costs.devices * ranks * stages <= problem.cluster.devices) & (
         ranks * microbatches <= problem.samples
     )
-    splits, ranks = splits[usable], ranks[usable]
+    splits = splits[usable]
+    ranks = ranks[usable]
     ends = _cut(costs, stages * virtual)
     most_rows = np.maximum(rows, ranks)
     share = costs.lengths.row_share(microbatches, most_rows) * most_rows / ranks

@@ -55,6 +55,8 @@ def layer_sizes(config: Tower) -> LayerSizes:
             gated=c.gated,
             cross=c.cross_width,
         )
+    # (queries, keys, heads) of attention, and of a delta net (0 heads, as it has no scores),
+    # weighed by their shares of the layers; the width of the MLP likewise.
     attention = np.array([c.heads * c.head_width, c.kv_heads * c.head_width, c.heads], float)
     share = sum(c.delta_layers) / max(1, c.layers)
     if net := c.delta_net:
@@ -302,7 +304,8 @@ def visited_pairs(
     stop = np.minimum(end[last], start + q)
 
     def pairs(window: int | None = None) -> np.ndarray:
-        low, high = begin[first], end[last]
+        low = begin[first]
+        high = end[last]
         if config.is_causal:
             high = stop
             low = low if window is None else np.maximum(low, start - window + 1)

@@ -151,7 +151,8 @@ def padding_microbatches(
         }
         spread = {}
         for e, x in first.text.spread.items():
-            length, new_length = first.items[e].item.shape[1], items[e].item.shape[1]
+            length = first.items[e].item.shape[1]
+            new_length = items[e].item.shape[1]
             # Beside what peers send, a device has slots for each of its rows.
             rows = (x.shape[2] - prod(first.text.send[e].shape[1:])) // tokens_on_device(
                 encoders[e], 1, length, 0, 0

@@ -207,7 +207,8 @@ class Passes:
         """
         run = Gradients(sums, step)
         for position, action in enumerate(self.order(len(batches))):
-            number, batch = action.stage, batches[action.microbatch]
+            number = action.stage
+            batch = batches[action.microbatch]
             if batch is None:
                 continue
             arrays = run.inputs if action.kind == "forward" else run.output_gradients

@@ -128,7 +128,8 @@ class Transfer:
         shards = {shard.device.id: shard.data for shard in x.addressable_shards}
         pieces: dict[int, list[tuple[jax.Array, Box]]] = defaultdict(list)
         for number, move in enumerate(self.moves):
-            sender, receiver = self.processes[move.source], self.processes[move.target]
+            sender = self.processes[move.source]
+            receiver = self.processes[move.target]
             if this not in (sender, receiver):
                 continue
             piece = _cut(shards[move.source], move.taken) if sender == this else None

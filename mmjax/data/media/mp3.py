@@ -106,7 +106,8 @@ def read_mp3_header(file: BinaryIO) -> tuple[int, int]:
     # 12 bits each. A decoder drops the delay and its own 529 samples at the start, and at the end
     # the trailing ones less these 529, which come out late.
     padding = int.from_bytes(lame[21:24])
-    delay, trailing = padding >> 12, padding & 0xFFF
+    delay = padding >> 12
+    trailing = padding & 0xFFF
     return min(total, total - trailing + DELAY) - delay - DELAY, rate
 
 

@@ -98,7 +98,8 @@ def latent_grid(generator: Generator, size: tuple[int, ...]) -> tuple[int, int]:
         raise BadMedia(
             f"{pixels} is not in whole patches of {unit} x {unit}; prepare images in whole patches"
         )
-    rows, columns = height // unit, width // unit
+    rows = height // unit
+    columns = width // unit
     latents = height // generator.latents.factor, width // generator.latents.factor
     # One program encodes all images in the step, and a UNet's blocks have the shapes of one size.
     is_fixed = generator.step_vae or not generator.is_stack

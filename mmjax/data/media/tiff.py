@@ -12,7 +12,6 @@ import ctypes
 import os
 import tempfile
 import threading
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -98,27 +97,19 @@ def _libtiff() -> Any:
         with open("/proc/self/maps") as maps:
             path = next(line.split(maxsplit=5)[5].strip() for line in maps if "/libtiff" in line)
         library = ctypes.CDLL(path)
+        sizes = ("TIFFTileSize", "TIFFStripSize")
+        counts = ("TIFFNumberOfTiles", "TIFFNumberOfStrips")
+        reads = ("TIFFReadEncodedTile", "TIFFReadEncodedStrip")
+        # Pointers and sizes are 64 bits, of which ctypes would pass and return 32.
         library.TIFFFdOpen.restype = ctypes.c_void_p
-        for name in (
-            "TIFFTileSize",
-            "TIFFStripSize",
-            "TIFFReadEncodedTile",
-            "TIFFReadEncodedStrip",
-        ):
+        for name in (*sizes, *reads):
             getattr(library, name).restype = ctypes.c_ssize_t
-        for name in ("TIFFNumberOfTiles", "TIFFNumberOfStrips"):
+        for name in counts:
             getattr(library, name).restype = ctypes.c_uint32
-        of_page: list[Callable[..., Any]] = [library.TIFFIsTiled, library.TIFFClose]
-        of_page += [
-            library.TIFFTileSize,
-            library.TIFFStripSize,
-            library.TIFFNumberOfTiles,
-            library.TIFFNumberOfStrips,
-        ]
-        for function in of_page:
-            function.argtypes = [ctypes.c_void_p]
-        for function in (library.TIFFReadEncodedTile, library.TIFFReadEncodedStrip):
-            function.argtypes = [
+        for name in ("TIFFIsTiled", "TIFFClose", *sizes, *counts):
+            getattr(library, name).argtypes = [ctypes.c_void_p]
+        for name in reads:
+            getattr(library, name).argtypes = [
                 ctypes.c_void_p,
                 ctypes.c_uint32,
                 ctypes.c_void_p,

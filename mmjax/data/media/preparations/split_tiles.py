@@ -13,7 +13,8 @@ MAX_SIDE = 4096  # pixels that Idefics3's resizing makes at most
 
 def items(how: SplitTiles, image: LazyImage, images: int) -> tuple[LazyImage, ...]:
     """Cut an image, resized to whole tiles, followed by the whole of it; one that is a single tile is that alone."""
-    side, filter = how.tile, how.filter
+    side = how.tile
+    filter = how.filter
     if how.resize:
         image = image.resized(enlarged_size(how, image.size), filter)
     if not how.split:
