@@ -275,8 +275,8 @@ FAULTS = (
     Fault(
         "dropout keyed by the row instead of the sample",
         "models/dropout.py",
-        "keys = constrain(jax.vmap(jax.vmap(position_key))(owner, offset)",
-        "keys = constrain(jax.vmap(jax.vmap(position_key))(owner * 0 + jnp.arange(len(owner))[:, None], offset)",
+        "position_keys(named_key(noise, tower), owner, offset)",
+        "position_keys(named_key(noise, tower), owner * 0 + jnp.arange(len(owner))[:, None], offset)",
         (
             "models/test_dropout.py::test_a_sample_drops_the_same_wherever_and_with_whomever_it_is_packed",
         ),
@@ -323,7 +323,7 @@ FAULTS = (
     Fault(
         "the losses of all tokens on every device",
         "losses/step_losses.py",
-        "over = PartitionSpec(on.rules.rows)",
+        "over = PartitionSpec(current.rules.rows)",
         "over = PartitionSpec()",
         (
             "runtime/test_collectives.py::"

@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.autotune.forecast import Forecast, RunForecast, forecast_best_mesh, forecast_run
+from mmjax.autotune.forecast import (
+    Forecast,
+    RunForecast,
+    forecast_best_mesh,
+    forecast_run,
+    items_of,
+)
 from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.sharded_stages import model_sharding, resolve_sequence_parallel
 from mmjax.config import Config, Layout, MeshConfig, ModelConfig, Remat, Unit
@@ -62,25 +68,20 @@ LONG = 0.95  # quantile of lengths that a row whose layers are traced and timed 
 DRAWN = 20_000  # samples at most, by which a step's work is counted
 
 
-class Chosen(NamedTuple):
-    """Forecasts of the fastest run of each family that fits."""
-
-    # of one tower each, one chain of all towers, and encoders beside the LLM; fastest first
-    units: list[RunForecast]
-    mesh: Forecast | None  # one for all modules
-
-
 def choose_units(
     config: Config,
     cluster: Cluster,
     index: LengthIndex,
     weights: Sequence[float],
     measure_speed: MeasureSpeed,
-) -> Chosen:
+) -> tuple[list[RunForecast], Forecast | None]:
     """Find the fastest units and the fastest mesh of a run, and forecast it on them.
 
-    The config's own units do not matter. The search counts with mean microbatches; the forecast
-    plans the data's.
+    Returns a forecast for each family of units that fits, the fastest first: units of one tower
+    each, one chain of all towers, and encoders beside the LLM; and that of one mesh for all
+    modules. The config's own units do not matter. The search counts with mean microbatches; the
+    forecast plans the data's.
+
     measure_speed: as in `forecast_run`. Raises UserError for a config that units do not go with.
     """
     problem = allocation_problem(config, cluster, index, weights, measure_speed)
@@ -93,6 +94,7 @@ def choose_units(
         return None
 
     def fastest(allocate: Callable[[Problem], Allocation | None]) -> RunForecast | None:
+        # What the search takes to fit may not fit as it is planned: then it has less room.
         for share, items in ROOMS:
             allocation = allocate(
                 problem._replace(room=share * problem.room, exchanged_items=items)
@@ -103,7 +105,8 @@ def choose_units(
                 return forecast
         return None
 
-    apart, chain = fastest(allocate), fastest(allocate_chain)
+    apart = fastest(allocate)
+    chain = fastest(allocate_chain)
     families = [apart, chain]
     if chain and problem.encoders and not problem.generators:
         families.append(forecast_fitting(_with_encoders_beside(chain.chosen.config, problem)))
@@ -114,7 +117,7 @@ def choose_units(
         for mesh in allocate_meshes(problem, MESHES)
         for unit in mesh.units.values()
     ]
-    return Chosen(units, forecast_best_mesh(config, cluster, index, weights, speed, meshes))
+    return units, forecast_best_mesh(config, cluster, index, weights, speed, meshes)
 
 
 def allocation_problem(
@@ -124,7 +127,7 @@ def allocation_problem(
     weights: Sequence[float],
     measure_speed: MeasureSpeed,
 ) -> Problem:
-    """Count what every tower's layers cost in a step of this data, with each layout.
+    """Count the costs of every tower's layers in a step of this data, under each layout.
 
     Layers are measured on a row that holds almost any sample or item, and take as long for a
     position of any row.
@@ -132,6 +135,7 @@ def allocation_problem(
     rates = cluster.device.rates(config.training.precision)
     config = replace(config, model=resolve_attention(config.model, rates))
     model = config.model
+    # A step's work is counted on up to 20,000 samples drawn from the index, and scaled to a step's.
     samples = int(make_budget(index, config, weights).samples_per_step)
     drawn = np.random.default_rng(config.seed).integers(0, len(index), min(DRAWN, 4 * samples))
     lengths = _lengths(model, index, drawn)
@@ -141,11 +145,13 @@ def allocation_problem(
     speed = measure_speed(
         {tower: (1, [n]) for tower, n in row.items() if not model.towers[tower].is_generator}
     )
+    # Of a grid of lengths only one stays, so that every row takes its time per position.
     measured = {
         tower: times._replace(seconds={row[tower]: times.interpolate(row[tower])})
         for tower, times in speed.measured.items()
     }
     speed = replace(speed, measured=measured)
+    # A config that goes with no units at all is an error, rather than one without layouts.
     validate(_on_units(config, {tower: Unit() for tower in works}, 2))
     return Problem(
         towers={
@@ -169,7 +175,7 @@ def allocation_problem(
 
 
 def _list_layouts(config: Config, cluster: Cluster, tower: str) -> list[Layout]:
-    """List what a config allows of tensor parallelism and, for the LLM, of context and expert parallelism."""
+    """List the layouts that a config allows: tensor parallelism and, for the LLM, context and expert parallelism."""
     layouts = [Layout(tensor=tensor) for tensor in TENSOR]
     if tower == "llm":
         layouts += [
@@ -197,8 +203,7 @@ def _is_allowed(config: Config, tower: str, unit: Unit) -> bool:
 
 def _lengths(model: ModelConfig, index: LengthIndex, samples: np.ndarray) -> dict[str, np.ndarray]:
     """Return the lengths of samples in the LLM and of their items in encoders, in positions of rows."""
-    first, count = index.item_start[samples], np.diff(index.item_start)[samples]
-    items = np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
+    items = items_of(index, samples)
     lengths = {"llm": index.llm_tokens[samples].astype(np.int64)}
     for k, name in enumerate(model.item_modules):
         lengths[name] = index.item_useful[items][index.item_encoder[items] == k].astype(np.int64)
@@ -275,6 +280,7 @@ def _tower_costs(
         activation,
         reference=config.loss.repeats_forward,
     )
+    # Bytes that layers save and seconds of their recomputation by policy, of a step's whole work.
     if not tower_config.is_stack:
         amounts = {tower: work}
         saved, peaks = unet_bytes(model, amounts, frozen, activation)
@@ -299,6 +305,8 @@ def _tower_costs(
         peak = layer_backward_bytes(
             model, tower, float(sizes.max()), work, machine.sharding, activation
         )
+    # Layers 0, 1 and the last are timed: the first and the last have what stands around the layers,
+    # and those between are like layer 1. Each once more with next to no work.
     passes = []
     empty = []
     nothing = replace(batch, shape=dict.fromkeys(shape, (1, 1)), pairs=dict.fromkeys(pairs, 0.0))
@@ -372,7 +380,7 @@ def _policies(
     per_position: Mapping[Remat, float],
     work: Work,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes that a layer saves and its seconds of recomputation, by policy: those on the convex hull."""
+    """Return saved bytes and recomputation seconds of a layer for the remat policies on their convex hull."""
     tower_config = model.towers[tower]
     parts = machine.sharding.parts(tower)
     how = machine.activation, parts, machine.sharding.sequence_parallel != "off"
@@ -392,11 +400,13 @@ def _policies(
         )
         for policy, n in per_position.items()
     )
+    # Points rise in seconds; on the hull bytes fall, by less and less for each second more. Of (0
+    # s, 10 GB), (1 s, 8 GB) and (2 s, 2 GB) the second drops out: half of the layers with each of
+    # the others take 1 s and 6 GB.
     hull: list[tuple[float, float]] = []
     for again, size in points:
         if hull and size >= hull[-1][1]:
             continue
-        # Of three points, the middle one stays if it saves more bytes a second than the last would.
         while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (again - hull[-1][0]) >= (
             size - hull[-1][1]
         ) * (hull[-1][0] - hull[-2][0]):
@@ -406,13 +416,15 @@ def _policies(
 
 
 def _elements(config: Config, tower: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count every layer's trained and frozen parameters and its bytes of moments, with what is at the ends."""
+    """Count every layer's trained and frozen parameters and bytes of moments, with embedding, head and connector."""
     model = config.model
     frozen = frozen_modules(model)
     counts = parameters(model)
     moments = moment_bytes(model, frozen, config.optimizer)
     depth = model.towers[tower].layers
     layers = np.full(depth, module_parameters(model)[tower].layers / depth)
+    # What is outside the layers stands at the first and the last: of the LLM the embedding in
+    # front, the output table behind; of the others all in front.
     ends = counts[tower] - layers.sum()
     table = model.llm.vocab * model.llm.width if tower == "llm" else ends
     layers[0] += table

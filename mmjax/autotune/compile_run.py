@@ -71,13 +71,13 @@ Programs = dict[str, CompiledProgram]
 def compile_run(
     config: Config, layout: RankLayout, plan: RunPlan, devices: Sequence[jax.Device]
 ) -> dict[str, Programs]:
-    """Compile the programs of a run as it is planned, each stage in the shape in which it has most; by stage and name.
+    """Compile a planned run's programs, each stage in the shape that needs most memory; by stage and name.
 
     config: with the plan's policies. Stages of equal programs are compiled once.
     """
     used = 1 + max(number for stage in plan.stages for number in stage.devices)
     executor = _executor(config, devices[:used], layout.topology.context)
-    compiled: dict[tuple[Any, ...], StagePrograms] = {}
+    compiled: dict[tuple[Any, ...], tuple[Programs, Any]] = {}
     by_stage = {}
     for number, stage in enumerate(plan.stages):
         shape = BatchShape.of(config, layout, layout.shapes[stage.largest_shape])
@@ -85,7 +85,9 @@ def compile_run(
         key = programs.texts(number)
         if key not in compiled:
             compiled[key] = programs.compile(number)
-        by_stage[stage.name] = programs.with_all_bytes(number, compiled[key], stage.in_flight)
+        by_stage[stage.name] = programs.with_all_bytes(
+            number, *compiled[key], in_flight=stage.in_flight
+        )
     return by_stage
 
 
@@ -112,13 +114,6 @@ def _executor(config: Config, devices: Sequence[jax.Device], context: int) -> Ex
     )
 
 
-class StagePrograms(NamedTuple):
-    """The programs of a stage, with the bytes that each makes, and the shapes of the residuals of a microbatch."""
-
-    programs: Programs
-    residuals: Any
-
-
 @dataclass(frozen=True)
 class RunPrograms:
     """The programs of a run's stages, and the shapes of their arguments in microbatches of one shape."""
@@ -140,6 +135,8 @@ class RunPrograms:
             axes, parts = (
                 (rules.rows, mesh.shape[CONTEXT]) if name == "llm" else (rules.item_rows, 1)
             )
+            # From each device's part to the whole array: the LLM's rows are cut along their length
+            # by `context`, those of encoders lie on its devices.
             towers[name] = row_ranks(mesh, axes) * rows, parts * length
         return cls(config, executor, BatchShape(towers, batch.widths, batch.peers))
 
@@ -186,7 +183,7 @@ class RunPrograms:
         )
 
     def inputs(self, number: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes of what a stage gets from those before it."""
+        """Return the shapes of the activations that a stage receives from earlier stages."""
         executor = self.executor
         inputs = {}
         for producer in executor.graph.producers[number]:
@@ -243,6 +240,8 @@ class RunPrograms:
                 return executor.update_whole.lower(
                     part, executor.sums, hyper, weights, reports, unreadable
                 )
+        # Of several stages each is updated by itself, from the norm of all gradients (float32) and
+        # whether all agree to the update (bool).
         sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), part.trainable)
         scalars = (
             jax.ShapeDtypeStruct((), dtype, sharding=on_all) for dtype in (jnp.float32, jnp.bool)
@@ -285,6 +284,8 @@ class RunPrograms:
         first = self.lower_first(number).compile()
         residuals: Any = None
         programs = {"forward_backward" if program.is_sink else "forward": first}
+        # A sink has both passes in one program. Else backward takes the residuals as forward leaves
+        # them, and gradients of the outputs that something trained has part in.
         if program.has_backward and not program.is_sink:
             inputs = self.inputs(number)
             batch = self.batch(number)
@@ -308,30 +309,31 @@ class RunPrograms:
                 programs["backward"] = program.backward.lower(*operands).compile()
         return programs, residuals
 
-    def compile(self, number: int) -> StagePrograms:
-        """Compile the programs that a step runs of a stage."""
+    def compile(self, number: int) -> tuple[Programs, Any]:
+        """Compile the programs that a step runs of a stage; return them and the shapes of a microbatch's residuals."""
         programs, residuals = self.compile_passes(number)
         programs["update"] = self.lower_update(number).compile()
         if (program := self.executor.programs[number]).sums_by_rank:
             programs["reduce"] = program.reduce.lower(program.sums.gradients).compile()
-        return StagePrograms(
-            {name: _describe(compiled) for name, compiled in programs.items()}, residuals
-        )
+        return {name: _describe(compiled) for name, compiled in programs.items()}, residuals
 
     def compile_gradients(self) -> CompiledProgram:
-        """Compile the program of one mesh that accumulates gradients, with what lies beside it."""
-        programs = StagePrograms(
-            {"forward_backward": _describe(self.lower_first(0).compile())}, None
-        )
+        """Compile the program that accumulates gradients on one mesh; bytes include state and batches beside it."""
+        programs = {"forward_backward": _describe(self.lower_first(0).compile())}
         return self.with_all_bytes(0, programs)["forward_backward"]
 
     def compile_update(self) -> CompiledProgram:
-        """Compile the optimizer's update on one mesh, with what lies beside it."""
-        programs = StagePrograms({"update": _describe(self.lower_update(0).compile())}, None)
+        """Compile the optimizer's update on one mesh; bytes include state and batches beside it."""
+        programs = {"update": _describe(self.lower_update(0).compile())}
         return self.with_all_bytes(0, programs)["update"]
 
-    def with_all_bytes(self, number: int, compiled: StagePrograms, in_flight: int = 1) -> Programs:
-        """Add to the bytes that programs make what lies beside them: state, batches that are loaded, microbatches."""
+    def with_all_bytes(
+        self, number: int, compiled: Programs, residuals: Any = None, in_flight: int = 1
+    ) -> Programs:
+        """Add to programs' own bytes those of state, loaded batches and microbatches in flight.
+
+        residuals: shapes of those of a microbatch.
+        """
         executor = self.executor
         # Also what a program is not given because it does not use it: parameters and sums lie there
         # all the same.
@@ -343,15 +345,17 @@ class RunPrograms:
         sums = _on_device(self.sums(number)) if executor.accumulates else 0
         loaded = LOADED * self.config.batch.microbatches * _on_device(self.batch(number))
         beside = _on_device(self.parameters(number)) + sums + moments + loaded
-        residuals = _on_device(compiled.residuals)
-        passing = _on_device(self.inputs(number)) + in_flight * residuals
+        residual_bytes = _on_device(residuals)
+        passing = _on_device(self.inputs(number)) + in_flight * residual_bytes
         programs = {}
-        for name, program in compiled.programs.items():
+        for name, program in compiled.items():
             total = program.bytes + beside
             if name in ("forward", "backward", "forward_backward"):
                 total += passing
             if name == "forward":
-                total -= residuals  # one microbatch's are among what it makes
+                total -= residual_bytes  # one microbatch's are among what it makes
+            # Without accumulation the gradients are the output of one program and the input of the
+            # other: they lie there while the update runs.
             if name == "update" and not executor.accumulates:
                 total += _on_device(self.sums(number))
             programs[name] = program._replace(bytes=total)
@@ -365,9 +369,10 @@ def compiled_bytes(config: Config, batch: DeviceBatch, devices: Sequence[jax.Dev
 
 
 def _describe(program: jax.stages.Compiled) -> CompiledProgram:
-    """Describe a program, with the bytes that it makes beside its arguments."""
+    """Describe a program; its bytes are temporaries and outputs, arguments left out."""
     memory = program.memory_analysis()
     text = program.as_text()
+    # Donated arguments are written in place: such outputs take no memory of their own.
     return CompiledProgram(
         bytes=memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
         rematerialized=len(re.findall(r"^\s+(?:ROOT )?%\S+\.remat[\d.]* = ", text, re.MULTILINE)),

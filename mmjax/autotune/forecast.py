@@ -111,7 +111,7 @@ class Forecast:
 
     @property
     def basis(self) -> str:
-        """Describe what the times rest on."""
+        """Describe the basis of the times."""
         return describe_basis(self.config, self.cluster, self.speed)
 
 
@@ -233,6 +233,7 @@ def _plan_steps(
             config.mesh, math.prod(mesh[axis] for axis in RANKS), ranks_on_node, mesh
         )
     planner, layout = make_planner(index, config, weights, topology, budget, _dry_run_steps(budget))
+    # Cuts and `sequence_parallel`, where the config leaves them open, depend on the planned rows.
     if config.units:
         cut = cut_units(config, layout, cluster.device, _memory_limit(config, cluster))
         if cut != config:
@@ -251,7 +252,8 @@ def _memory_limit(config: Config, cluster: Cluster) -> MemoryLimit:
 
 
 def _forecast(planned: _Planned, cluster: Cluster, index: LengthIndex, speed: Speed) -> Forecast:
-    config, layout = planned.config, planned.layout
+    config = planned.config
+    layout = planned.layout
     limit = _memory_limit(config, cluster)
     on_units = in_units(config, planned.mesh)
     plan = plan_run(on_units, layout, speed, limit)
@@ -262,7 +264,9 @@ def _forecast(planned: _Planned, cluster: Cluster, index: LengthIndex, speed: Sp
     microbatches = [m for step in planned.steps for m in step.microbatches]
     names = ("llm", *model.item_modules)
     prices = pair_costs(model, speed.rates, frozen_modules(model), config.loss.repeats_forward)
+    # [modules, steps, ranks]
     work = np.stack([sum(m.work() for m in step.microbatches) for step in planned.steps], axis=1)
+    # [modules]: positions that hold data, of all positions that are computed.
     useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
     positions = sum(
         layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches
@@ -300,11 +304,14 @@ def forecast_best_mesh(
     counts. proposals: layouts, and numbers of microbatches, that are tried beside these with every
     `fsdp`.
     """
+    # More microbatches take less memory and more time. So from one on they are doubled until a run
+    # fits; once more, since more memory may spare recomputation; then it only gets slower.
     best: Forecast | None = None
     plain = Layout(expert=config.mesh.expert)
     for doublings in range(MAX_DOUBLINGS):
-        if _has_too_few_samples(config, cluster.devices * 2**doublings):
-            break
+        size = config.batch.size
+        if isinstance(size, Samples) and size.count < cluster.devices * 2**doublings:
+            break  # less than a sample for each device
         fastest = _forecast_meshes(config, cluster, index, weights, speed, plain, 2**doublings)
         if best is not None:
             best = min((best, fastest or best), key=lambda f: f.seconds)
@@ -315,10 +322,6 @@ def forecast_best_mesh(
         with suppress(UserError):  # such as a number of loss chunks that does not go with `tensor`
             fastest.append(_forecast_meshes(config, cluster, index, weights, speed, *proposal))
     return min(filter(None, fastest), key=lambda f: f.seconds, default=None)
-
-
-def _has_too_few_samples(config: Config, count: int) -> bool:
-    return isinstance(config.batch.size, Samples) and config.batch.size.count < count
 
 
 def _forecast_meshes(
@@ -347,6 +350,7 @@ def _forecast_meshes(
     }
     batch = replace(config.batch, microbatches=microbatches, rows=rows)
     config = replace(config, units={}, batch=batch, mesh=mesh)
+    # The batches are the same for every `fsdp`, so they are planned once.
     budget = make_budget(index, config, weights)
     steps = max(1, COMPARED_MICROBATCHES // microbatches)
     planner, rank_layout = make_planner(index, config, weights, topology, budget, steps)
@@ -364,7 +368,7 @@ def _forecast_meshes(
 
 
 def describe_basis(config: Config, cluster: Cluster, speed: Speed) -> str:
-    """Describe what times rest on: layer times and rates that were measured, and the shares of the peak assumed."""
+    """Describe the basis of forecast times: measured layer times and rates, and assumed shares of the peak."""
     device = cluster.device
     rates = speed.rates
     towers: dict[str, list[str]] = {}  # by where their layers were timed
@@ -398,7 +402,8 @@ def describe_basis(config: Config, cluster: Cluster, speed: Speed) -> str:
 
 def describe_links(cluster: Cluster) -> list[str]:
     """Describe the rates of links and memories that were measured, and those of links that are assumed, on one line."""
-    device, measured = cluster.device, cluster.device.measured
+    device = cluster.device
+    measured = cluster.device.measured
     links = (
         [("between devices of a node", measured.link, device.link)] if cluster.per_node > 1 else []
     )
@@ -426,14 +431,18 @@ def _describe_waits(
     return *ranks_without_rows(grouper, topology.ranks, names), *filter(None, [advice])
 
 
-def needed_flops(config: Config, index: LengthIndex, samples: np.ndarray) -> float:
-    """Count the FLOPs that the model needs for these samples, without padding and recomputation."""
+def items_of(index: LengthIndex, samples: np.ndarray) -> np.ndarray:
+    """Return the numbers of all items of these samples in the index, sample after sample."""
     first = index.item_start[samples]
     count = np.diff(index.item_start)[samples]
-    # Indices of all items of these samples, as one array. Each sample's run of `arange` is shifted
-    # to its first item: first = [7, 2], count = [2, 3] -> arange = [0 1 | 2 3 4] + repeat([7 - 0, 2
-    # - 2]) = [7 8 | 2 3 4].
-    items = np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
+    # Each sample's run of `arange` is shifted to its first item: first = [7, 2], count = [2, 3] ->
+    # arange = [0 1 | 2 3 4] + repeat([7 - 0, 2 - 2]) = [7 8 | 2 3 4].
+    return np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
+
+
+def needed_flops(config: Config, index: LengthIndex, samples: np.ndarray) -> float:
+    """Count the FLOPs that the model needs for these samples, without padding and recomputation."""
+    items = items_of(index, samples)
     work = length_work(
         config.model,
         index.llm_tokens[samples],

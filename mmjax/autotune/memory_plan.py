@@ -283,7 +283,7 @@ def device_speed(config: Config, shapes: Shapes, device: jax.Device, profile: bo
         return [rates, layer_times(config, shapes, device, profile)]
 
     rates, measured = coordination.run_on_leader(measure)
-    # `led` sends its result to the other processes as JSON, which turns integer keys into strings.
+    # `run_on_leader` sends its result as JSON, which turns integer keys into strings.
     times = {
         tower: LayerTimes(rows, {int(length): by_policy for length, by_policy in seconds.items()})
         for tower, (rows, seconds, _) in measured.items()

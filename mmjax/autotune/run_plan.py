@@ -57,13 +57,16 @@ def plan_run(config: Config, layout: RankLayout, speed: Speed, limit: MemoryLimi
     by_devices: dict[range, list[int]] = {}
     for number, sharded in enumerate(stages):
         by_devices.setdefault(sharded.devices, []).append(number)
-    # Copies of a stage have the policies of the first.
+    # Stages with the same pieces are copies of one: they have the policies of the first, and each
+    # as many microbatches in flight as that which has most.
     pieces = [listed.pieces for listed in list_stages(config)]
     bounds = [schedule.in_flight_bound(number) for number in range(len(stages))]
     in_flight = [
         max(bound for bound, copy in zip(bounds, pieces, strict=True) if copy == of_stage)
         for of_stage in pieces
     ]
+    # Devices after devices, since only stages that share them compete for memory. What is chosen
+    # for a stage is decided for its copies on the devices that follow.
     plans: list[RunPlan] = []
     chosen: dict[tuple[int, str], tuple[Remat, ...]] = {}
     for numbers in by_devices.values():
@@ -106,6 +109,7 @@ def _plan_devices(
 
     in_flight: microbatches, by stage. decided: policies of stages' towers that are chosen already.
     """
+    # The stage of the LLM's loss, if it is on these devices; only there chunks make a difference.
     (head,) = [n for n in numbers if "llm" in stages[n].stage.losses] or [None]
     chunks_choices = (config.training.loss_chunks or 1,)
     if head is not None:
@@ -156,6 +160,8 @@ def _choose(
     logits: float,
 ) -> RunPlan:
     """Choose the policies of the towers whose `remat` is "auto"; the others keep theirs. logits: seconds to repeat."""
+    # Keys are (stage, tower). `stated` have their policies, `free` ones get them here. For each of
+    # the compiled shapes, the limit less what no policy changes is what `free` layers may save.
     towers = stacked_towers(config.model)
     shapes = range(len(layout.shapes))
     layers = {

@@ -85,23 +85,27 @@ def time_run(
         config, model=resolve_attention(config.model, speed.rates, layout.topology.context)
     )
     stages = _place_stages(config, layout, plan, cluster, speed)
-    timed = [
-        _PassTimes.of_microbatches(config, layout, stages, microbatches) for microbatches in steps
-    ]
+    times, causes_of_steps = zip(
+        *(_time_passes(config, layout, stages, microbatches) for microbatches in steps), strict=True
+    )
     schedule = make_schedule(schedule_name(config), unit_graph(config), config.batch.microbatches)
-    timelines = [simulate(schedule, times.of_stages) for times in timed]
-    free = [simulate(schedule, replace(times.of_stages, transfer=0.0)) for times in timed]
+    timelines = [simulate(schedule, of_step) for of_step in times]
+    free = [simulate(schedule, replace(of_step, transfer=0.0)) for of_step in times]
     makespan, undelayed = (
         float(np.mean([timeline.makespan for timeline in simulated]))
         for simulated in (timelines, free)
     )
     devices = {runs[0].devices: len(runs[0].devices) for runs in stages}
+    # Means over devices: two stages of 6 and 2 devices weigh .75 and .25; stages that share devices
+    # weigh as much each, and add up.
     weights = np.array([len(runs[0].devices) for runs in stages]) / sum(devices.values())
-    causes = np.mean([weights @ times.causes for times in timed], axis=0)
+    causes = np.mean([weights @ of_step for of_step in causes_of_steps], axis=0)
+    # [stages, 2]: of a mean microbatch.
+    means = [np.stack([of_step.forward, of_step.backward], axis=-1).mean(1) for of_step in times]
     return RunTime(
-        plan=plan.with_times(np.mean([times.means for times in timed], axis=0).tolist()),
+        plan=plan.with_times(np.mean(means, axis=0).tolist()),
         step=StepTime(
-            *causes.tolist(),
+            **dict(zip(PassTime._fields, causes.tolist(), strict=True)),
             transfers=makespan - undelayed,
             idle=undelayed - float(causes.sum()) if len(devices) > 1 else 0.0,
             reduction=max(sum(map(reduce_seconds, runs)) for runs in stages),
@@ -175,7 +179,7 @@ def _place_stages(
                     copies=listed.copy[1],
                     # Generators in other stages pass back before the loss's backward pass.
                     logits_again=plan.loss_chunks > 1 or not sharded.is_sink,
-                    alone=len(stages) == 1,
+                    only_stage=len(stages) == 1,
                 )
                 for part in sharded.pieces
             ]
@@ -183,45 +187,36 @@ def _place_stages(
     return runs
 
 
-class _PassTimes(NamedTuple):
-    """Times of a step's passes."""
-
-    of_stages: StageTimes
-    causes: np.ndarray  # seconds [stages, causes] of all microbatches
-
-    @property
-    def means(self) -> np.ndarray:
-        """Return the seconds of a mean microbatch's passes, `[stages, 2]`."""
-        return np.stack([self.of_stages.forward, self.of_stages.backward], axis=-1).mean(1)
-
-    @classmethod
-    def of_microbatches(
-        cls,
-        config: Config,
-        layout: RankLayout,
-        stages: Sequence[Sequence[StageRun]],
-        microbatches: Sequence[MicrobatchPlan],
-    ) -> _PassTimes:
-        ranks = _ranks(stages)
-        graph, links = unit_graph(config), unit_links(config)
-        seconds = np.zeros((2, len(stages), len(microbatches)))
-        transfers: Counter[tuple[int, int]] = Counter()
-        causes = np.zeros((len(stages), len(PassTime._fields)))
-        for i, microbatch in enumerate(microbatches):
-            pairs = visited_on_device(config.model, layout, microbatch, ranks)
-            for number in range(len(stages)):
-                passes = np.sum(
-                    _stage_passes(config, layout, stages, number, microbatch.shape, pairs), axis=0
-                )
-                seconds[:, number, i] = passes.sum(1)
-                causes[number] += graph.runs(number, i) * passes.sum(0)
-            batch = _batch_of(config, layout, ranks, microbatch.shape)
-            for (a, k), (b, j) in links:
-                transfers[a, b] += edge_seconds(
-                    config.model, stages[a][k], stages[b][j], batch
-                ) / len(microbatches)
-        # XLA's runtime waits for what it sends.
-        return cls(StageTimes(*seconds, transfer=dict(transfers), blocking=True), causes)
+def _time_passes(
+    config: Config,
+    layout: RankLayout,
+    stages: Sequence[Sequence[StageRun]],
+    microbatches: Sequence[MicrobatchPlan],
+) -> tuple[StageTimes, np.ndarray]:
+    """Estimate the time of a step's passes, and the seconds of all microbatches by cause, `[stages, causes]`."""
+    ranks = _ranks(stages)
+    graph = unit_graph(config)
+    links = unit_links(config)
+    seconds = np.zeros((2, len(stages), len(microbatches)))
+    transfers: Counter[tuple[int, int]] = Counter()
+    causes = np.zeros((len(stages), len(PassTime._fields)))
+    for i, microbatch in enumerate(microbatches):
+        pairs = visited_on_device(config.model, layout, microbatch, ranks)
+        for number in range(len(stages)):
+            # [pieces, 2, causes] -> [2, causes]
+            passes = np.sum(
+                _stage_passes(config, layout, stages, number, microbatch.shape, pairs), axis=0
+            )
+            seconds[:, number, i] = passes.sum(1)
+            causes[number] += graph.runs(number, i) * passes.sum(0)
+        batch = _batch_of(config, layout, ranks, microbatch.shape)
+        for (a, k), (b, j) in links:
+            transfers[a, b] += edge_seconds(config.model, stages[a][k], stages[b][j], batch) / len(
+                microbatches
+            )
+    forward, backward = seconds
+    # XLA's runtime waits for what it sends.
+    return StageTimes(forward, backward, dict(transfers), blocking=True), causes
 
 
 def _stage_passes(

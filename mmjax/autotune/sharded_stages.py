@@ -54,7 +54,7 @@ from mmjax.runtime.state import Optimizer, make_optimizer, shardings_with_moment
 
 
 class ShardedPiece(NamedTuple):
-    """Layers of one tower, and what lies of them on each device of their stage."""
+    """Layers of one tower, and the bytes of their parameters and moments on each device of their stage."""
 
     piece: Piece
     parameters: int  # on all devices together
@@ -170,8 +170,10 @@ def _shard_piece(
     axes_of = select(model.axes)
     layouts = tree_shardings(mesh, rules, abstract, axes_of)
     frozen = frozenset(model.frozen) & modules_of(abstract)
-    parts, part_layouts = partition(abstract, frozen), partition(layouts, frozen)
-    owned, owned_layouts = parts, part_layouts
+    parts = partition(abstract, frozen)
+    part_layouts = partition(layouts, frozen)
+    owned = parts
+    owned_layouts = part_layouts
     if piece.tower == "llm" and model.config.llm.tied and not piece.first:
         # The first stage owns the table and has its moments.
         table = {"llm": {"embed": model.abstract["llm"]["embed"]}}
@@ -186,6 +188,7 @@ def _shard_piece(
         optimizer, owned[0], *owned_layouts, mesh=mesh
     ).optimizer
     constant = jax.eval_shape(partial(cast_frozen, dtype=model.dtype), parts[1])
+    # Axes are tuples, and so are leaves only where we say so. Both trees list leaves in one order.
     by_axes = jax.tree.leaves(axes_of, is_leaf=lambda x: isinstance(x, tuple))
     of_experts = [n for n, axes in enumerate(by_axes) if "experts" in axes]
     experts = tuple([jax.tree.leaves(tree)[n] for n in of_experts] for tree in (abstract, layouts))
@@ -193,6 +196,8 @@ def _shard_piece(
     elements: Counter[str] = Counter()
     stored: Counter[str] = Counter()
     leaves = jax.tree.leaves_with_path(abstract)
+    # What a mesh axis does not divide is whole on every device: `stored` may be more than 1 /
+    # shards.
     for (path, leaf), layout in zip(leaves, jax.tree.leaves(layouts), strict=True):
         module = parameter_group(key_names(path))
         elements[module] += math.prod(leaf.shape)
@@ -267,7 +272,7 @@ def rows_on_device(
     stages: Sequence[ShardedStage],
     receiver: ShardedStage | None = None,
 ) -> dict[str, int]:
-    """Count the rows of every tower on each of its devices; with a receiver, those whose tokens each of its gets."""
+    """Count every tower's rows on each of its devices; with a receiver, those whose tokens a device of it gets."""
     by_tower = {
         part.piece.tower: receiver or sharded for sharded in stages for part in sharded.pieces
     }
@@ -318,10 +323,11 @@ def layout_of_rows(
 
 
 def model_sharding(config: Layout, mesh: Mapping[str, int]) -> ModelSharding:
-    """Return how a model's arrays are spread over a mesh whose axes have these sizes."""
+    """Return the sharding of a model on a mesh whose axes have these sizes."""
     tensor = mesh["tensor"]
     way = "off" if config.sequence_parallel == "auto" else config.sequence_parallel
     experts = mesh.get("expert", 1)
+    # Every axis but `data`, along which parameters have copies.
     shards = mesh["fsdp"] * experts * mesh["context"] * tensor
     encoders = 1 if config.encoders == "data" else tensor
     return ModelSharding(shards, tensor, encoders, way, experts=experts)

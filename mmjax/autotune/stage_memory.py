@@ -54,7 +54,7 @@ def fixed_bytes(
     unsaved: Mapping[tuple[int, str], Sequence[float]],
     chunks: int,
 ) -> dict[str, float]:
-    """Count the bytes of a stage on each device by kind in one of the shapes, apart from activations that layers save.
+    """Count a stage's bytes on each device by kind, in one batch shape, without activations that layers save.
 
     microbatches_in_flight: by stage. unsaved: bytes that one layer of each stage's tower saves
     without remat, in every shape, of all microbatches in flight. chunks: of the vocabulary in the

@@ -11,41 +11,21 @@ import numpy as np
 
 from mmjax.models.float8 import FORWARD, GRADIENT
 
-# As XLA's analysis counts them: one each for an addition, product, comparison or selection, none
-# for exp or tanh.
+# JAX primitives as XLA's analysis counts them: one each for an addition, product, comparison or
+# selection, none for exp or tanh.
+# fmt: off
 ELEMENTWISE = {
-    *(
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "abs",
-        "sign",
-        "square",
-        "integer_pow",
-        "add_any",
-        "max",
-        "min",
-        "clamp",
-    ),
-    *(
-        "select_n",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and",
-        "or",
-        "not",
-        "xor",
-        "cumsum",
-        "cummax",
-    ),
+    "add", "sub", "mul", "div", "neg", "abs", "sign", "square", "integer_pow", "add_any", "max",
+    "min", "clamp", "select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor",
+    "cumsum", "cummax",
 }
-REDUCTIONS = {f"reduce_{name}" for name in ("sum", "max", "min", "or", "and")} | {
+# fmt: on
+REDUCTIONS = {
+    "reduce_sum",
+    "reduce_max",
+    "reduce_min",
+    "reduce_or",
+    "reduce_and",
     "argmax",
     "argmin",
 }
@@ -70,7 +50,7 @@ class Operations(NamedTuple):
 
 
 def list_operations(program: Any, times: int = 1, scope: str = "") -> Iterator[Operations]:
-    """List the products and elementwise operations of a program, those in loops as often as they run."""
+    """List the products and elementwise operations of a program; operations in a scan count as often as they run."""
     for equation in program.eqns:
         name = equation.primitive.name
         inner = f"{scope}/{equation.source_info.name_stack}"
@@ -96,12 +76,14 @@ def list_operations(program: Any, times: int = 1, scope: str = "") -> Iterator[O
         elif name == "while":
             yield from _of_blocks(equation.params["body_jaxpr"].jaxpr, inner)
         elif name == "cond":
+            # Which branch runs is data: the most expensive one counts.
             branches = [
                 list(list_operations(branch.jaxpr, times, inner))
                 for branch in equation.params["branches"]
             ]
             yield from max(branches, key=lambda operations: sum(x.count for x in operations))
         elif name != "pallas_call":
+            # Of a call, as of jit, remat or custom_vjp, the body runs once.
             length = equation.params["length"] if name == "scan" else 1
             for inside in inner_programs(equation):
                 yield from list_operations(inside, length * times, inner)
@@ -114,6 +96,9 @@ def _of_blocks(body: Any, scope: str) -> Iterator[Operations]:
     left out.
     """
     operations = list(list_operations(body, 1, scope))
+    # A visit of 128 queries and 128 keys makes scores [..., 128, 128], so its operations are
+    # divided by 16,384; how many pairs are visited is a matter of the mask, and multiplied in
+    # later.
     if scores := next((x for x in operations if x.is_product), None):
         pairs = math.prod(scores.shape[-2:])
         yield from (x._replace(count=x.count / pairs, of_pair=True) for x in operations)
@@ -131,6 +116,8 @@ def _product_operations(equation: Any) -> int:
             * math.prod(operands[0].shape[axis] for axis in contracted)
         )
     if name == "ragged_dot_general":
+        # Every row [k] meets the matrix of its own group alone, [k, n] of [groups, k, n]: the size
+        # of the rows [m, k] times n, whatever the groups are.
         numbers = equation.params["ragged_dot_dimension_numbers"]
         (_, contracted), _ = numbers.dot_dimension_numbers
         once = {*contracted, *numbers.rhs_group_dimensions}
@@ -147,7 +134,11 @@ def _product_operations(equation: Any) -> int:
 
 
 def _convolution_operations(params: Mapping[str, Any], image: Any, kernel: Any, result: Any) -> int:
-    """Count the operations of a convolution, without those that multiply what is padded or dilated with zeros."""
+    """Count the operations of a convolution, without products with zeros of padding or dilation."""
+    # Count, axis by axis, the (output, tap) pairs that read a pixel. With 4 pixels, a kernel of 3
+    # and a padding of 1, the 4 outputs read the places
+    #     -1 0 1,  0 1 2,  1 2 3,  2 3 4
+    # of which 10 lie inside; on a square image 10 * 10 pairs of the 12 * 12 do.
     numbers = params["dimension_numbers"]
     taps = 1
     for axis, (padding, _) in enumerate(params["padding"]):
@@ -161,8 +152,10 @@ def _convolution_operations(params: Mapping[str, Any], image: Any, kernel: Any, 
         )
         starts = np.arange(outputs)[:, None] * params["window_strides"][axis] - padding
         place = starts + np.arange(width) * params["rhs_dilation"][axis]
-        apart = params["lhs_dilation"][axis]
-        taps *= int(((place >= 0) & (place <= (size - 1) * apart) & (place % apart == 0)).sum())
+        # A gradient's image is spread out, its pixels `dilation` apart with zeros between.
+        dilation = params["lhs_dilation"][axis]
+        inside = (place >= 0) & (place <= (size - 1) * dilation)
+        taps *= int((inside & (place % dilation == 0)).sum())
     inputs = kernel[numbers.rhs_spec[1]]
     return 2 * taps * inputs * math.prod(result[axis] for axis in numbers.out_spec[:2])
 

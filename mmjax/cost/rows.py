@@ -19,7 +19,7 @@ from mmjax.cost.operations import Operations
 from mmjax.cost.rates import UNITS, Cost
 from mmjax.kernels.tiles import MAX_BLOCK
 
-PRIME = 200_003
+PRIME = 200_003  # larger than any width of a model, which therefore has no such factor
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,21 @@ class Row:
     unit: str = "positions"  # of what grows with the length
 
     def rate_of(self, count: float, unit: str) -> tuple[str, float]:
-        """Tell what a count grows with, and how much for each. unit: the one of the row's length."""
+        """Return the unit that a count grows with, and the count per unit. unit: the one of the row's length."""
+        # A decoder's row has 256 q tokens, with q = PRIME. 2 * 256 q * 4096 * 4096 operations have
+        # one factor q: 2 * 4096 * 4096 a position. 2 * (256 q)^2 * 64 have two: 2 * 64 a pair.
         powers = Counter({name: _power(count, prime) for name, prime in self.primes.items()})
         if self.unit == "tokens":
-            # What a row's images have to do with each other, as of one image.
+            # A UNet's row is a batch of images, each computed by itself. What grows with the square
+            # of their number, as a comparison of all positions with all images, counts as for one.
             return unit, count / self.primes["length"] ** max(
                 0, powers["length"] - 1
             ) / self.amounts[unit]
         if powers["length"] > 1:
             unit = "pairs"
         elif sum(powers.values()) > 1:
+            # Factors of two kinds, images and blocks: `ImageBlocks.take` is a product with one-hot
+            # vectors of every block and every image of the row.
             unit = "taken"
         else:
             unit = next((name for name in ("tokens", "blocks") if powers[name]), unit)
@@ -49,6 +54,7 @@ class Row:
 
 
 def _power(number: int, prime: int) -> int:
+    """Return how often a prime divides a number; 0 for 0."""
     power = 0
     while number and number % prime == 0:
         number //= prime
@@ -60,6 +66,7 @@ def row_of(model: ModelConfig, tower: str) -> Row:
     """Choose a row for a tower."""
     config = model.towers[tower]
     if not config.is_stack:
+        # A UNet: a row of PRIME images, of `min_patches` positions each.
         length = PRIME * config.min_patches
         amounts = {"pairs": length * config.min_patches, "tokens": PRIME * config.condition_tokens}
         return Row(length, amounts, {"length": PRIME}, "tokens")
@@ -68,6 +75,7 @@ def row_of(model: ModelConfig, tower: str) -> Row:
     if tower == "llm":
         length = positions = 2 * MAX_BLOCK * PRIME
         return Row(length, {"positions": positions, "pairs": positions**2}, {"length": PRIME})
+    # An encoder takes rows of whole strides and windows, here in whole blocks of attention too.
     stride = config.stride
     multiple = config.window_inputs or 1
     length = math.lcm(stride * MAX_BLOCK, config.shortest_row, multiple) * PRIME
@@ -88,9 +96,11 @@ def _row_of_images(size: int, tokens: int) -> Row:
     def is_prime(n: int) -> bool:
         return n > 1 and all(n % k for k in range(2, math.isqrt(n) + 1))
 
+    # Three primes tell apart what grows with images (n), blocks (n + 1 = 2 p, so p) and positions
+    # (l): a row has l positions with n * size < l < (n + 1) * size, which fill n + 1 blocks of
+    # `size`. The larger the images, the fewer: l stays near 2^30, so that its square is below 2^63.
     images = max(PRIME, min(2**24, 2**30 // size)) | 1
     while True:
-        # Blocks are one more than images: 2 p, with the images 2 p - 1.
         images += 2
         if not (is_prime(images) and is_prime((images + 1) // 2)):
             continue
@@ -109,21 +119,25 @@ def _row_of_images(size: int, tokens: int) -> Row:
                 )
 
 
+# Named scope of products that stand for something cheaper, and how many operations a position
+# really needs in the forward pass (`gated_delta_net.gated_delta_rule`).
 NEEDS = re.compile(r"needs=(\d+)")
 
 
 def count_cost(
     operations: Iterable[Operations], row: Row, unit: Callable[[Operations], str], layers: int = 1
 ) -> Cost:
-    """Add up operations by unit of work. unit: of those that grow with the row's length. layers: that were traced."""
+    """Add up operations per unit of work. unit: of operations that grow with the row. layers: traced layers."""
+    # The properties of a Cost are views of its rows: adding to one adds to `cost.rates`.
     cost = Cost.zero()
-    instead: dict[str, float] = {}
+    needs: dict[str, float] = {}
     for x in operations:
         if x.of_pair:
             place, rate = UNITS.index("pairs"), x.count
         else:
             name, rate = row.rate_of(x.count, unit(x))
             place, rate = UNITS.index(name), rate / layers
+        # JAX names the scopes of transposed, that is backward, equations so.
         is_backward = "transpose" in x.scope
         if not x.is_product:
             (cost.beside_backward if is_backward else cost.beside_forward)[place] += rate
@@ -135,9 +149,10 @@ def count_cost(
         else:
             (cost.backward if is_backward else cost.forward)[place] += rate
             if match := NEEDS.search(x.scope):
-                instead["backward" if is_backward else "forward"] = float(match[1])
+                needs["backward" if is_backward else "forward"] = float(match[1])
             else:
                 (cost.needed_backward if is_backward else cost.needed_forward)[place] += rate
-    cost.needed_forward[0] += instead.get("forward", 0)
-    cost.needed_backward[0] += 2 * instead.get("forward", 0) * ("backward" in instead)
+    # Backward needs two products for each one of forward: one for each operand's gradient.
+    cost.needed_forward[0] += needs.get("forward", 0)
+    cost.needed_backward[0] += 2 * needs.get("forward", 0) * ("backward" in needs)
     return cost

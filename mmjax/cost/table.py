@@ -22,7 +22,7 @@ from mmjax.config.model import with_changes
 from mmjax.cost.rates import Cost, Ends, ModuleParameters, SameModel, TowerTrace
 from mmjax.disk import read_sealed, user_cache, write_sealed
 
-# of mmjax, that traces depend on
+# files and folders of mmjax that traces depend on: a change in one makes the user's cache void
 SOURCES = "batch.py", "config", "cost", "kernels", "models", "parallel"
 _known: dict[str, Any] = {}
 
@@ -33,7 +33,11 @@ def ends(tower: TowerTrace) -> Ends:
 
 
 def layer(tower: TowerTrace, number: int, policy: Remat, unscanned: bool = False) -> Cost:
-    """Return the costs of a layer of a tower. unscanned: of the first one, with what nothing before it has trained."""
+    """Return the costs of a layer of a tower.
+
+    unscanned: of the first layer by itself, whose input needs no gradient where nothing before it
+    is trained; in a scan all layers compute one.
+    """
     return _cost(
         f"layer {number} {policy} {unscanned} {tower.text}",
         lambda trace: trace.layer(tower, number, policy, unscanned),
@@ -46,7 +50,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Count the parameters that a token uses: all but the experts that it is not sent to."""
+    """Count a token's active parameters: all but those of experts that it is not routed to."""
     total = sum(parameters(model).values())
     if (experts := model.llm.experts) is None:
         return total
@@ -55,7 +59,7 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def module_parameters(model: ModelConfig) -> dict[str, ModuleParameters]:
-    """Count the parameters of every module by where they are, those of adapters apart."""
+    """Count every module's parameters, and of these in layers, matrices and experts; adapters as `<module>.lora`."""
     return _module_parameters(SameModel(model))
 
 
@@ -68,7 +72,7 @@ def _module_parameters(same: SameModel) -> dict[str, ModuleParameters]:
 
 
 def encoding(model: ModelConfig, generator: str) -> Cost:
-    """Return the costs of encoding an image of a generator by its VAE in the step, each a position."""
+    """Return the costs, per position, of encoding a generator's images by its VAE in the step."""
     return _cost(f"encoding {generator} {model}", lambda trace: trace.encoding(model, generator))
 
 
@@ -78,7 +82,7 @@ def adopt(known: Mapping[str, Any]) -> None:
 
 
 def recorded(compute: Callable[[], Any]) -> dict[str, Any]:
-    """Compute something and return the costs that it asks for, for a process that is to compute the same."""
+    """Call `compute` and return all costs that it looks up, for `adopt` in a process that will compute the same."""
     recordings.append({})
     try:
         compute()
@@ -99,7 +103,7 @@ def _cost(key: str, trace: Callable[[Any], Any]) -> Any:
 
 
 def _read_or_trace(key: str, trace: Callable[[Any], Any]) -> Any:
-    """Read what an earlier process has traced; else trace it, and write it down."""
+    """Read costs from the user's cache; else trace them and write them there."""
     file = (
         user_cache()
         / "costs"
@@ -118,7 +122,7 @@ def _read_or_trace(key: str, trace: Callable[[Any], Any]) -> Any:
 
 @cache
 def _environment() -> str:
-    """Describe what traces depend on beside their key: the libraries, and mmjax's own source."""
+    """Describe what traces depend on beside their key: versions of libraries, and mmjax's own source."""
     folder = Path(mmjax.__file__).parent
     sources = hashlib.sha256()
     for name in SOURCES:
@@ -128,7 +132,7 @@ def _environment() -> str:
 
 
 def _packed(value: Cost | Ends | dict[str, ModuleParameters]) -> dict[str, Any]:
-    """Make JSON of what is traced."""
+    """Convert traced costs to JSON."""
     if isinstance(value, Cost):
         return {"rates": value.rates.tolist()}
     if isinstance(value, Ends):

@@ -44,11 +44,13 @@ from mmjax.models.model import Model, merge, parameter_group, partition, towers_
 from mmjax.models.multimodal import MultimodalModel
 from mmjax.parallel.sharding import for_no_platform
 
-MANY = 997  # layers of the stack that stands for a tower's
+# Layers of the stack that stands for a tower's: a prime, so that no other scan of a model has this
+# length, and `_saved_arrays` finds the scan over layers by it.
+MANY = 997
 
 
 def trace_passes(function: Callable[[Any, Any], tuple[Any, Any]], trained: Any, rest: Any) -> Any:
-    """Trace `function(trained, rest)` and its gradients with respect to `trained`, without what nobody needs.
+    """Trace `function(trained, rest)` and its gradients with respect to `trained`, with dead code eliminated.
 
     The function returns what is differentiated and what is not.
     """
@@ -120,7 +122,7 @@ def tower_batch(config: ModelConfig, tower: str, shape: tuple[int, int]) -> Text
 
 
 def _before(module: MultimodalModel, tower: str, inputs: Inputs) -> tuple[Any, Any]:
-    """Return the first layer's input, and what all layers share."""
+    """Return the first layer's input, and the context that all layers share."""
     if tower == "llm":
         x, _ = module.embedded(inputs.batch, {})
         return x + inputs.x, module.context("llm", inputs.batch, None)
@@ -137,7 +139,7 @@ def _before(module: MultimodalModel, tower: str, inputs: Inputs) -> tuple[Any, A
 
 
 def _after(module: MultimodalModel, tower: str, x: Any, context: Any, inputs: Inputs) -> Any:
-    """Return what is made of the last layer's output: the loss, or an encoder's tokens."""
+    """Compute the tower's result from the last layer's output: the loss, or an encoder's tokens."""
     if tower == "llm":
         hidden, table = module.llm.hidden_and_table(x)
         logits = logits_of(hidden, table, module.llm.config.logit_cap)
@@ -170,7 +172,7 @@ class _Tower:
         self.passed, self.structure = jax.tree.flatten(passed)
 
     def _reached(self) -> tuple[Any, list[bool]]:
-        """Return what the layers get, and of each of these arrays whether its gradient is wanted."""
+        """Return the inputs of the layers, and for each of these arrays whether it needs a gradient."""
         trained = {"params": self.trained} | ({"x": self.inputs.x} if self.upstream else {})
 
         def before(trained: Any, rest: Any) -> Any:
@@ -178,6 +180,8 @@ class _Tower:
             inputs = inputs._replace(x=trained.get("x", inputs.x))
             return _before(self.model.module(merge(params, trained["params"])), self.name, inputs)
 
+        # An array has a gradient where it depends on a trained input: dead-code elimination of all
+        # outputs but this one tells which inputs are still used, the trained ones first.
         program, passed = jax.make_jaxpr(before, return_shape=True)(
             trained, (self.model.abstract, self.inputs)
         )
@@ -221,7 +225,7 @@ class _Tower:
         return tuple(kinds[number] for number in sorted(kinds))
 
     def _windows(self, run: LayerStack) -> tuple[bool, ...]:
-        """Tell whether layers of a stack have windows, and whether others have none: such a scan takes one of two."""
+        """Return which kinds a stack's layers have: without a window (False), with one (True), or both."""
         return tuple(
             sorted({number in self.layers.windowed for number in range(run.start, run.stop)})
         )
@@ -240,7 +244,8 @@ class _Tower:
             with jax.named_scope("entry"):
                 x, context = _before(module, self.name, inputs)
             passed = jax.tree.leaves((x, context))
-            # In the layers' place: their output depends on all that they get.
+            # Sums stand in for the layers: their output depends on all that they get, so gradients
+            # reach each of these arrays.
             x = x + trained.get("passed", 0)
             for array, reached in zip(passed[1:], self.reached[1:], strict=True):
                 x = x + array.sum().astype(x.dtype) if reached else x
@@ -249,6 +254,7 @@ class _Tower:
         program = trace_passes(around, trained, (self.model.abstract, self.inputs))
         operations: dict[str, list[Operations]] = {"connector": [], "entry": [], "": []}
         for x in list_operations(program):
+            # The first that its scope names; "", which every scope holds, takes the rest.
             operations[next(part for part in operations if part in x.scope)].append(x)
         kinds = self.kinds() if self.layers is not None else ()
         return Ends(
@@ -259,7 +265,7 @@ class _Tower:
         )
 
     def _unit(self, x: Operations) -> str:
-        """Tell the unit of what grows with the length: in a UNet, of attention pairs, and else images' tokens."""
+        """Return the unit of operations that grow with the row: in a UNet pairs for attention, else images' tokens."""
         return (
             "pairs"
             if self.row.unit == "tokens" and "attention" in x.scope and x.is_product
@@ -279,6 +285,7 @@ class _Tower:
         run, name = next((run, name) for run, name in parts if number in run.parts[name])
         layers = 1 if unscanned else MANY
         leaves, trained_paths = self._layer_leaves(name)
+        # Parameters of one layer [...] become those of a stack [MANY, ...] of layers like it.
         stacked = {
             path: leaf if unscanned else jax.ShapeDtypeStruct((MANY, *leaf.shape), leaf.dtype)
             for path, leaf in leaves.items()
@@ -292,6 +299,8 @@ class _Tower:
         }
         graph = nnx.graphdef(self.layers.runs[name])
         stack = LayerStack(0, layers, policy)
+        # (True,): all layers have windows. (False, True): every other one stands for a mixture,
+        # which a scan computes with both masks stacked, whatever the proportion.
         windows = self._windows(run)
         windowed = tuple(range(0, layers, len(windows))) if True in windows else ()
 
@@ -309,6 +318,7 @@ class _Tower:
         program = trace_passes(of_layers, trained, (stacked, self.passed))
         cost = count_cost(list_operations(program), self.row, self._unit, layers)
         for saved in _saved_arrays(program):
+            # [MANY, ...]: of one layer, in bytes for each unit of what it grows with.
             unit, rate = self.row.rate_of(saved.size // MANY, "positions")
             rates = cost.host if "host" in str(saved.memory_space).lower() else cost.device
             rates[UNITS.index(unit)] += rate * saved.dtype.itemsize
@@ -316,7 +326,7 @@ class _Tower:
 
 
 def _saved_arrays(program: Any) -> Iterator[Any]:
-    """List what the forward scan over the layers of a stack hands to the backward pass, for all layers."""
+    """List the residuals that the forward scan over a stack's layers saves for backward, stacked over layers."""
     for equation in program.eqns:
         if equation.primitive.name == "scan" and equation.params["length"] == MANY:
             if "transpose" not in str(equation.source_info.name_stack):
@@ -346,6 +356,7 @@ _towers: dict[str, _Tower] = {}
 
 
 def _cached_tower(key: TowerTrace) -> _Tower:
+    """Build a tower to trace, or return one of the last 8, which its other layers are traced on too."""
     text = key.text
     if text not in _towers:
         while len(_towers) >= 8:
@@ -362,8 +373,8 @@ def module_parameters(model: ModelConfig) -> dict[str, ModuleParameters]:
     counts: dict[str, np.ndarray] = {}
     for path, leaf in nnx.traversals.flatten_mapping(built.abstract).items():
         in_layers = "runs" in path
-        # The inputs of a matrix have a name; the rows of a table, and the taps of a filter, have
-        # none.
+        # A matrix is [..., inputs, outputs], and its inputs have a logical axis; the rows of a
+        # table and the taps of a filter have none.
         is_matrix = len(axes[path]) > 1 and axes[path][-2] is not None
         counted = [
             True,

@@ -131,7 +131,8 @@ def flash_gradients(
 
 def _check_tiles(plan: BlockPlan, tiles: KernelTiles) -> None:
     """Raise ValueError for a plan made for other tiles, under which the kernels would visit other blocks."""
-    queries, keys = plan.q_fields.shape[-1], plan.k_fields.shape[-1]
+    queries = plan.q_fields.shape[-1]
+    keys = plan.k_fields.shape[-1]
     blocks = [(queries // t.q, keys // t.k) for t in (tiles.forward, tiles.d_query)]
     blocks.append((keys // tiles.d_key.k, queries // tiles.d_key.q))
     if blocks != [lists.order.shape[-2:] for lists in (plan.forward, plan.d_query, plan.d_key)]:
@@ -143,6 +144,7 @@ def _pad(x: Array, length: int) -> Array:
 
 
 def _padded(length: int, tiles: KernelTiles) -> int:
+    # To whole blocks of all three kernels: tiles of 128 x 64 and 64 x 64 pad 1,000 tokens to 1,024.
     block = math.lcm(*(size for t in tiles for size in (t.q, t.k)))
     return -(-length // block) * block
 
@@ -158,7 +160,7 @@ def _tokens(fields: Any, start: Array, size: int) -> MaskSpec:
     return MaskSpec._make(fields[i, pl.ds(start, size)] for i in range(_FIELDS))
 
 
-def _dot(a: Array, b: Array) -> Array:
+def dot(a: Array, b: Array) -> Array:
     """Multiply matrices into float32; float32 operands exactly, not as TF32."""
     return pltriton.dot(a, b, allow_tf32=False if a.dtype == jnp.float32 else None)
 
@@ -178,12 +180,15 @@ def _capped(products: Array, scores: Scores) -> tuple[Array, Array | None]:
     """Turn dot products into scores in units of log 2, and into d score / d scaled product where that is not 1."""
     if not scores.cap:
         return products * (scores.scale * _LOG2_E), None
-    bent = jnp.tanh(products * (scores.scale / scores.cap))
-    return bent * (scores.cap * _LOG2_E), 1 - bent * bent
+    # score = cap * tanh(scaled / cap), whose derivative by `scaled` is 1 - tanh^2.
+    tanh = jnp.tanh(products * (scores.scale / scores.cap))
+    return tanh * (scores.cap * _LOG2_E), 1 - tanh * tanh
 
 
 def _visit(count: Any, body: Callable[[bool, Array, Any], Any], carry: Any) -> Any:
     """Fold `body(masked, step, carry)` over the pairs allowed as a whole, then over those allowed in part."""
+    # `order` lists the blocks by class (`BlockLists.of`), so steps 0 .. count[0] - 1 need no mask
+    # and count[0] .. count[1] - 1 do. Two loops, so that only the second loads masks.
     carry = lax.fori_loop(0, count[0], partial(body, False), carry)
     return lax.fori_loop(count[0], count[1], partial(body, True), carry)
 
@@ -208,13 +213,16 @@ def _forward_kernel(
     q = load(q_ref)
     q_mask = _tokens(q_fields, pl.program_id(0) * tiles.q, tiles.q)
 
+    # Online softmax. After some blocks of keys: row_max = m, the largest score so far, total = sum
+    # of 2^(s - m), out = sum of 2^(s - m) v. A new block raises m, so both sums shrink by 2^(m -
+    # m').
     def body(
         masked: bool, step: Array, carry: tuple[Array, Array, Array]
     ) -> tuple[Array, Array, Array]:
         out, row_max, total = carry
         start = order[step] * tiles.k
         keys = pl.ds(start, tiles.k)
-        s, _ = _capped(_dot(q, load(k_ref.at[keys, :]).T), scores)
+        s, _ = _capped(dot(q, load(k_ref.at[keys, :]).T), scores)
         if masked:
             s = jnp.where(allowed(q_mask, _tokens(k_fields, start, tiles.k)), s, -jnp.inf)
         new_max = jnp.maximum(row_max, s.max(-1))
@@ -223,7 +231,7 @@ def _forward_kernel(
         weights = jnp.exp2(s - base[:, None])
         rescale = jnp.exp2(row_max - base)
         v = load(v_ref.at[keys, :])
-        out = out * rescale[:, None] + _dot(weights.astype(v.dtype), v)
+        out = out * rescale[:, None] + dot(weights.astype(v.dtype), v)
         return out, new_max, total * rescale + weights.sum(-1)
 
     start = (
@@ -232,6 +240,8 @@ def _forward_kernel(
         jnp.zeros(tiles.q, jnp.float32),
     )
     out, row_max, total = _visit(count, body, start)
+    # A query that attends nothing has total 0, output 0 / 1 and row_max -inf, which its lse then
+    # is.
     total = jnp.where(total > 0, total, 1.0)
     store(out_ref, out / total[:, None])
     pltriton.store(lse_ref, row_max + jnp.log2(total))
@@ -253,17 +263,19 @@ def _d_query_kernel(
     def body(masked: bool, step: Array, d_q: Array) -> Array:
         start = order[step] * tiles.k
         k = load(k_ref.at[pl.ds(start, tiles.k), :])
-        s, slope = _capped(_dot(q, k.T), scores)
+        s, slope = _capped(dot(q, k.T), scores)
+        # The softmax itself, by the saved log of its sum. A query that attends nothing has lse -inf
+        # and weights inf here, but is in masked pairs alone, where 0 takes their place.
         weights = jnp.exp2(s - lse[:, None])
         if masked:
             weights = jnp.where(allowed(q_mask, _tokens(k_fields, start, tiles.k)), weights, 0.0)
-        d_weights = _dot(d_out, load(v_ref.at[pl.ds(start, tiles.k), :]).T)
+        d_weights = dot(d_out, load(v_ref.at[pl.ds(start, tiles.k), :]).T)
         # d score = weight * (d weight - delta), delta being the sum over keys of weight * d weight
         # = out . d_out.
         d_scores = weights * (d_weights - delta[:, None])
         if slope is not None:
             d_scores = d_scores * slope
-        return d_q + _dot(d_scores.astype(k.dtype), k)
+        return d_q + dot(d_scores.astype(k.dtype), k)
 
     store(d_q_ref, _visit(count, body, jnp.zeros(q.shape, jnp.float32)) * scores.scale)
 
@@ -279,6 +291,8 @@ def _d_key_kernel(
     v = load(v_ref)
     k_mask = _tokens(k_fields, pl.program_id(0) * tiles.k, tiles.k)
 
+    # A program of a key head folds over all its query heads: no other program adds to its
+    # gradients.
     def of_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         def body(masked: bool, step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             d_k, d_v = carry
@@ -287,17 +301,17 @@ def _d_key_kernel(
             q = load(q_ref.at[queries, head, :])
             d_out = load(d_out_ref.at[queries, head, :])
             # Transposed, [keys, queries], so that no product needs a transposed accumulator.
-            s, slope = _capped(_dot(k, q.T), scores)
+            s, slope = _capped(dot(k, q.T), scores)
             weights = jnp.exp2(s - lse_ref[head, queries][None, :])
             if masked:
                 weights = jnp.where(
                     allowed(_tokens(q_fields, start, tiles.q), k_mask).T, weights, 0.0
                 )
-            d_v = d_v + _dot(weights.astype(d_out.dtype), d_out)
-            d_scores = weights * (_dot(v, d_out.T) - delta_ref[head, queries][None, :])
+            d_v = d_v + dot(weights.astype(d_out.dtype), d_out)
+            d_scores = weights * (dot(v, d_out.T) - delta_ref[head, queries][None, :])
             if slope is not None:
                 d_scores = d_scores * slope
-            return d_k + _dot(d_scores.astype(q.dtype), q), d_v
+            return d_k + dot(d_scores.astype(q.dtype), q), d_v
 
         return _visit(count, body, carry)
 
@@ -409,6 +423,7 @@ def padded_gradients(
     specs = _specs(q, k)
     tiles = scores.tiles.d_query
     per_token = specs.per_token(tiles.q)
+    # A program for each block of queries of each query head, which goes over the keys.
     d_q = pl.pallas_call(
         partial(_d_query_kernel, scores=scores, width=width),
         grid=(length // tiles.q, heads, rows),
@@ -420,6 +435,7 @@ def padded_gradients(
         out_shape=jax.ShapeDtypeStruct(q.shape, dtype),
         **_launch(tiles, scores, "flash_attention_d_query"),
     )(q, k, v, plan.q_fields, plan.k_fields, *plan.d_query, d_out, lse, delta)
+    # A program for each block of keys of each key head, which goes over the queries of its group.
     tiles = scores.tiles.d_key
     block = specs.block(tiles.k)
     d_k, d_v = pl.pallas_call(

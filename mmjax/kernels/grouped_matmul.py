@@ -17,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from mmjax.kernels.flash_attention import dot
+
 
 class MatmulTiles(NamedTuple):
     """Rows, outputs and summed channels of a tile, and the warps and pipeline stages that Triton runs it with."""
@@ -54,6 +56,10 @@ class Visits(NamedTuple):
         Sizes (3, 5) of 9 rows in tiles of 4: groups (0, 1, 1, 2), starts (0, 3, 7, 8), ends (3, 7,
         8, 9).
         """
+        # As in the example: sizes 3 5 1 (the last are the rows behind the groups), ends 3 8 9,
+        # tiles 1 2 1 of the groups, tile_ends 1 3 4. Tile 2 is the second one of group 1, so it
+        # begins at the group's start 3 + 1 * 4 = 7. Each group has at most one tile that is not
+        # full, which bounds their number: ceil(9 / 4) + 2 = 5, of which the last is empty.
         sizes = jnp.append(sizes, rows - sizes.sum())
         ends = jnp.cumsum(sizes)
         tiles = -(-sizes // size)
@@ -103,7 +109,8 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def _divisor(size: int, tile: int) -> int:
-    """Return the largest tile up to this one, halving it, that divides a size."""
+    """Halve a tile until it divides a size."""
+    # 96 channels in tiles of 64 are cut into tiles of 32; the sizes are multiples of 32 (`takes`).
     while size % tile:
         tile //= 2
     return tile
@@ -118,11 +125,6 @@ def _whole(x: jax.ShapeDtypeStruct | Array) -> pl.BlockSpec:
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
 
-def _dot(a: Array, b: Array) -> Array:
-    """Multiply matrices into float32; float32 operands exactly, not as TF32."""
-    return pltriton.dot(a, b, allow_tf32=False if a.dtype == jnp.float32 else None)
-
-
 def _multiply(x: Array, weights: Array, sizes: Array, transposed: bool, interpret: bool) -> Array:
     """Multiply groups of rows with their matrices, or with these transposed."""
     rows, width = x.shape
@@ -135,6 +137,8 @@ def _multiply(x: Array, weights: Array, sizes: Array, transposed: bool, interpre
     def kernel(group_ref, start_ref, end_ref, x_ref, weights_ref, out_ref):
         tile = pl.program_id(0)
         group, start, end = group_ref[tile], start_ref[tile], end_ref[tile]
+        # A tile may reach into the next group's rows, and behind the last row: these are neither
+        # read nor written. Rows behind all groups have group E and no product, and store zeros.
         inside = (start + jnp.arange(tiles.m) < end)[:, None]
         window = pl.ds(start, tiles.m)
         outputs = pl.ds(pl.program_id(1) * tiles.n, tiles.n)
@@ -144,8 +148,8 @@ def _multiply(x: Array, weights: Array, sizes: Array, transposed: bool, interpre
             channels = pl.ds(step * tiles.k, tiles.k)
             a = pltriton.load(x_ref.at[window, channels], mask=inside, other=0.0)
             if transposed:
-                return total + _dot(a, pltriton.load(weights_ref.at[matrix, outputs, channels]).T)
-            return total + _dot(a, pltriton.load(weights_ref.at[matrix, channels, outputs]))
+                return total + dot(a, pltriton.load(weights_ref.at[matrix, outputs, channels]).T)
+            return total + dot(a, pltriton.load(weights_ref.at[matrix, channels, outputs]))
 
         # Of int32, as the first step is: a loop of Triton has bounds of one type.
         steps = jnp.where(group < experts, jnp.int32(width // tiles.k), jnp.int32(0))
@@ -180,7 +184,8 @@ def _weight_gradients(
 
     def kernel(start_ref, end_ref, x_ref, d_out_ref, out_ref):
         group = pl.program_id(2)
-        start, end = start_ref[group], end_ref[group]
+        start = start_ref[group]
+        end = end_ref[group]
         channels = pl.ds(pl.program_id(0) * tiles.m, tiles.m)
         outputs = pl.ds(pl.program_id(1) * tiles.n, tiles.n)
 
@@ -190,8 +195,9 @@ def _weight_gradients(
             window = pl.ds(first, tiles.k)
             a = pltriton.load(x_ref.at[window, channels], mask=inside, other=0.0)
             b = pltriton.load(d_out_ref.at[window, outputs], mask=inside, other=0.0)
-            return total + _dot(a.T, b)
+            return total + dot(a.T, b)
 
+        # The sum runs over the group's rows; one without rows has no step and stores zeros.
         steps = lax.div(end - start + tiles.k - 1, tiles.k)
         total = lax.fori_loop(0, steps, body, jnp.zeros((tiles.m, tiles.n), jnp.float32))
         pltriton.store(out_ref.at[group, channels, outputs], total.astype(out_ref.dtype))

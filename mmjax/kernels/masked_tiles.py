@@ -70,6 +70,8 @@ class TileLists(NamedTuple):
         evaluate: Callable[[Array, Array], Array],
     ) -> TileLists:
         """List blocks by class. evaluate: the mask `[B, n, TILE, columns]` of tiles and blocks `[B, n]`."""
+        # The masks of all tiles share one list, tile after tile. With 2, 0 and 3 masked blocks: end
+        # 2 2 5, first 0 2 2, and masks 0 .. 4 are of tiles 0 0 2 2 2.
         blocks = BlockLists.of(unmasked, live)
         rows, tiles, across = live.shape
         capacity = min(tiles * across, MASKED_BLOCKS * tiles * KEYS // columns)
@@ -80,6 +82,8 @@ class TileLists(NamedTuple):
         tile = jax.vmap(partial(jnp.searchsorted, side="right"), (0, None))(end, number)
         tile = jnp.minimum(tile, tiles - 1).astype(jnp.int32)
         take = partial(jnp.take_along_axis, axis=1)
+        # A tile's masked blocks stand in `order` behind its unmasked ones. Beyond the last mask the
+        # index may be any: nobody reads these bits.
         step = number - take(first, tile) + take(blocks.count[..., 0], tile)
         block = take(blocks.order.reshape(rows, -1), tile * across + jnp.clip(step, 0, across - 1))
         return cls(
@@ -130,6 +134,7 @@ def plan_tiles(mask: MaskSpec, triton: BlockPlan) -> TilePlan:
 
 def pack_bits(mask: Bool[Array, "*b r c"]) -> Int[Array, "*b r 8"]:
     """Pack up to 256 columns of each row, in the order in which a thread holds those of an accumulator."""
+    # [..., c] -> [..., c / 8, 8]: column 19 = 8 * 2 + 3 is bit 2 of word 3.
     words = mask.reshape(*mask.shape[:-1], -1, WORDS).astype(jnp.uint32)
     shifts = jnp.arange(words.shape[-2], dtype=jnp.uint32)[:, None]
     return lax.bitcast_convert_type((words << shifts).sum(-2, dtype=jnp.uint32), jnp.int32)

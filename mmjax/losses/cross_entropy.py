@@ -48,6 +48,8 @@ def losses_in_chunks(
     def cut(table: jax.Array) -> jax.Array:
         return cut_in_shards(table, chunks, "vocab", "embed")
 
+    # [V, D] -> [chunks, V / chunks, D], each chunk with a part of every device's shard, so that all
+    # devices work on every chunk; the token ids [V] are cut alike.
     tables = (
         cut(table) if table.ndim == 2 else jax.vmap(cut, out_axes=1, spmd_axis_name="data")(table)
     )
@@ -55,11 +57,12 @@ def losses_in_chunks(
     _, (log_sums, target_logits) = jax.lax.scan(
         lambda _, part: (None, chunk_loss(wide, *part)), None, parts
     )
+    # log_sums: [chunks, R, T]. A target's logit is in one chunk and 0 in all others.
     return _weighted(jax.nn.logsumexp(log_sums, axis=0), target_logits.sum(0), text)
 
 
 def _target_logits(logits: jax.Array, token: jax.Array, target: jax.Array) -> jax.Array:
-    """Return the logit of each position's target, 0 where it is none of these tokens, which follow each other."""
+    """Return the logit of each position's target; 0 where it is none of `token`, a range of consecutive ids."""
     if on_one_cpu():
         return _gathered_logits(logits, token, target)
     # By a product, which is fused with the logits' other uses. Gathering would need them all in
@@ -69,11 +72,11 @@ def _target_logits(logits: jax.Array, token: jax.Array, target: jax.Array) -> ja
 
 @jax.custom_vjp
 def _gathered_logits(logits: jax.Array, token: jax.Array, target: jax.Array) -> jax.Array:
-    """Gather `_target_logits`; their gradient is a selection, which is fused with that of the log-sum-exp."""
-    index = target - token[0]
-    among = (index >= 0) & (index < len(token))
-    values = jnp.take_along_axis(logits, jnp.where(among, index, 0)[..., None], axis=-1)[..., 0]
-    return jnp.where(among, values, 0)
+    """Compute `_target_logits` by a gather; the gradient is a selection, fused with that of the log-sum-exp."""
+    index = target - token[0]  # of tokens 4..7, target 6 is number 2, and 9 is not among them
+    in_chunk = (index >= 0) & (index < len(token))
+    values = jnp.take_along_axis(logits, jnp.where(in_chunk, index, 0)[..., None], axis=-1)[..., 0]
+    return jnp.where(in_chunk, values, 0)
 
 
 def _gathered_logits_backward(

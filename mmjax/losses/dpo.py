@@ -19,7 +19,7 @@ CHOSEN, REJECTED = (1 << FIRST_BRANCH_BIT + k for k in range(2))
 
 
 def measures(config: Dpo) -> dict[str, str]:
-    """Name what is measured beside the loss, all of it in means over the pairs."""
+    """Name the metrics beside the loss, all of them means over the pairs."""
     rewards = [f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")]
     return dict.fromkeys([*rewards, "logps/chosen", "logps/rejected"], "")
 
@@ -35,12 +35,14 @@ def token_losses(
     chosen, rejected = text.kind == CHOSEN, text.kind == REJECTED
     ratios = log_probs - reference
     trained = (text.weight > 0).astype(jnp.float32)
-    of_answers = [
+    # A pair is one sample, its answers two branches of it: six sums over the sample, each at all of
+    # its tokens, so that the chosen answer's tokens know the rejected one's sums as well.
+    answers = [
         jnp.where(answer, x, 0.0)
         for x in (ratios, log_probs, trained)
         for answer in (chosen, rejected)
     ]
-    better, worse, better_log_prob, worse_log_prob, *counts = sample_totals(of_answers, text)
+    better, worse, better_log_prob, worse_log_prob, *counts = sample_totals(answers, text)
     lengths = [jnp.maximum(n, 1) if config.loss_type == "sigmoid_norm" else 1.0 for n in counts]
     losses = -jax.nn.log_sigmoid(config.beta * (better / lengths[0] - worse / lengths[1]))
     values = {

@@ -14,7 +14,7 @@ from mmjax.config.losses import Grpo
 
 
 def measures(config: Grpo) -> dict[str, str]:
-    """Name what is measured beside the loss, all of it in means over the tokens."""
+    """Name the metrics beside the loss, all of them means over the tokens."""
     return dict.fromkeys(("clip_ratio", *(("kl",) if config.beta else ())), "")
 
 
@@ -26,8 +26,12 @@ def token_losses(
     log_probs, reference: of every token `[R, T]`, 0 where it isn't trained.
     """
     advantage = text.loss_inputs["advantages"]
+    # 0 instead of the log-ratio where nothing is trained: exp of anything large would be infinite,
+    # and its gradient NaN even where the weight is 0.
     ratio = jnp.exp(jnp.where(text.weight > 0, log_probs - text.loss_inputs["old_log_probs"], 0.0))
     clipped = jnp.clip(ratio, 1 - config.epsilon, 1 + config.epsilon_high)
+    # The lower of both, so that clipping takes the gradient away only where the policy has already
+    # moved far enough the way the advantage points.
     losses = -jnp.minimum(ratio * advantage, clipped * advantage)
     values = {"clip_ratio": (clipped * advantage < ratio * advantage).astype(jnp.float32)}
     if config.beta:

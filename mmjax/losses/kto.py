@@ -20,7 +20,7 @@ JUDGED, MISMATCHED = (1 << FIRST_BRANCH_BIT + k for k in range(2))
 
 
 def measures(config: Kto) -> dict[str, str]:
-    """Name what is measured beside the loss: in means over good answers, over bad ones, and over all."""
+    """Name the metrics beside the loss: means over good answers, over bad ones, and over all."""
     of_kinds = {
         f"{what}/{kind}": f"share/{kind}"
         for kind in ("chosen", "rejected")
@@ -43,7 +43,8 @@ def token_losses(
     the sum over an answer counts, wherever in it.
     """
     label = text.loss_inputs["labels"]
-    judged, mismatched = text.kind == JUDGED, (text.kind == MISMATCHED) & (text.weight > 0)
+    judged = text.kind == JUDGED
+    mismatched = (text.kind == MISMATCHED) & (text.weight > 0)
     ratios = log_probs - reference
     answers = [jnp.where(judged, ratios, 0.0), jnp.where(judged, log_probs, 0.0)]
     if config.loss_type == "kto":
@@ -53,6 +54,7 @@ def token_losses(
     values = {}
     if config.loss_type == "kto":
         other_log_prob, count = of_others
+        # Each of a sample's n mismatched tokens counts 1 / n, so all of them count as one sample.
         samples = jnp.where(mismatched, 1 / jnp.maximum(count, 1), 0.0).sum()
         kl = jnp.where(mismatched, ratios, 0.0).sum() / jnp.maximum(samples, 1)
         kl = jax.lax.stop_gradient(jnp.maximum(kl, 0.0))

@@ -1,4 +1,4 @@
-"""Compute what a step trains on of text: cross-entropy, or a loss of several answers to a prompt.
+"""Compute the text loss of a step: cross-entropy, or a loss of several answers to a prompt.
 
 Such answers are branches of one sample: what they share is encoded and attended once, and no answer
 sees another. Their log-probabilities come from one forward pass, those of a frozen reference from
@@ -29,12 +29,12 @@ Measures = dict[str, jax.Array]  # float32 [R, T], times the tokens' loss weight
 
 
 def measures_of(loss: LossConfig) -> tuple[str, ...]:
-    """Name what is measured beside the loss."""
+    """Name the metrics beside the loss."""
     return tuple(ANSWER_LOSSES[loss.kind].measures(loss)) if loss.is_branched else ()
 
 
 def mean_measures(loss: LossConfig, sums: Mapping[str, Any], weight: float) -> dict[str, float]:
-    """Compute means of measures from their sums over a step's tokens; those of no tokens are left out.
+    """Compute mean metrics from their sums over a step's tokens; metrics of no tokens are left out.
 
     weight: sum of the tokens' loss weights.
     """
@@ -75,6 +75,7 @@ class TextObjective:
         """Compute the whole model's outputs, and every token's weighted loss `[R, T]`."""
         stage = Stage.whole(self.model)
         values, seed, reference = self.run(stage, params, {}, batch, noise)
+        # Gradients that scans accumulate reach the loss through `seed` (`Stage.run`).
         outputs = stage.operands(values, seed)
         return outputs, *self.token_losses(outputs, batch.text, reference)
 
@@ -105,6 +106,9 @@ class TextObjective:
         """
         if self.reference is None:
             return *stage.run(params, inputs, batch, noise, accumulators), None
+        # Three runs: `once`, of encoders without adapters, whose tokens both passes read; `twice`
+        # with the adapters; and its towers again without, from the same parameters less the
+        # adapters'. The last one's values leave the stage under names of their own.
         once, twice = stage.split({*self.model.config.encoders} - self.repeated)
         reference = twice.of(self.reference)
         frozen = restrict(params, self.reference.abstract)
@@ -128,6 +132,7 @@ class TextObjective:
         """Compute every token's weighted loss and measures, float32 `[R, T]`, 0 where its weight is."""
         if not self.loss.is_branched:
             return self._cross_entropy(outputs, text), {}
+        # Answers are compared by plain log-probabilities: weights come in at the very end.
         trained = text.weight > 0
         ones = text._replace(weight=trained.astype(jnp.float32))
         log_probs = -self._cross_entropy(outputs, ones)

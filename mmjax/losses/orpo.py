@@ -19,7 +19,7 @@ _MAX_LOG_PROB = -1e-6  # of an answer that is certain, whose odds are infinite
 
 
 def measures(config: Orpo) -> dict[str, str]:
-    """Name what is measured beside the loss, all of it in means over the pairs."""
+    """Name the metrics beside the loss, all of them means over the pairs."""
     rewards = [f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")]
     odds_names = ("logps/chosen", "logps/rejected", "nll_loss", "log_odds_ratio", "log_odds_chosen")
     return dict.fromkeys([*rewards, *odds_names], "")
@@ -34,6 +34,7 @@ def token_losses(
     """
     trained = (text.weight > 0).astype(jnp.float32)
     answers = text.kind == CHOSEN, text.kind == REJECTED
+    # In order: log-probabilities of the chosen and the rejected answer, then their token counts.
     sums = sample_totals(
         [jnp.where(answer, x, 0.0) for x in (log_probs, trained) for answer in answers], text
     )
@@ -57,5 +58,6 @@ def token_losses(
 
 
 def _log_odds(log_prob: jax.Array) -> jax.Array:
+    # log(p / (1 - p)) with p = e^x. expm1, since 1 - e^x cancels where p is nearly 1.
     log_prob = jnp.minimum(log_prob, _MAX_LOG_PROB)
     return log_prob - jnp.log(-jnp.expm1(log_prob))

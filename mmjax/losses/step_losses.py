@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import DecoderConfig, ExpertsConfig, ModelConfig
+from mmjax.losses.sample_totals import ends_sample
 from mmjax.models.expert_routing import Routing, balance_loss, z_loss
 from mmjax.parallel.sharding import CONTEXT, active
 
@@ -22,7 +23,7 @@ MAX_WORST = 32  # samples of a step whose losses are reported
 
 
 class ExpertSums(NamedTuple):
-    """Sums over the microbatches of a step of what their mixtures of experts report."""
+    """Router statistics of a step's mixtures of experts, summed over its microbatches."""
 
     tokens: jax.Array  # float32 [layers, experts]: that each expert got, in each layer that has any
     balance: jax.Array  # float32 []: mean of the microbatches' balance losses by their loss weight
@@ -107,7 +108,7 @@ def expert_sums(routing: Routing | None, share: jax.Array) -> ExpertSums | None:
 
 
 def expert_loss(sums: ExpertSums | None, config: ExpertsConfig | None) -> jax.Array | float:
-    """Compute what the losses of experts add to the loss that is trained on."""
+    """Compute the auxiliary losses of experts, as weighted in the training loss."""
     return 0.0 if sums is None else config.balance_loss * sums.balance + config.z_loss * sums.z
 
 
@@ -119,6 +120,8 @@ def step_loss(
     Also returns the sums of losses and of weights by source, float32 `[sources]`. total_weight:
     over all microbatches and ranks, so that any split of the same rows gives one loss.
     """
+    # A product with one-hot vectors [R, T, sources] rather than a scatter, whose order of additions
+    # is not fixed on GPUs.
     one_hot = (text.source[..., None] == jnp.arange(sources)).astype(jnp.float32)
     by_source = jnp.einsum("rt,rts->s", losses, one_hot)
     weight = jnp.einsum("rt,rts->s", text.weight, one_hot)
@@ -133,7 +136,7 @@ def image_loss(
     totals: Mapping[str, jax.Array],
     model: ModelConfig,
 ) -> tuple[jax.Array | float, dict[str, jax.Array]]:
-    """Compute a microbatch's part of what generators add to the loss that is trained on.
+    """Compute a microbatch's part of the generators' loss.
 
     Each generator's is the mean error over the patches of the whole step, times its weight. Also
     returns the sums of errors and the number of patches by generator, float32 `[2]`. totals:
@@ -166,11 +169,11 @@ def worst_samples(losses: jax.Array, text: TextBatch) -> tuple[jax.Array, jax.Ar
     # Each rank names the worst of its own rows, and only these are compared over the ranks: the
     # same for any mesh, since of equal losses the first counts both times.
     rows = (losses, text.weight, text.sample, text.owner)
-    on = active()
-    if on is None:
+    current = active()
+    if current is None:
         return _worst_of_rows(*rows)
-    over = PartitionSpec(on.rules.rows)
-    if on.mesh.shape[CONTEXT] > 1:
+    over = PartitionSpec(current.rules.rows)
+    if current.mesh.shape[CONTEXT] > 1:
         # These few numbers of a token are gathered, and samples put together again.
         rows = (*rows, text.pos)
 
@@ -181,7 +184,7 @@ def worst_samples(losses: jax.Array, text: TextBatch) -> tuple[jax.Array, jax.Ar
         return jax.tree.map(lambda x: x[None], _worst_of_rows(*rows))
 
     run_on_ranks = jax.shard_map(
-        worst_of_rank, mesh=on.mesh, in_specs=over, out_specs=over, check_vma=False
+        worst_of_rank, mesh=current.mesh, in_specs=over, out_specs=over, check_vma=False
     )
     ids, means, not_finite = run_on_ranks(*rows)
     return *highest_losses(ids.reshape(-1), means.reshape(-1)), not_finite.sum(dtype=jnp.int32)
@@ -191,9 +194,10 @@ def _worst_of_rows(
     losses: jax.Array, weights: jax.Array, sample: jax.Array, owner: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Find the worst samples of rows. sample: numbers in the row, owner: ids in the length index; all `[R, T]`."""
+    # Only at a sample's last token are the running sums the sample's: the others count as 0, which
+    # `highest_losses` leaves out.
     loss, weight = _running_sums(losses, weights, sample)
-    last = jnp.concatenate([sample[:, 1:] != sample[:, :-1], jnp.ones_like(sample[:, :1], bool)], 1)
-    counts = last & (sample >= 0) & (weight > 0)
+    counts = ends_sample(sample) & (sample >= 0) & (weight > 0)
     mean = jnp.where(counts, loss / weight, 0.0)
     mean = jnp.where(jnp.isfinite(mean), mean, jnp.inf)
     return *highest_losses(owner.reshape(-1), mean.reshape(-1)), (mean == jnp.inf).sum(
@@ -218,6 +222,8 @@ def _running_sums(
     )
 
     def combine(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # (begins, loss, weight) of a stretch of tokens and of the next: where the next one begins a
+        # sample, what was summed before it is dropped.
         return a[0] | b[0], *(jnp.where(b[0], y, x + y) for x, y in zip(a[1:], b[1:], strict=True))
 
     _, loss, weight = jax.lax.associative_scan(combine, (begins, losses, weights), axis=1)

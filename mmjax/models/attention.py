@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import jax
@@ -44,7 +45,7 @@ from mmjax.models.context_attention import (
     plan_pieces,
     plan_specs,
 )
-from mmjax.parallel.sharding import CONTEXT, active, first_device, sharding
+from mmjax.parallel.sharding import CONTEXT, active, first_device, sharding, spec_axes
 
 __all__ = ["MaskSpec", "allowed", "attention", "encoder_mask"]
 
@@ -104,6 +105,7 @@ def plan_attention(
         plan = plan_blocks(mask, tiles)
         triton = _unsupported_on_hopper(head_width, mask.pos.shape[1], dtype, max_block)
         return plan if triton else plan_tiles(mask, plan)
+    # Each device plans for its own queries, from the masks of all pieces of keys (`plan_pieces`).
     current = active()
     rows = sharding(current.mesh, current.rules, mask.pos.shape, ("rows", "length")).spec[0]
     ragged = current.rules.exchange == "ragged"
@@ -123,7 +125,7 @@ def plan_attention(
 def _tiles(
     head_width: int, length: int, dtype: jnp.dtype, max_block: int, in_pieces: bool
 ) -> KernelTiles:
-    """Choose the kernel's tiles for rows of this length, or for one device's part of them."""
+    """Choose the kernel's tiles for rows of this length; in_pieces: for one device's part of them."""
     length = length // active().mesh.shape[CONTEXT] if in_pieces else length
     return tiles_for(head_width, length, max_block, jnp.dtype(dtype).itemsize)
 
@@ -141,11 +143,10 @@ def attention(
 ) -> Float[Array, "b t n h"]:
     """Compute self-attention of `n` query heads over `m` key-value heads (n a multiple of m).
 
-    A query that may attend nothing gets 0. plan: of `plan_attention` for the same dtype and
-    `max_block`, else it is A query that may attend nothing gets 0. plan: of `plan_attention` for
-    the same dtype and `max_block`, else it is made here. `flash` runs as a kernel on GPUs, on
-    Hopper as one of its own, and interpreted elsewhere. Where keys arrive over the context axis,
-    `dense` is `blockwise`. Raises ValueError for an unknown backend, and where m does not divide n.
+    A query that may attend nothing gets 0. plan: that of `plan_attention` for the same dtype and
+    `max_block`, else it is made here. `flash` runs as a kernel on GPUs, on Hopper as one of its
+    own, and interpreted elsewhere. Where keys arrive over the context axis, `dense` is `blockwise`.
+    Raises ValueError for an unknown backend, and where m does not divide n.
     """
     if backend not in get_args(Backend):
         raise ValueError(
@@ -162,6 +163,8 @@ def attention(
         scale = scoring.scale or q.shape[3] ** -0.5
         tiles = _tiles(q.shape[3], q.shape[1], q.dtype, max_block, form == "gather")
         scores = Scores(scale, scoring.cap, tiles, interpret=not _on_gpu())
+    # Four ways: keys arrive over the context axis; the Hopper kernel; the Triton kernel; XLA
+    # operations. All but the first run on whole rows, perhaps with part of the heads ("heads").
     if form == "gather":
         kernel = _flash_kernel(scores) if flash else _blockwise_kernel(max_block, scoring)
         return _per_device(partial(attend_in_pieces, kernel=kernel), q, k, v, plan)
@@ -176,6 +179,7 @@ def attention(
         function, tokens = partial(_blockwise_rows, block=max_block, scoring=scoring), mask
     else:
         function, tokens = partial(_dense_rows, scoring=scoring), mask
+        # Plain products over whole rows: the partitioner shards them by itself.
         if form is None:
             return function(q, k, v, tokens)
     return _per_device(partial(attend_by_heads, function) if form else function, q, k, v, tokens)
@@ -186,7 +190,8 @@ def _context_form(length: int, heads: tuple[int, int]) -> ContextAttention | Non
     current = active()
     if current is None or CONTEXT not in current.rules.length:
         return None
-    context, tensor = current.mesh.shape[CONTEXT], current.mesh.shape["tensor"]
+    context = current.mesh.shape[CONTEXT]
+    tensor = current.mesh.shape["tensor"]
     if context == 1 or length % context:
         return None
     return context_form(current.rules.context_attention, heads, context, tensor)
@@ -213,15 +218,15 @@ def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, to
     k_spec = spec(k, "rows", "length", heads, None)
     # Gradients are summed over the axes that a spec leaves out; those of one device are named, to
     # need no all-reduce.
-    named = {
-        axis for entry in q_spec for axis in ((entry,) if isinstance(entry, str) else entry or ())
-    }
+    # An axis of size 1 may be named for the width, which stays whole all the same.
+    named = {*chain(*spec_axes(q_spec))}
     single = tuple(
         axis for axis, size in current.mesh.shape.items() if size == 1 and axis not in named
     )
     q_spec, k_spec = (PartitionSpec(x[0], x[1], x[2], single or None) for x in (q_spec, k_spec))
     if isinstance(tokens, ContextPlan):
-        flash, stacked = isinstance(tokens.pieces[0], BlockPlan), tokens.index is not None
+        flash = isinstance(tokens.pieces[0], BlockPlan)
+        stacked = tokens.index is not None
         ragged = tokens.needed is not None
         token_specs = plan_specs(current.mesh.shape[CONTEXT], q_spec[0], flash, ragged, stacked)
     else:
@@ -258,6 +263,7 @@ def _by_row(function: Callable[..., Any], *arrays: Any) -> Any:
     """Call `function` on arrays `[B, ...]` one row at a time."""
     if len(arrays[0]) == 1:
         return function(*arrays)
+    # [B, ...] -> [B, 1, ...]: the function sees batches of one row.
     rows = jax.tree.map(lambda x: x[:, None], arrays)
     return jax.tree.map(lambda x: x[:, 0], jax.lax.map(lambda row: function(*row), rows))
 

@@ -141,7 +141,7 @@ def _finite(x: Array) -> Array:
 def _blocks(x: Array, size: int, fill: int = 0) -> Array:
     """Reshape `[B, T, ...]` to `[blocks, B, size, ...]`, the last block filled up."""
     b, t = x.shape[:2]
-    count = -(-t // size)
+    count = -(-t // size)  # 300 tokens fill 3 blocks of 128, the last with 84 more of padding
     x = jnp.pad(x, ((0, 0), (0, count * size - t)) + ((0, 0),) * (x.ndim - 2), constant_values=fill)
     return jnp.moveaxis(x.reshape(b, count, size, *x.shape[2:]), 1, 0)
 
@@ -167,9 +167,10 @@ def _from_key_blocks(x: Float[Array, "c b m s h"], length: int) -> Float[Array, 
 def _to_blocks(
     q: Array, k: Array, v: Array, q_mask: MaskSpec, k_mask: MaskSpec, block: int
 ) -> tuple[Array, Array, Array, MaskSpec, MaskSpec]:
-    """Cut the inputs of attention into blocks of at most `block` queries, and keys."""
+    """Cut the inputs of attention into blocks of at most `block` queries, and of as many keys."""
     q_size, k_size = min(block, q.shape[1]), min(block, k.shape[1])
     # c = block; the other letters as in `dense_attention`, with q for the query tokens of a block.
+    # The block comes first, as the axis that `lax.map` and `lax.scan` go along.
     keys, values = (jnp.einsum("cbsmh->cbmsh", _blocks(x, k_size)) for x in (k, v))
     return (
         _query_blocks(q, q_size, k.shape[2]),
@@ -274,6 +275,7 @@ def _gradients(
     delta: Array,
 ) -> tuple[Array, Array, Array]:
     """Compute float32 gradients of q, k and v, recomputing scores: per block of keys, over the blocks that see it."""
+    # Transposed: for every block of keys, the blocks of queries that see some of them.
     order, count = _visits(_live_blocks(q_masks, k_masks).T)
     lse = _finite(lse)  # where a query attends nothing, every weight is exp(-inf) = 0 all the same
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)

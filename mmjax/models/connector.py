@@ -23,9 +23,8 @@ class Connector(nnx.Module):
     """A norm, concatenation or mean of each group of neighbours, a matrix, an MLP or one matrix, and learned positions.
 
     A group is `merge ** len(axes)` contiguous positions; `axes` are the coordinates that are merged
-    and that the table
-    names: (1, 2) = (y, x) for images, (0,) = time for audio. Padded members of a group count as
-    zeros.
+    and that the position tables name: (1, 2) = (y, x) for images, (0,) = time for audio. Padded
+    members of a group count as zeros.
 
     deepstack: encoder layers whose outputs are taken beside the last one's. Each has a connector of
     its own in `deeper`, by its number, with a norm after the merge (Qwen3-VL).
@@ -103,7 +102,8 @@ class Connector(nnx.Module):
             )
         if self.norm is not None and not self.norm_merged:
             x = self.norm(x)
-        # After the norm, whose bias would make padding nonzero.
+        # With a merge of 2 x 2, [R, L, W] -> [R, L / 4, 4, W] -> [R, L / 4, 4 W], or the mean [R, L
+        # / 4, W]. Masked after the norm, whose bias would make padding nonzero.
         x = jnp.where((item >= 0)[..., None], x, 0).reshape(
             rows, length // self.group, self.group, width
         )
@@ -117,7 +117,7 @@ class Connector(nnx.Module):
         )
         x = self.linear(x) if self.mlp is None else self.mlp(x)
         # The first member of a group is its top left one, which an image that reaches into the
-        # group always has.
+        # group always has: patch (y, x) = (6, 4) is of the token (3, 2).
         corner = coordinates[:, :: self.group] // self.merge
         for name, table in self.positions.items():
             x = x + table(corner[..., AXES.index(name)], x.dtype)

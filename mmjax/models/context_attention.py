@@ -25,19 +25,20 @@ from mmjax.kernels.flash_attention import BlockPlan
 from mmjax.kernels.masks import MaskSpec, block_pairs, select_mask
 from mmjax.parallel.sharding import CONTEXT
 
-# in which keys and values arrive, the own first: each more is one more pass over the output to
-# merge
+# Pieces in which keys and values arrive, the device's own first. Each one more is another pass over
+# the output to merge.
 MAX_PIECES = 4
-# of a row that a device sends to another: beyond, what lies between two of them is sent too
+# Slices of a row that one device sends another; where more are needed, the shortest gaps are sent
+# too.
 MAX_SLICES = 8
-QUERY_BLOCK = 128  # tokens at most for which it is found what they may attend
-KEY_BLOCK = 16  # and that are sent together
+QUERY_BLOCK = 128  # queries, at most, for which it is found together which keys they may attend
+KEY_BLOCK = 16  # keys, at most, that are found needed, and sent, together
 
 
 class Slices(NamedTuple):
     """Slices of a row's tokens, int32 [B, devices - 1, slices]: for each device ahead, from the next on; size 0 = none.
 
-    Over all devices the last axis has those of all.
+    As a sharded array, outside of `shard_map`, the last axis is `devices * slices` long.
     """
 
     start: Array
@@ -45,31 +46,31 @@ class Slices(NamedTuple):
 
 
 class ContextPlan(NamedTuple):
-    """For each piece of the keys, their mask, or the blocks of them that a kernel visits, each device's own.
+    """A device's plan for every piece of the keys: the keys' mask, or the blocks that a kernel visits.
 
-    Over all devices, masks and a plan's fields have all tokens on their last axis, and lists of
-    blocks those of all devices behind `B`. With `index` all hold several masks, [B, masks, ...], as
-    a BlockPlan's.
+    As sharded arrays, masks and a plan's fields have all devices' tokens on their last axis, and
+    lists of blocks those of all devices behind `B`. With `index` all hold several masks, [B, masks,
+    ...], as a BlockPlan's.
     """
 
     pieces: tuple[MaskSpec | BlockPlan, ...]
-    # What a device needs of those ahead, and what those behind need of it; None: all tokens are
-    # sent.
+    # What the device needs of those ahead, and what it sends to those behind, which need it; None:
+    # all tokens are sent.
     needed: Slices | None = None
-    asked: Slices | None = None
+    sent: Slices | None = None
     index: Array | None = None
 
 
 def plan_specs(
     devices: int, rows: Any, flash: bool, ragged: bool, stacked: bool = False
 ) -> ContextPlan:
-    """Return how a plan's arrays lie on the mesh. rows: mesh axes of the rows; stacked: with `index`."""
-    masks = (None,) * stacked
-    piece = by_block = PartitionSpec(rows, *masks, CONTEXT)
+    """Return the partition specs of a plan's arrays. rows: mesh axes of the rows; stacked: with `index`."""
+    spec = partial(PartitionSpec, rows, *(None,) * stacked)
+    piece = by_block = spec(CONTEXT)
     if flash:
-        fields = PartitionSpec(rows, *masks, None, CONTEXT)
+        fields = spec(None, CONTEXT)
         piece = BlockPlan(fields, fields, by_block, by_block, by_block)
-    slices = Slices._make(2 * [PartitionSpec(rows, *masks, None, CONTEXT)]) if ragged else None
+    slices = Slices(spec(None, CONTEXT), spec(None, CONTEXT)) if ragged else None
     return ContextPlan(
         (piece,) * len(pieces(devices)), slices, slices, PartitionSpec() if stacked else None
     )
@@ -92,7 +93,8 @@ class Kernel(NamedTuple):
 def pieces(devices: int) -> list[range]:
     """List the pieces in which keys arrive: by how many devices each of its parts is ahead.
 
-    The first is the device's own. Of 16 devices, each of the others has the tokens of 5.
+    The first is the device's own. Of 16 devices, each of the three others has the tokens of 5: hops
+    1..5, 6..10 and 11..15.
     """
     devices_a_piece = max(1, -(-(devices - 1) // (MAX_PIECES - 1)))
     return [
@@ -112,34 +114,41 @@ def plan_pieces(
     ragged: plan to send only what some query of the receiver may attend.
     """
     devices = lax.axis_size(CONTEXT)
-    masks = [_arrive(mask, hops) for hops in pieces(devices)]
+    masks = [_receive(mask, hops) for hops in pieces(devices)]
     plan = ContextPlan(tuple(make(mask, keys) for keys in masks))
     if not ragged:
         return plan
     length = mask.pos.shape[1]
     q_size, k_size = (math.gcd(length, block) for block in (QUERY_BLOCK, KEY_BLOCK))
+    # [B, tokens of the other devices / k_size]: which blocks of keys any of this device's queries
+    # may attend.
     attended = jnp.concatenate(
         [block_pairs(mask, keys, q_size, k_size)[1].any(1) for keys in masks[1:]], axis=1
     )
     needed = _slices(attended.reshape(len(attended), devices - 1, -1), k_size)
+    # `needed[:, hop - 1]` is for the device `hop` ahead, which gets it from the one `hop` behind.
     back = [
         jax.tree.map(lambda x, hop=hop: _from_device(x[:, hop - 1], -hop), needed)
         for hop in range(1, devices)
     ]
-    return plan._replace(needed=needed, asked=jax.tree.map(lambda *x: jnp.stack(x, axis=1), *back))
+    return plan._replace(needed=needed, sent=jax.tree.map(lambda *x: jnp.stack(x, axis=1), *back))
 
 
 def _slices(attended: Bool[Array, "b h x"], size: int) -> Slices:
     """Cover the attended blocks of tokens by at most MAX_SLICES slices, bridging the shortest gaps."""
+    # Blocks 0..9, attended: . x x . . x . x x .   with two slices at most.
+    #   previous              - - 1 2 2 2 5 5 7 8   the last attended block in front of each
+    #   gaps                  0 0 0 0 0 2 0 1 0 0   in front of each attended one; longest before 5
+    #   begin, stop           5 and 3: a slice begins at 5, and the one before ends at 3
+    #   first, end            1 and 9: of all attended blocks
+    #   sorted                begins 1 5, stops 3 9: slices 1..2 and 5..8, with block 6 sent too
     blocks = attended.shape[-1]
     place = jnp.arange(blocks, dtype=jnp.int32)
-    # Of the last attended block in front of each, -1: there is none.
     previous = lax.cummax(jnp.where(attended, place, -1), axis=attended.ndim - 1)
     previous = jnp.pad(previous[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=-1)
     gaps = jnp.where(attended & (previous >= 0), place - previous - 1, 0)
     length, begin = lax.top_k(gaps, min(MAX_SLICES - 1, blocks))
-    # A slice begins behind each of these gaps, and the one before it ends there; `blocks` stands
-    # for none.
+    # `blocks` stands for none, and sorts to the end: such slices have size 0.
     begin, stop = (
         jnp.where(length > 0, x, blocks)
         for x in (begin, jnp.take_along_axis(previous, begin, axis=-1) + 1)
@@ -180,20 +189,21 @@ def attend_by_heads(
     mask: Any,
 ) -> Float[Array, "b t n h"]:
     """Call `function(q, k, v, mask)` with some of the heads and all tokens of the row; mask: of all tokens."""
+    # Over c devices, [B, T / c, N, H] -> [B, T, N / c, H] and back.
     exchange = partial(lax.all_to_all, axis_name=CONTEXT, tiled=True)
     out = function(*(exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v)), mask)
     return exchange(out, split_axis=1, concat_axis=2)
 
 
-def _arrive(arrays: Any, hops: range, plan: ContextPlan | None = None) -> Any:
-    """Receive the arrays of each device so many ahead, one after the other along the tokens; what is not sent is 0.
+def _receive(arrays: Any, hops: range, plan: ContextPlan | None = None) -> Any:
+    """Receive the arrays of the devices at these hops ahead, concatenated along the tokens; tokens not sent are 0.
 
     plan: says what is sent, where that is not all.
     """
 
     def received(x: Array) -> Array:
         if plan is not None and plan.needed is not None and 0 not in hops:
-            parts = _send_slices(x[None], hops, plan.asked, plan.needed, ahead=True)
+            parts = _send_slices(x[None], hops, plan.sent, plan.needed, ahead=True)
             return jnp.moveaxis(parts, 0, 1).reshape(len(x), -1, *x.shape[2:])
         parts = [_from_device(x, hop) for hop in hops]
         return jnp.concatenate(parts, axis=1) if parts[1:] else parts[0]
@@ -201,13 +211,13 @@ def _arrive(arrays: Any, hops: range, plan: ContextPlan | None = None) -> Any:
     return jax.tree.map(received, arrays)
 
 
-def _return(arrays: Any, hops: range, plan: ContextPlan) -> Any:
-    """Transpose `_arrive`: sum what other devices have for this one's tokens."""
+def _return_gradients(arrays: Any, hops: range, plan: ContextPlan) -> Any:
+    """Transpose `_receive`: sum the other devices' gradients of this one's tokens."""
 
     def received(x: Array) -> Array:
         if plan.needed is not None and 0 not in hops:
             parts = jnp.moveaxis(x.reshape(len(x), len(hops), -1, *x.shape[2:]), 1, 0)
-            return _send_slices(parts, hops, plan.needed, plan.asked, ahead=False).sum(0)
+            return _send_slices(parts, hops, plan.needed, plan.sent, ahead=False).sum(0)
         parts = jnp.split(x, len(hops), axis=1)
         return reduce(
             jnp.add, (_from_device(part, -hop) for part, hop in zip(parts, hops, strict=True))
@@ -217,7 +227,7 @@ def _return(arrays: Any, hops: range, plan: ContextPlan) -> Any:
 
 
 def _send_slices(x: Array, hops: range, sent: Slices, received: Slices, ahead: bool) -> Array:
-    """Receive slices of the tokens of each device so many ahead, or behind, zeros between: `[hops, B, T, ...]`.
+    """Receive token slices from the devices at these hops, ahead or behind, zeros between: `[hops, B, T, ...]`.
 
     x: what each of these gets its slices of, or one for all.
     """
@@ -226,8 +236,11 @@ def _send_slices(x: Array, hops: range, sent: Slices, received: Slices, ahead: b
     copies, rows, length = x.shape[:3]
     row = jnp.arange(rows, dtype=jnp.int32)[:, None] * length
 
+    # `ragged_all_to_all` copies along the first axis, so rows and tokens are one: token 5 of row 2
+    # is 2 * length + 5. Its four lists are ordered by device, each with as many entries, of size 0
+    # for the devices that are not among these hops.
     def by_device(slices: Array, sign: int) -> Array:
-        """Order what is there for each hop by device; [B, hops, slices] becomes [devices * B * slices]."""
+        """Order entries of hops by device; [B, hops, slices] becomes [devices * B * slices]."""
         places = jnp.zeros((devices, *slices[:, 0].shape), jnp.int32)
         neighbours = (device + sign * jnp.arange(hops.start, hops.stop)) % devices
         return places.at[neighbours].set(jnp.moveaxis(slices, 1, 0)).ravel()
@@ -236,7 +249,8 @@ def _send_slices(x: Array, hops: range, sent: Slices, received: Slices, ahead: b
         return jax.tree.map(lambda field: field[:, hops.start - 1 : hops.stop - 1], slices)
 
     # The part for the third of these hops begins after two arrays of all rows, here and where it
-    # arrives.
+    # arrives. A sender knows where in the receiver's array its slices go, since hops are the same
+    # on all devices and slices keep their places in the row.
     part = jnp.arange(len(hops), dtype=jnp.int32)[:, None] * (rows * length)
     sent = of_hops(sent)
     place = sent.start + row[:, None]
@@ -264,24 +278,29 @@ def _from_device(x: Array, hop: int) -> Array:
 def _over_pieces(
     work: Callable[..., tuple[Any, Any]], carry: Any, k: Array, v: Array, plan: ContextPlan
 ) -> tuple[Any, list[Any]]:
-    """Fold `work(carry, number, k, v)` over the pieces; return the carry, and what it made for each piece's owners.
+    """Fold `work(carry, number, k, v)` over the pieces; return the carry, and the gradients returned to the owners.
 
     The next piece arrives, and what was made of the one before returns, while `work` is done. The
     barriers keep XLA from waiting for them earlier, and from having more than two pieces in memory.
     """
+    # With pieces 0 1 2, what is under way while `work` is done on a piece:
+    #   work on 0    piece 1 arrives
+    #   work on 1    piece 2 arrives    what 0 made returns
+    #   work on 2                       what 1 made returns
+    #   (behind)                        what 2 made returns
     hops = pieces(lax.axis_size(CONTEXT))
     sent = piece = k, v
     leaving: Any = None
     returned = []
     for number in range(len(hops)):
-        arriving = _arrive(sent, hops[number + 1], plan) if number + 1 < len(hops) else None
-        returning = _return(leaving, hops[number - 1], plan) if number else None
+        arriving = _receive(sent, hops[number + 1], plan) if number + 1 < len(hops) else None
+        returning = _return_gradients(leaving, hops[number - 1], plan) if number else None
         carry, leaving = work(carry, number, *piece)
         carry, leaving, returning, piece, sent = lax.optimization_barrier(
             (carry, leaving, returning, arriving, sent)
         )
         returned.append(returning)
-    return carry, [*returned[1:], _return(leaving, hops[-1], plan)]
+    return carry, [*returned[1:], _return_gradients(leaving, hops[-1], plan)]
 
 
 def _forward(
@@ -304,6 +323,8 @@ def _merge(
     kernel: Kernel, first: tuple[Array, Array], second: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     """Merge outputs and log-sum-exps over two sets of keys, by the sums of exponents that outputs were divided by."""
+    # Each output is divided by its own sum of exponents, e^lse, so it counts as e^lse of the total.
+    # lse is [B, N, T] and outputs are [B, T, N, H].
     (out, lse), (other_out, other_lse) = first, second
     largest = jnp.maximum(lse, other_lse)
     base = jnp.where(largest == -jnp.inf, 0, largest)  # -inf - -inf would be NaN
@@ -315,7 +336,9 @@ def _merge(
     return out * share[..., None] + other_out * other_share[..., None], base + kernel.log(total)
 
 
-def _keep(q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel) -> tuple[Array, tuple]:
+def _forward_with_residuals(
+    q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel
+) -> tuple[Array, tuple]:
     out, lse = _forward(q, k, v, plan, kernel)
     # The names that remat policies save, so that these do not run the kernel again.
     out = checkpoint_name(out, "attention_output")
@@ -344,4 +367,4 @@ def _backward(kernel: Kernel, residuals: tuple, d_out: Array) -> tuple[Array, Ar
     ), None
 
 
-attend_in_pieces.defvjp(_keep, _backward)
+attend_in_pieces.defvjp(_forward_with_residuals, _backward)

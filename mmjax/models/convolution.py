@@ -64,6 +64,8 @@ class GroupNorm(nnx.Module):
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
         @keep_inputs
         def norm(x: Array, scale: Array, bias: Array) -> Array:
+            # [B, H, W, C] -> [B, H, W, groups, C / groups]; the mean is over all but image and
+            # group.
             y = x.astype(jnp.float32).reshape(*x.shape[:3], self.groups, x.shape[3] // self.groups)
             y = y - jnp.mean(y, axis=(1, 2, 4), keepdims=True)
             y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=(1, 2, 4), keepdims=True) + self.eps)

@@ -68,6 +68,8 @@ def logits_of(
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _logits(x: Array, table: Array, dtype: jnp.dtype) -> Array:
     """Multiply operands in `dtype`, summing in float32, in backward too."""
+    # Subscripts `td,vd->tv` of a matrix of positions, `rtd,vd->rtv` of rows of them, and
+    # `prtd,pvd->prtv` where every part p of the rows has a table of its own.
     p = "p" * (table.ndim - 2)
     t = "rt"[: x.ndim - len(p) - 1]
     subscripts = f"{p}{t}d,{p}vd->{p}{t}v"
@@ -113,7 +115,7 @@ _logits.defvjp(_logits_forward, _logits_backward, symbolic_zeros=True)
 
 
 def norm_of(config: DecoderConfig) -> Callable[[int], nnx.Module]:
-    """Return what makes a norm of a width, as the residual stream's are."""
+    """Return the constructor of the residual stream's norms, which takes a width."""
     if config.norm == "layer":
         return partial(LayerNorm, eps=config.norm_eps)
     return partial(RMSNorm, eps=config.norm_eps, offset=config.norm_offset)

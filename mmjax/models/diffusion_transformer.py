@@ -46,10 +46,15 @@ class ImageBlocks(NamedTuple):
     @classmethod
     def of(cls, item: Int[Array, "r l"], size: int, count: int, dtype: jnp.dtype) -> ImageBlocks:
         """Cut rows of at most `count` images, of `size` or more positions each."""
+        # Images of 5, 4 and 6 positions in blocks of 4:
+        #   item     0 0 0 0 | 0 1 1 1 | 1 2 2 2 | 2 2 2 -1
+        #   images    0, 0      0, 1      1, 2      2, 2
+        #   last     . . . . | . x x x | . x x x | . . .  .
         rows, length = item.shape
         item = jnp.pad(item, ((0, 0), (0, -length % size)), constant_values=-1)
         blocks = item.reshape(rows, item.shape[1] // size, size)
         last = blocks.max(-1, keepdims=True)
+        # Padding is -1: it would be the least, and where all is padding both images are none.
         first = jnp.where(blocks < 0, last, blocks).min(-1, keepdims=True)
         images = jax.nn.one_hot(jnp.concatenate([first, last], axis=-1), count, dtype=dtype)
         return cls(images, (blocks == last) & (last != first))
@@ -83,6 +88,8 @@ class ImageBlocks(NamedTuple):
         blocks, size = self.last.shape[1:]
         count = self.images.shape[-1]
         queries = k.shape[1] // count
+        # Condition tokens [R, I * queries, N, H] -> those of both images of a block [R, blocks, 2,
+        # queries, N, H]; queries [R, L, N, H] -> [R, blocks, size, N, H].
         k, v = (self.take(x.reshape(rows, count, queries, heads, width)) for x in (k, v))
         q = jnp.pad(q, ((0, 0), (0, blocks * size - length), (0, 0), (0, 0))).reshape(
             rows, blocks, size, heads, width
@@ -97,6 +104,8 @@ class ImageBlocks(NamedTuple):
             taken = self.take(present.reshape(rows, count, queries).astype(q.dtype)) > 0
             # Finite: in padding there are none, and a mean of them is as good as another.
             scores = jnp.where(taken[:, :, None, None], scores, NO_SCORE)
+        # [R, blocks, size, 2]: whether a position belongs to the first, or to the last image. The
+        # softmax is over the tokens of both, of which those of the other image have weight 0.
         of_image = self.last[..., None] == jnp.array([False, True])
         scores = jnp.where(of_image[:, :, None, :, :, None], scores, -jnp.inf)
         weights = jax.nn.softmax(scores.reshape(*scores.shape[:4], 2 * queries), axis=-1)
@@ -107,7 +116,7 @@ class ImageBlocks(NamedTuple):
         return self._joined(out.astype(q.dtype), length)
 
     def _joined(self, x: Array, length: int) -> Array:
-        """Return blocks as rows of this length."""
+        """Join blocks `[R, blocks, size, ...]` to rows of this length."""
         return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
 
 
@@ -124,7 +133,7 @@ class ImageInputs(NamedTuple):
 
 
 class Table(nnx.Module):
-    """Learned vectors that are added to what the time makes of every image: shifts, scales and gates."""
+    """Learned vectors added to the shifts, scales and gates that an image's time gives."""
 
     def __init__(self, size: int, width: int, rngs: nnx.Rngs):
         values = jax.random.normal(rngs.params(), (size, width), jnp.float32) * width**-0.5
@@ -241,7 +250,7 @@ def layer_config(config: DiffusionTransformerConfig) -> LayerConfig:
 def _present(
     condition: Float[Array, "r c e"], config: DiffusionTransformerConfig
 ) -> Bool[Array, "r c"] | None:
-    """Return which condition tokens are there: those that are not 0, where an image may have fewer than others."""
+    """Return which condition tokens are present: the nonzero ones; None where every image has all."""
     return (condition != 0).any(-1) if config.text_tokens else None
 
 
@@ -279,6 +288,8 @@ class ImageEmbedding(nnx.Module):
         x = self.time(time, dtype)
         if self.side is None:
             return x
+        # [R, L, I], and from it each image's number of patch rows and columns, [R, I]; 1 where
+        # there is no image, whose aspect ratio would be 0 / 0.
         of_image = items.item[..., None] == jnp.arange(time.shape[1])
         patches = [
             jnp.max(jnp.where(of_image, 1 + items.coordinates[..., axis, None], 1), axis=1)
@@ -388,7 +399,7 @@ class DiffusionTransformer(nnx.Module):
         return self._context(items, embedded, modulation, condition)
 
     def passed_on(self, context: Context) -> tuple[Float[Array, "r i _"], Float[Array, "r c _"]]:
-        """Return what `resumed_context` makes the context of in a later stage of a pipeline."""
+        """Return the arrays from which a later pipeline stage rebuilds the context (`resumed_context`)."""
         images = context.images
         sides = [images.time, images.modulation.reshape(*images.time.shape[:2], -1)]
         return jnp.concatenate(sides, axis=-1), images.condition

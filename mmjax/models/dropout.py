@@ -40,18 +40,28 @@ def tower_dropout(
     For layer i, replace `layer`. A rate of 0 to 1 (exclusive); padding, whose owner is -1, gets
     some key as well.
     """
+    keys = constrain(position_keys(named_key(noise, tower), owner, offset), "rows", "sequence")
+    # A random word is uniform in 0 .. 2^32 - 1, so the share `rate` of all words lies below the
+    # limit.
+    return Dropout(keys, np.uint32(rate * 2**32), np.float32(1 / (1 - rate)), np.int32(0))
+
+
+def named_key(noise: Noise, name: str) -> Array:
+    """Make a step's key for a tower or purpose of this name."""
     seed, step = noise
     key = jax.random.fold_in(jax.random.key(seed, impl=IMPL), step)
-    # By its name, not its number: another encoder beside it changes nothing.
-    key = jax.random.fold_in(key, np.uint32(zlib.crc32(tower.encode())))
+    # By its name, not its number: another encoder beside it changes nothing. The CRC, since
+    # Python's own hash of a string differs from process to process.
+    return jax.random.fold_in(key, np.uint32(zlib.crc32(name.encode())))
+
+
+def position_keys(key: Array, owner: Int[Array, "r l"], offset: Int[Array, "r l"]) -> Array:
+    """Make a key of every position from its sample's id and its index in the sample, PRNG keys `[R, L]`."""
 
     def position_key(owner: Array, offset: Array) -> Array:
         return jax.random.fold_in(jax.random.fold_in(key, owner), offset)
 
-    keys = constrain(jax.vmap(jax.vmap(position_key))(owner, offset), "rows", "sequence")
-    # A random word is uniform in 0 .. 2^32 - 1, so the share `rate` of all words lies below the
-    # limit.
-    return Dropout(keys, np.uint32(rate * 2**32), np.float32(1 / (1 - rate)), np.int32(0))
+    return jax.vmap(jax.vmap(position_key))(owner, offset)
 
 
 def drop(x: Float[Array, "r l d"], dropout: Dropout | None, site: int) -> Float[Array, "r l d"]:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from mmjax.parallel.sharding import Axes, active, sharding
+from mmjax.parallel.sharding import Axes, active, sharding, spec_axes
 
 
 def look_up(
@@ -26,6 +26,11 @@ def look_up(
     in its own columns, and an all-to-all gives every rank its tokens whole. Gradients return the
     same way and are summed where they stay.
     """
+    # Two ranks with 4 tokens each, and half of the d columns of the table:
+    #   all-gather    tokens [4]         -> [8]          both ranks' tokens on each
+    #   look up                             [8, d / 2]   each in its own columns
+    #   all-to-all    [8, d / 2]         -> [4, d]       a rank's own tokens, all columns
+    # Where entries are sharded too, ranks have 0 for tokens that others hold, and sum.
     current = active()
     rows: tuple[str, ...] = ()
     length: tuple[str, ...] = ()
@@ -36,9 +41,8 @@ def look_up(
         mesh, rules = current
 
         def mesh_axes(shape: tuple[int, ...], axes: Axes) -> list[tuple[str, ...]]:
-            spec = sharding(mesh, rules, shape, axes).spec
-            named = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-            return [tuple(axis for axis in entry if mesh.shape[axis] > 1) for entry in named]
+            names = spec_axes(sharding(mesh, rules, shape, axes).spec)
+            return [tuple(axis for axis in of_dim if mesh.shape[axis] > 1) for of_dim in names]
 
         rows, length = mesh_axes(index.shape, ("rows", "length"))
         entries, columns = mesh_axes(table.shape[-2:], axes)
@@ -120,8 +124,8 @@ def sum_by_index(
             [sums[:, :step], sums[:, step:] + jnp.where(same, sums[:, :-step], 0)], axis=1
         )
         step *= 2
-    # For the first index of every block, its sum in the blocks before: it is the last index of
-    # these.
+    # Blocks of 4, sorted: 1 1 2 2 | 2 2 2 2 | 2 5 5 7. Index 2 is the first of blocks 1 and 2, and
+    # the last of the blocks before them, so block 2 carries the sums at the ends of blocks 0 and 1.
     number = jnp.arange(len(blocks))
     earlier = (blocks[:, :1] == blocks[:, -1]) & (number[:, None] > number)
     carried = jnp.where(earlier[..., None], sums[:, -1], 0).sum(1)

@@ -80,8 +80,9 @@ def balance_loss(routing: Routing) -> Float[Array, ""]:
     """Compute the loss that balances experts (Fedus et al. 2021, "Switch Transformers"), over all layers together.
 
     The number of experts times the sum over them of their tokens times their probability, both per
-    token of a layer: the number of experts of a token where all get the same, and more where not.
+    token of a layer: `per_token` where all experts get the same, and more where not.
     """
+    # 8 experts, 2 a token, all alike: 8 * 8 * (2 / 8 * 1 / 8) = 2.
     count = jnp.maximum(routing.count.sum(), 1)
     shares = routing.tokens.sum(0) / count * (routing.probability.sum(0) / count)
     return shares.sum() * routing.tokens.shape[-1]

@@ -75,6 +75,7 @@ class Experts(nnx.Module):
             routes, routing = route(
                 tokens, router, valid.reshape(len(tokens)), c.per_token, c.normalized
             )
+            # Sums over the tokens of all devices; turns are a number that all have in common.
             routing = layout.add_up(routing)._replace(turns=routing.turns)
             if layout.devices == 1:
                 out = apply_experts(tokens, routes, *matrices, layout, self.activation)
@@ -103,8 +104,13 @@ class Copies(NamedTuple):
     def of(cls, expert: Int[Array, "m k"], first: Int[Array, ""] | int, count: int) -> Copies:
         """Sort the copies for `count` experts from `first` on."""
         local = expert.reshape(expert.size) - first
-        # Copies for other experts come last: of 3 experts here, 5 5 0 7 1 1 as seen from expert 5
-        # is 0 0 _ 2 _ _.
+        # With 3 experts here, from expert 5 on, and 3 tokens of 2 experts each:
+        #   expert    5 6 | 0 7 | 5 1
+        #   group     0 1 | 3 2 | 0 3     as seen from expert 5; 3, last in order, is elsewhere
+        #   order     0 4 1 3 2 5         the copies sorted by expert; of these 4 are here
+        #   index     0 4 1 3 6 6         their numbers; 6 stands for none
+        #   place     0 2 | 6 3 | 1 6     where each copy has come to lie
+        #   sizes     2 1 1
         group = jnp.where((local >= 0) & (local < count), local, count)
         order = jnp.argsort(group, stable=True)
         inverse = jnp.argsort(order)
@@ -122,6 +128,7 @@ class Copies(NamedTuple):
             jnp.pad(self.index, (0, size), constant_values=none), start, size
         )
         place = self.place - start
+        # Groups of 2 1 1 copies end at 2 3 4; of the two copies from 1 on at 1 2 2: sizes 1 1 0.
         ends = jnp.clip(jnp.cumsum(self.sizes) - start, 0, size)
         sizes = jnp.diff(ends, prepend=0)
         return Copies(index, jnp.where((place >= 0) & (place < size), place, size), sizes)
@@ -139,7 +146,7 @@ class Copies(NamedTuple):
     def out(
         self, gated: Array, raised: Array, down: Array, share: Array, activation: Activation
     ) -> Float[Array, "m d"]:
-        """Finish the experts of the copies, and sum what they make of each token by its `share` `[m, k]` of them."""
+        """Apply the down projections to the copies, and sum each token's outputs weighted by `share` `[m, k]`."""
         # A hidden layer times its share instead of what comes out of it: a sum over copies is then
         # a plain one.
         share = sum_rows(
@@ -198,14 +205,15 @@ def apply_shared_experts(
     activation: Activation,
 ) -> tuple[Float[Array, "n d"], Float[Array, ""]]:
     """Apply experts of which each device has some; return the turns as well in which tokens went to their devices."""
-    devices, count = layout.devices, len(gate)
+    devices = layout.devices
+    count = len(gate)
     size = config.sent_at_once(len(x), devices) if layout.sends else len(x)
     sends = Sends.of(routes.expert, config.count, size, layout) if size < len(x) else None
     computed = config.computed_at_once(len(x) * layout.sharing, devices)
     tensor = tuple(axis for axis in layout.parts if axis == TENSOR)
 
     def local_experts(expert: Array, tokens: Array, share: Array, *weights: Array) -> Array:
-        """Sum what the device's experts make of tokens, some copies at a time."""
+        """Sum the outputs of the device's experts for tokens, some copies at a time."""
         copies = Copies.of(expert, layout.first(count), count)
 
         def slice_of_copies(
@@ -223,10 +231,14 @@ def apply_shared_experts(
         parts = -(-copies.sizes.sum() // computed)
         return sum_parts(slice_of_copies, parts, copies, tokens, share, *weights).astype(x.dtype)
 
+    # In a turn each device sends every other one at most `size` of its tokens, gets as many of
+    # each, applies its experts to them, and returns the sums, which are added at the tokens'
+    # places.
     def turn(
         number: Array, tables: tuple[Array, Sends], x: Array, share: Array, *weights: Array
     ) -> Array:
-        expert, sends = tables[0], tables[1].turn(number, size)
+        expert = tables[0]
+        sends = tables[1].turn(number, size)
         token = sends.token.reshape(devices * size, 1)
         arrays = (
             expert.at[token[:, 0]].get(mode="fill", fill_value=config.count),

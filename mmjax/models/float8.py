@@ -38,6 +38,9 @@ class Scaled(NamedTuple):
 
 def scale_of(x: Float[Array, "*b"], dtype: Any) -> Float[Array, ""]:
     """Return the least power of two, divided by which the largest value of `x` fits a float8 type."""
+    # 1.75 * 2^8 = 448 is the largest e4m3: 450 = 1.7578 * 2^8 is above, so its scale is 2, and that
+    # of 448 is 1. Read from the bits of the float32 (exponent 23..30, mantissa 0..22): exact,
+    # unlike log2.
     largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     above = (bits & 0x7FFFFF) > 0x600000  # its mantissa is above 1.75
@@ -96,7 +99,7 @@ def _multiply(
     dtype: Any,
     exact: bool = False,
 ) -> Array:
-    """Sum products over these axes of both. by_part: for each place on the first axis of both."""
+    """Sum products over these axes of both. by_part: for each index of the first axis, which both have."""
     batch = ((0,), (0,)) if by_part else ((), ())
     # Hopper's units add up 14 bits unless told otherwise: enough for activations, too few for
     # gradients.

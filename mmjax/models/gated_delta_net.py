@@ -71,9 +71,12 @@ def gated_delta_rule(
             x.reshape(rows, x.shape[1] // chunk, chunk, *heads, *x.shape[2 + bool(heads) :]), 1, 0
         )
 
-    # What fills the last chunk is padding of the last sample, which leaves its state alone.
+    # 200 tokens are cut into 4 chunks of 64, the last with 56 of padding; q becomes [4, B, 64, N,
+    # K], then, for the scan, [segments, chunks of a segment, B, 64, N, K]. N is of key heads, and
+    # values are [..., N, R, V]: each key head with the R value heads that it serves. What fills the
+    # last chunk is padding of the last sample, which leaves its state alone.
     samples = chunks(sample, mode="edge")
-    # Whose the state before each chunk is: for the first one it is given, or zeros.
+    # The sample to which the state before each chunk belongs: that of the token before the chunk.
     owners = jnp.concatenate([sample[None, :, 0], samples[:-1, :, -1]])
     inputs = (
         *(chunks(x, key_heads) for x in (q, k)),
@@ -100,7 +103,7 @@ def gated_delta_rule(
 
 
 class _Chunk(NamedTuple):
-    """Hold what a chunk's outputs and next state need beside the state before it, float32 `[B, N, R, ...]`."""
+    """Operands of a chunk's outputs and of its next state, all but the state before it; float32 `[B, N, R, ...]`."""
 
     u: Array  # [C, V]; what tokens write is `u - w state`
     w: Array  # [C, K]
@@ -133,11 +136,14 @@ def _without_state(inputs: tuple[Array, ...]) -> _Chunk:
     # [B, N, 1, C, K]
     q, k = (jnp.moveaxis(x, 1, 2)[:, :, None] for x in (q * q.shape[-1] ** -0.5, k))
     v, g, beta = (jnp.moveaxis(x, 1, 3) for x in (v, g, beta))  # [B, N, R, C, ...]
+    # [B, C, C]: key j is of query i's sample, and, in `low`, not behind it.
     same = sample[:, :, None] == sample[:, None, :]
     low = (same & jnp.tri(size, dtype=bool))[:, None, None]
     # Sums of g over the tokens of a sample alone: differences of sums over a chunk would round with
     # what others are.
     since = jnp.sum(jnp.where(low, g[..., None, :], 0), -1)
+    # between_ij = g_(j+1) + ... + g_i, the logarithm of the decay from token j to token i: g_i
+    # stands in row i of every column j < i, and is added up down the column.
     between = jnp.cumsum(jnp.where(low & ~jnp.eye(size, dtype=bool), g[..., None], 0), -2)
     # Masked before the exponential, which overflows above the diagonal and would make gradients
     # NaN.
@@ -199,6 +205,8 @@ def causal_convolution(
     previous: the n - 1 inputs before the first token, of its sample, or zeros. No tap reaches into
     another sample.
     """
+    # With 4 taps, output t is the sum over i = 0..3 of weight[i] * x[t - 3 + i]; `padded` begins
+    # with the 3 inputs before the first token, so tap i reads it from column i on.
     taps = len(weight)
     padded = jnp.concatenate([previous.astype(x.dtype), x], 1)
     owner = jnp.concatenate([jnp.repeat(sample[:, :1], taps - 1, 1), sample], 1)

@@ -6,7 +6,6 @@ alone, so they are the same wherever the image is packed.
 
 from __future__ import annotations
 
-import zlib
 from typing import NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mmjax.batch import PADDING, ItemBatch, TextBatch
 from mmjax.config import Generator, PixelLatents
 from mmjax.models.connector import Connector
-from mmjax.models.dropout import IMPL, Noise
+from mmjax.models.dropout import Noise, named_key, position_keys
 from mmjax.models.layers import PositionTable
 from mmjax.models.vae import Encoder as VaeEncoder
 from mmjax.models.vae import moments_of
@@ -54,6 +53,8 @@ class Conditioner(nnx.Module):
         norm, never are.
         """
         rows, columns, _ = states.shape
+        # An image has `text_tokens` columns of text, then its queries, whose numbers are 0, 1, ...:
+        # with 2 and 3 of them -2 -1 0 1 2.
         count = columns // max(dropped.shape[1], 1)
         number = jnp.arange(columns, dtype=jnp.int32) % max(count, 1) - self.text_tokens
         number = jnp.broadcast_to(number, (rows, columns))
@@ -80,21 +81,15 @@ class Draws(NamedTuple):
 
 def draw(noise: Noise, name: str, config: Generator, items: ItemBatch) -> Draws:
     """Draw times, dropped conditions and noise of a generator's rows."""
-    seed, step = noise
-    key = jax.random.fold_in(jax.random.key(seed, impl=IMPL), step)
-    # By its name, not its number: another generator beside it changes nothing.
-    key = jax.random.fold_in(key, np.uint32(zlib.crc32(f"{name}.flow".encode())))
-
-    def position_key(owner: Array, offset: Array) -> Array:
-        return jax.random.fold_in(jax.random.fold_in(key, owner), offset)
-
-    length, features = items.item.shape[1], config.patch_values
+    key = named_key(noise, f"{name}.flow")
+    length = items.item.shape[1]
+    features = config.patch_values
     # Of each image of a row, its first patch: (sample, index among the sample's patches) is its
     # alone.
     images = jnp.arange(config.max_images(length))
     first = jnp.argmax(items.item[:, None] == images[:, None], axis=-1)
-    keys = jax.vmap(jax.vmap(position_key))(
-        *(jnp.take_along_axis(x, first, 1) for x in (items.owner, items.offset))
+    keys = position_keys(
+        key, *(jnp.take_along_axis(x, first, 1) for x in (items.owner, items.offset))
     )
     flow = config.flow
 
@@ -104,7 +99,7 @@ def draw(noise: Noise, name: str, config: Generator, items: ItemBatch) -> Draws:
         return jax.nn.sigmoid(logit), jax.random.uniform(of_drop) < flow.condition_dropout
 
     time, dropped = jax.vmap(jax.vmap(image))(keys)
-    patch_keys = jax.vmap(jax.vmap(position_key))(items.owner, items.offset)
+    patch_keys = position_keys(key, items.owner, items.offset)
 
     def of_patches(purpose: int) -> Array:
         def patch(key: Array) -> Array:
@@ -147,6 +142,8 @@ class LatentEncoder(nnx.Module):
         count = length // (height * width)
         used = count * height * width
         side = c.patch * c.latents.factor
+        # [R, L, F] -> [R, I, rows, columns, side, side, 3] -> [I, R, rows, side, columns, side, 3],
+        # the order of axes in which those of a picture's height, and of its width, can be joined.
         patches = items.values[:, :used].reshape(rows, count, height, width, side, side, -1)
         images = jnp.moveaxis(patches, (1, 4), (0, 3)).reshape(
             count, rows, height * side, width * side, -1
@@ -196,7 +193,7 @@ def query_states(
         hidden = jnp.take_along_axis(
             constrain(hidden, "rows", None, "width"), order[..., None], axis=1
         )
-    states = dispatch(hidden, text.send[name], text.condition[name], mesh, exchange, whole=True)
+    states = dispatch(hidden, text.send[name], text.condition[name], mesh, exchange, by_rank=True)
     with encoding():
         return constrain(states, "rows", "length", "width")
 

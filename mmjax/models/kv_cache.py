@@ -14,7 +14,10 @@ from mmjax.parallel.sharding import constrain
 
 
 class KeyValue(NamedTuple):
-    """Rotated keys, and values, of a layer's tokens `[B, C, M, H]`; of a stack, with a leading layer axis."""
+    """Rotated keys, and values, of a layer's tokens `[B, C, M, H]`; of a stack, with a leading layer axis.
+
+    C: columns, those still to be written included. M: key-value heads.
+    """
 
     key: Array
     value: Array
@@ -47,7 +50,7 @@ class RecurrentState(NamedTuple):
         return self
 
     def updated(self, new: RecurrentState, column: Array) -> RecurrentState:
-        """Return what new tokens have made of it."""
+        """Return the state after new tokens."""
         return new
 
     def constrained(self) -> RecurrentState:

@@ -57,7 +57,7 @@ class Context(NamedTuple):
         )
 
     def of_layers(self, windowed: bool) -> Context:
-        """Return what layers with or without a window see."""
+        """Return the context of the layers with a window, or of those without."""
         in_window = self._replace(
             mask=self.window_mask,
             plan=self.window_plan,
@@ -68,11 +68,12 @@ class Context(NamedTuple):
         )
 
     def stacked(self) -> Context:
-        """Stack what layers without and with a window see, [B, 2, ...]; `of_layer` takes one of both in a scan.
+        """Stack the contexts of layers without and with a window, [B, 2, ...]; `of_layer` takes one of both in a scan.
 
         Only what differs between them: one rotation of both kinds stays as it is.
         """
-        full, in_window = self.of_layers(False), self.of_layers(True)
+        full = self.of_layers(False)
+        in_window = self.of_layers(True)
 
         def stack(*fields: str) -> dict[str, Any]:
             pairs = ([getattr(context, field) for field in fields] for context in (full, in_window))
@@ -85,7 +86,7 @@ class Context(NamedTuple):
         return full._replace(**stack(*differing))
 
     def of_layer(self, index: Int[Array, ""]) -> Context:
-        """Return what one layer sees, of what is `stacked`. The kernel's wrapper takes its plan itself."""
+        """Return one layer's context from a `stacked` one. The kernel's wrapper takes its plan itself."""
         take = partial(jax.lax.dynamic_index_in_dim, index=index, axis=1, keepdims=False)
         rotation = self.rotation
         # Of both kinds it is [B, 2, T, H/2] beside masks [B, 2, T]; one for both is [B, T, H/2].
@@ -350,7 +351,7 @@ def _post_module(block: LayerConfig) -> nnx.Module | None:
 
 
 class LayerOutput(NamedTuple):
-    """The residual stream behind a layer, and what else comes out of it."""
+    """A layer's outputs: the residual stream behind it, its cache and its routing."""
 
     x: Float[Array, "b t d"]
     cache: LayerCache | None
@@ -377,7 +378,7 @@ class TransformerLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
     ) -> LayerOutput:
-        """Apply the layer, on the cache of `past` if given; return as well what the cache keeps of the tokens."""
+        """Apply the layer, on the cache of `past` if given; return the tokens' cache entries too."""
         mixer = self.attention if self.delta_net is None else self.delta_net
         attn_out, layer_cache = mixer(
             x if self.attention_norm is None else self.attention_norm(x), context, past

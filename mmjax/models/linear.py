@@ -53,7 +53,7 @@ class Linear(nnx.Module):
         return apply_linears(x, self)[0]
 
     def of_padded(self, x: Float[Array, "*b p"], padding: int) -> Float[Array, "*b o"]:
-        """Apply to inputs with so many channels appended, which are ignored."""
+        """Apply to inputs with `padding` channels appended, which are ignored."""
         if not padding:
             return self(x)
         weight = dequantize(self.weight[...], x.dtype)
@@ -94,6 +94,7 @@ def apply_linears(
 
 def _products(x: Array, weights: Sequence[Array], linears: Sequence[Linear]) -> tuple[Array, ...]:
     """Multiply by the weights of linear layers, each in its precision."""
+    # Those in FP8 are multiplied together, so that the activations are rounded once for all.
     in_float8 = [weight for weight, linear in zip(weights, linears, strict=True) if linear.float8]
     products = iter(float8_products(x, *in_float8) if in_float8 else ())
     return tuple(
@@ -103,5 +104,5 @@ def _products(x: Array, weights: Sequence[Array], linears: Sequence[Linear]) -> 
 
 
 def _pad_last(x: Array, padding: int) -> Array:
-    """Append so many zeros to the last dimension."""
+    """Append `padding` zeros to the last dimension."""
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),)) if padding else x

@@ -55,6 +55,9 @@ def linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, r
     if part == "connector":
         yield reduce(getattr, path, model.connectors[tower]), None
         return
+    # `llm.layers.*.attention.query`: of layers 0 to 7 in a stack and 8 in none, the query of the
+    # stack stands for 0..7, and that of layer 8 for itself. Layers that have a delta net have no
+    # attention.
     stacks = model.tower(tower).layers
     for run in stacks.plan:
         for stored, layers in run.parts.items():

@@ -38,7 +38,7 @@ def matmul(x: Float[Array, "*b i"], weight: Float[Array, "i o"]) -> Float[Array,
 
 
 def sum_outer_products(x: Float[Array, "n i"], y: Float[Array, "n o"]) -> Float[Array, "i o"]:
-    """Compute `x.T @ y` on a CPU."""
+    """Compute `x.T @ y`, in the order of operands that is faster on a CPU."""
     if x.shape[1] <= y.shape[1]:
         return x.T @ y
     # XLA takes up to 1.5 times as long where the product has more rows than columns. The barrier
@@ -64,7 +64,7 @@ def _multiply_groups(x: Array, weights: Array, sizes: Array, transposed: bool = 
     def multiply(out: Array, group: Array, start: Array, end: Array) -> Array:
         product = take(x, start, end) @ (weights[group].T if transposed else weights[group])
         # A block's rows behind its group are zeros, in whose place the next block then writes its
-        # own.
+        # own: `out` is longer than `x` by a block, so that the last one fits.
         return lax.dynamic_update_slice_in_dim(out, product, start, 0)
 
     out = jnp.zeros((len(x) + size, weights.shape[1 if transposed else 2]), x.dtype)
@@ -84,7 +84,8 @@ def _looped_backward(
     size, take = _blocks(len(x), len(sizes))
 
     def add(gradients: Array, group: Array, start: Array, end: Array) -> Array:
-        rows, d_rows = take(x, start, end), take(d_out, start, end)
+        rows = take(x, start, end)
+        d_rows = take(d_out, start, end)
         return gradients.at[group].add(jnp.dot(rows.T, d_rows, preferred_element_type=jnp.float32))
 
     gradients = _for_blocks(sizes, size, add, jnp.zeros(weights.shape, jnp.float32))
@@ -99,7 +100,7 @@ looped_matmul.defvjp(_looped_forward, _looped_backward)
 
 
 def _blocks(rows: int, groups: int) -> tuple[int, Callable[[Array, Array, Array], Array]]:
-    """Return the rows of a block, about as many as groups have, and what takes those from `start` to `end` of `x`."""
+    """Return the rows of a block, about as many as groups have, and a function that takes rows `start` to `end`."""
     size = min(max(1 << (rows // groups).bit_length(), MIN_BLOCK), MAX_BLOCK)
 
     def take(x: Array, start: Array, end: Array) -> Array:
@@ -113,6 +114,8 @@ def _for_blocks(
     sizes: Array, size: int, body: Callable[[Array, Array, Array, Array], Array], value: Array
 ) -> Array:
     """Call `value = body(value, group, start, end)` for every block of up to `size` rows of a group, in order."""
+    # Groups of 3, 0 and 5 rows end at 3 3 8. In blocks of 4: start 0 is of group 0 and stops at its
+    # end 3; start 3 is behind the ends of groups 0 and 1, so of group 2, up to 7; then 7 up to 8.
     ends = jnp.cumsum(sizes)
 
     def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -29,7 +29,7 @@ ADAPTER_ATTRIBUTE = "lora"  # attribute of `Linear`
 
 
 class Outputs(NamedTuple):
-    """Hold the operands of the losses."""
+    """Operands of the losses."""
 
     # activations after the LLM's final norm: with the table, the operands of the logits
     hidden: Float[Array, "b t d"]
@@ -50,6 +50,7 @@ def _trace(
     functions: Functions,
 ) -> tuple[Any, Any]:
     """Return the graph of a model and the shapes of its parameters; nothing is allocated."""
+    # The callbacks of the user are no part of the key: models that have any are traced every time.
     key = f"{config} {runs} {dtype}"
     if not functions and key in _traced:
         return _traced[key]
@@ -108,7 +109,7 @@ class Model:
                 continue
             # Stacks end where a layer's output is needed: for a deepstack in an encoder, for an
             # addition in the LLM. A deepstack of n layers is added behind the LLM's layers 0 .. n -
-            # 1.
+            # 1: with n = 2 and 6 layers, stacks of layers 0, 1 and 2..5.
             layers = range(deepest) if name == "llm" else c.deepstack
             borders = [i + 1 for i in layers if i + 1 < c.layers]
             if c.is_generator and c.frozen and c.layers > 1:
@@ -124,7 +125,7 @@ class Model:
         graph, state = _trace(config, runs, dtype, functions)
         axes: Params = {}
         for path, variable in nnx.to_flat_state(state):
-            # Descend along the path, creating the dicts that are missing.
+            # a.b.c sets axes[a][b][c], creating the dicts that are missing.
             inner = reduce(lambda tree, key: tree.setdefault(key, {}), path[:-1], axes)
             inner[path[-1]] = variable.get_metadata("axes")
         return cls(
@@ -149,7 +150,7 @@ class Model:
 
     @property
     def is_random(self) -> bool:
-        """Return whether training draws random numbers: for dropout, or for what generators make images of."""
+        """Return whether training draws random numbers: for dropout, or for generators' times and noise."""
         return self.config.makes_images or any(
             tower.dropout for tower in (self.config.llm, *self.config.encoders.values())
         )

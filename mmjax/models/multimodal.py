@@ -145,7 +145,8 @@ class MultimodalModel(nnx.Module):
         x: None in a pipeline stage before the last. deeper: outputs of `deepstack` layers by
         number.
         """
-        encoder, connector = self.encoders[name], self.connectors[name]
+        encoder = self.encoders[name]
+        connector = self.connectors[name]
         places = encoder.places(batch)
         tokens = [
             connector.deeper[str(n)](encoder.restored(y, batch), *places) for n, y in deeper.items()
@@ -187,7 +188,7 @@ class MultimodalModel(nnx.Module):
     def embedded(
         self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]
     ) -> tuple[Float[Array, "b t d"], list[Float[Array, "b t d"]]]:
-        """Embed tokens and place encoder tokens; also return what is added to the outputs of the LLM's first layers."""
+        """Embed tokens and place encoder tokens; also return the additions to the outputs of the LLM's first layers."""
         x = self.llm.embedded(text.token)
         for name in self.generators:
             query = text.slots[name]
@@ -230,7 +231,8 @@ class MultimodalModel(nnx.Module):
         for name, generator in self.generators.items():
             if name not in items:  # prompts without images to make
                 continue
-            config, batch = generator.config, items[name]
+            config = generator.config
+            batch = items[name]
             with encoding():
                 draws = draw(
                     np.zeros(2, np.uint32) if noise is None else noise, name, config, batch
@@ -286,7 +288,7 @@ class MultimodalModel(nnx.Module):
 
 
 def _add_up(additions: Sequence[Sequence[Float[Array, "b t d"]]]) -> list[Float[Array, "b t d"]]:
-    """Add up what encoders add to the same layers; their deepstacks may have different depths."""
+    """Add up the encoders' additions to each layer; their deepstacks may have different depths."""
     return [sum(arrays) for arrays in zip_longest(*additions, fillvalue=0)]
 
 

@@ -20,7 +20,8 @@ class ParameterKeys(nnx.Rngs):
     """
 
     def __init__(self, key: Array) -> None:
-        self.key, self.count = key, 0
+        self.key = key
+        self.count = 0
 
     def params(self) -> Array:
         """Return the next key."""

@@ -50,7 +50,7 @@ PARTS = ("codes", "scales")  # last keys of the paths of a quantised matrix's pa
 
 
 class Quantized(NamedTuple):
-    """A matrix `[in, out]`, or a stack of such, as codes and scales: the largest magnitudes of what they divide.
+    """A matrix `[in, out]`, or a stack, as codes and scales: the largest magnitudes of their blocks or outputs.
 
     nf4: uint8 `[in / 64, 32, out]`, two codes a byte, inputs 2i and 2i + 1 of a block in the upper
     and the lower half of byte i, and float32 `[in / 64, out]`. A shard of either holds whole
@@ -77,6 +77,9 @@ def quantize(matrix: Float[Array, "*stack i o"], how: Quantization) -> Quantized
         scales = jnp.abs(matrix).max(-2)
         steps = matrix * (INT8_STEPS / jnp.where(scales > 0, scales, 1))[..., None, :]
         return Quantized(jnp.round(steps).astype(jnp.int8), scales)
+    # [in, out] -> [in / 64, 32, 2, out]: inputs 2i and 2i + 1 of a block share byte i. A weight's
+    # code is the number of bounds below it: -0.8 of a block's largest has one below, so code 1,
+    # -0.696.
     *stack, inputs, outputs = matrix.shape
     blocks = matrix.reshape(*stack, inputs // NF4_BLOCK, NF4_BLOCK // 2, 2, outputs)
     scales = jnp.abs(blocks).max((-3, -2))
@@ -92,6 +95,7 @@ def dequantize(matrix: Array | Quantized, dtype: Any) -> Float[Array, "*stack i 
     codes, scales = matrix
     if codes.dtype == jnp.int8:
         return (codes.astype(jnp.float32) * scales[..., None, :] * (1 / INT8_STEPS)).astype(dtype)
+    # Byte 0xA3 is codes 10 and 3: [in / 64, 32, out] -> [in / 64, 32, 2, out] -> [in, out].
     halves = codes[..., None, :] >> np.array([[4], [0]], np.uint8) & 15
     values = jnp.asarray(NF4).at[halves].get(mode="promise_in_bounds")
     return (values * scales[..., None, None, :]).astype(dtype).reshape(matrix.shape)

@@ -26,7 +26,7 @@ def recomputed_layer(recomputed: bool) -> Iterator[None]:
 
 
 def keep_inputs(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
-    """Keep only a function's inputs for backward, which computes the rest again: what is cheap, and large to keep.
+    """Save only a cheap function's inputs for backward, which recomputes its large intermediate values.
 
     In a layer that a policy recomputes, the policy alone decides.
     """

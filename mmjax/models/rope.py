@@ -46,6 +46,8 @@ def rotation_2d(
         y, x = jnp.split(coordinates.astype(jnp.float32), 2, axis=-1)
         angles = jnp.concatenate([y * frequencies[0::2], x * frequencies[1::2]], axis=-1)
         return Rotation(jnp.cos(angles), jnp.sin(angles))
+    # Of a head of 8 channels, pairs 0 and 1 turn with y, 2 and 3 with x: [B, T, 2] coordinates
+    # times [2] frequencies are [B, T, 2, 2], joined to [B, T, 4].
     pairs = head_width // 4
     frequencies = theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
     angles = coordinates.astype(jnp.float32)[..., None] * frequencies
@@ -181,6 +183,7 @@ def rotate(
 
     neighbours: turn pairs (2 i, 2 i + 1), as in the paper and in GLM.
     """
+    # Of 8 channels that all turn (P = 4), pair 1 is channels 1 and 5, with `neighbours` 2 and 3.
     pairs = rotation.cos.shape[-1]
     # HF's layout, halves of a head.
     first, second, rest = jnp.split(x.astype(jnp.float32), [pairs, 2 * pairs], axis=-1)

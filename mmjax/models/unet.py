@@ -135,7 +135,7 @@ class Level(nnx.Module):
 
 
 class Unet(nnx.Module):
-    """first -> levels down -> middle -> levels up -> last; each block up also takes what one down has made."""
+    """first -> levels down -> middle -> levels up -> last; each block up also takes the output of one down."""
 
     def __init__(self, config: UnetConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -155,7 +155,10 @@ class Unet(nnx.Module):
         self.down = nnx.Dict(down)
         self.middle = make_level([widths[-1]] * 2, widths[-1], c.heads[-1], 1)
         # Channels of what blocks up take: of the first convolution, of each block, and of those
-        # between levels.
+        # between levels. With widths 320 and 640 and one block a level, the skips are
+        #     320 (first)  320 (block)  320 (stride)  640 (block)
+        # and the two blocks up of each level take them from the end: 640 + 640 and 640 + 320
+        # channels into the deeper level, then 640 + 320 and 320 + 320 into the other.
         skips = [widths[0]]
         for i, width in enumerate(widths):
             skips += [width] * (c.blocks + (i < deepest))
@@ -186,6 +189,8 @@ class Unet(nnx.Module):
         """
         c = self.config
         rows, length, channels = latents.shape
+        # [R, L, C] -> [R * I, H, W, C]: all images have one size, so image i of a row begins at
+        # position i * min_patches.
         used = c.max_images(length) * c.min_patches
         images = rows * c.max_images(length)
         present = items.item[:, :used].reshape(images, c.min_patches)[:, 0] >= 0
@@ -198,6 +203,8 @@ class Unet(nnx.Module):
         return jnp.pad(x.reshape(rows, used, channels), ((0, 0), (0, length - used), (0, 0)))
 
     def _velocity(self, x: Array, time: Array, tokens: Array, present: Array) -> Array:
+        # Every output on the way down is pushed, and popped by the block at its resolution going
+        # up.
         x = self.first(_laid_out(x))
         skips = [x]
         for level in _in_order(self.down, "level"):
@@ -217,6 +224,7 @@ class Unet(nnx.Module):
                 x = self._block(residual, x, time, skips.pop())
                 if i < len(level.attention):
                     x = self._block(level.attention[f"block{i}"], x, tokens, present)
+            # Doubled again in backward rather than saved: the doubled image is four times as large.
             if level.resample is not None:
                 x = _laid_out(keep_inputs(lambda x, level=level: level.resample(doubled(x)))(x))
 

@@ -37,6 +37,7 @@ class Attention(nnx.Module):
         self.output = Linear(width, width, ("heads", "embed"), rngs, bias=True)
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        # [B, H, W, C] -> [B, H * W, 1, C]: every pixel a token, with one head.
         hidden = self.norm(x).reshape(len(x), -1, 1, x.shape[3])
         mask = encoder_mask(jnp.zeros(hidden.shape[:2], jnp.int32))
         attend = dense_attention if hidden.shape[1] <= DENSE else blockwise_attention
@@ -90,7 +91,9 @@ class Encoder(nnx.Module):
         self.enter = Convolution(c.image_channels, c.widths[0], (None, "embed"), rngs)
         self.levels = nnx.Dict()
         for i, width in enumerate(c.widths):
-            # Zeros stand behind the image alone, so that 2n rows become n.
+            # Zeros stand behind the image alone, so that 2n rows become n: with 4 rows, windows 0 1
+            # 2 and 2 3 (4), as in diffusers' checkpoints; zeros on both sides would shift them by
+            # one.
             last = i + 1 == len(c.widths)
             down = (
                 None

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from mmjax.parallel.sharding import Axes, active, sharding
+from mmjax.parallel.sharding import Axes, active, sharding, spec_axes
 
 
 def tensor_parallel_products(
@@ -44,9 +44,10 @@ def tensor_parallel_products(
         for w, names in zip(weights, axes, strict=True)
     ]
     tokens = sharding(mesh, rules, x.shape, ("rows", "sequence", None)).spec
+    # Dimension of the weights that `tensor` cuts: outputs of query or up, inputs of output or down.
     cut, uncut = (1, 0) if gathers else (0, 1)
     divides = tokens == rules.spec(("rows", "sequence", None)) and all(
-        _names(s[cut]) == (axis,) for s in specs
+        spec_axes(spec)[cut] == (axis,) for spec in specs
     )
     if mesh.shape[axis] == 1 or not divides:
         return None
@@ -59,7 +60,7 @@ def tensor_parallel_products(
         tokens=tokens,
         inner=PartitionSpec(rules.rows, rules.length or None, axis),
         weights=tuple(PartitionSpec(*copies, *spec) for spec in specs),
-        shards=tuple(name for name in _names(specs[0][uncut]) if mesh.shape[name] > 1),
+        shards=tuple(name for name in spec_axes(specs[0])[uncut] if mesh.shape[name] > 1),
         ranks=tuple(
             name
             for name in (*rules.rows, *rules.length)
@@ -67,10 +68,6 @@ def tensor_parallel_products(
         ),
     )
     return layout.products(x, tuple(weights))
-
-
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +114,8 @@ class _Layout:
     def _backward(
         self, x: Array | None, weights: tuple[Array, ...], gradients: tuple[Array, ...]
     ) -> tuple[Array, tuple[Array | None, ...]]:
+        # The transpose of gather-and-multiply is multiply-and-scatter, and the other way round. The
+        # same ring brings the chunks of `x`, or of the gradients, that the weights' gradient needs.
         def local(
             x: Array | None, weights: tuple[Array, ...], gradients: tuple[Array, ...]
         ) -> tuple[Array, Any]:
@@ -204,7 +203,13 @@ def _gather_and_multiply(
     out = jnp.zeros((x.shape[0], size * length, weight.shape[1]), x.dtype)
     outer = None
     for step in range(size):
-        # Device 2 of 4 multiplies the chunks of devices 2, 3, 0 and 1.
+        # Device 2 of 4 multiplies the chunks of devices 2, 3, 0 and 1. Each step sends the chunk at
+        # hand on while it is multiplied:
+        #   step       0     1     2     3
+        #   device 0   c0    c1    c2    c3
+        #   device 1   c1    c2    c3    c0
+        #   device 2   c2    c3    c0    c1
+        #   device 3   c3    c0    c1    c2
         start = (first + step) % size * length
         following = None if step + 1 == size else _pass_on(x, axis)
         part = x @ weight
@@ -237,7 +242,7 @@ def _multiply_and_scatter(
     outer = None
     for step in range(size):
         # Device 2 of 4 adds its terms of the chunks of devices 3, 0, 1 and 2; each sum ends where
-        # its chunk lies.
+        # its chunk lies. The sum of chunk 2 begins on device 1 and goes by 0 and 3 to device 2.
         start = (first + step + 1) % size * length
         received = None if total is None else _pass_on(total, axis)
         part = lax.dynamic_slice_in_dim(x, start, length, axis=1) @ weight

@@ -33,25 +33,30 @@ def dispatch(
     mesh: Mesh | None,
     exchange: Exchange = "padded",
     spread: Int[Array, "devices context chunk"] | None = None,
-    whole: bool = False,
+    by_rank: bool = False,
 ) -> Float[Array, "text_rows positions *n width"]:
     """Bring each position of the text its token as `slots` says, zeros where it is -1.
 
     send, spread: of all devices that share neither their rows nor their positions, as in
     `TextBatch`; slots index what arrives by `spread`, by `send`, and the device's own tokens. All
     arrays lie over the mesh; without one, they are on one device. exchange: `padded` sends chunks
-    of equal size, `ragged` only what is in them (GPU, TPU). whole: all devices of a rank have its
-    tokens and get all that it is sent, whatever shares their rows elsewhere. Raises ValueError
+    of equal size, `ragged` only what is in them (GPU, TPU). by_rank: all devices of a rank have its
+    tokens and get all that it is sent, also where they share rows elsewhere. Raises ValueError
     where peers do not divide the ranks, or the mesh has another number of ranks.
     """
+    # Rank 0 of 2 has tokens a b c, and sends c to rank 1, which sends d back. Its table `send` is
+    # [[-1], [2]] (nothing to itself, token 2 to rank 1), and its slots count in
+    #     received from 0, received from 1, own    0 d a b c
+    # so a position that takes d has slot 1, and one that takes b has slot 3.
     context = 1 if spread is None else spread.shape[1]
-    ranks, peers = len(send) // context, send.shape[1]
+    ranks = len(send) // context
+    peers = send.shape[1]
     if ranks % peers:
         raise ValueError(f"{peers} ranks cannot exchange among themselves in a mesh of {ranks}")
     tables = (send,) if spread is None else (send, spread)
     if mesh is None or mesh.size == 1:
         return _on_one_device(tokens, tables, slots)
-    if (ranks, context) != (row_ranks(mesh), 1 if whole else mesh.shape[CONTEXT]):
+    if (ranks, context) != (row_ranks(mesh), 1 if by_rank else mesh.shape[CONTEXT]):
         of_context = f" of {context} devices" if context > 1 else ""
         raise ValueError(
             f"a batch made for {ranks} ranks{of_context} cannot run on a mesh of {dict(mesh.shape)}"
@@ -61,8 +66,8 @@ def dispatch(
         _Way(RANKS, peers, _groups(ranks, peers), exchange, mesh.shape[TENSOR]),
         _Way((CONTEXT,), context, None, exchange, mesh.shape[TENSOR]),
     )
-    over = PartitionSpec(RANKS if whole else (*RANKS, CONTEXT))
-    placed = PartitionSpec(RANKS, None if whole else CONTEXT)
+    over = PartitionSpec(RANKS if by_rank else (*RANKS, CONTEXT))
+    placed = PartitionSpec(RANKS, None if by_rank else CONTEXT)
 
     def of_devices(
         part: Callable[..., jax.Array], takes: PartitionSpec, makes: PartitionSpec
@@ -76,9 +81,11 @@ def dispatch(
         )
 
     # By JAX's own rules the devices of a rank would add up their equal gradients in an all-reduce.
-    forward = of_devices(_bring, over, placed)
+    forward = of_devices(_send_tokens, over, placed)
     backward = of_devices(
-        partial(_return, shape=(len(tokens) // len(send), *tokens.shape[1:])), placed, over
+        partial(_return_gradients, shape=(len(tokens) // len(send), *tokens.shape[1:])),
+        placed,
+        over,
     )
     moved = jax.custom_vjp(forward)
     moved.defvjp(
@@ -102,6 +109,7 @@ class _Way(NamedTuple):
 
 
 def _groups(ranks: int, peers: int) -> list[list[int]] | None:
+    """Group neighbouring ranks: [[0, 1], [2, 3]] of 4 ranks with 2 peers; None where all are peers."""
     return (
         None
         if peers == ranks
@@ -109,7 +117,7 @@ def _groups(ranks: int, peers: int) -> list[list[int]] | None:
     )
 
 
-def _bring(
+def _send_tokens(
     ways: tuple[_Way, ...], tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.Array
 ) -> jax.Array:
     """Run one device's part of the exchanges."""
@@ -118,24 +126,24 @@ def _bring(
         if send.size:
             sizes = (send >= 0).sum(1, dtype=jnp.int32)
             # `send` is `[peers, chunk]`: the tokens for each peer side by side, padded with zeros.
-            received = _swap(way, _pick(local, send), sizes, outward=True)
+            received = _exchange_chunks(way, _take(local, send), sizes, outward=True)
             # The order that slots count in: what came from the peers, then what was here.
             local = jnp.concatenate([received.reshape(-1, local.shape[-1]), local])
-    return _pick(local, slots)
+    return _take(local, slots)
 
 
-def _return(
+def _return_gradients(
     ways: tuple[_Way, ...],
     back: jax.Array,
     tables: tuple[jax.Array, ...],
     slots: jax.Array,
     shape: tuple[int, ...],
 ) -> jax.Array:
-    """Transpose `_bring`: return what arrives of the gradients of a device's tokens, from its rows and its peers."""
+    """Transpose `_send_tokens`: sum the gradients of a device's tokens from its own rows and from its peers."""
     *_, width = shape
     sends = [(way, send) for way, (send,) in zip(ways, tables, strict=False) if send.size]
     length = math.prod(shape[:-1]) + sum(send.size for _, send in sends)
-    gradients = _unpick(back.reshape(-1, width), slots.reshape(-1), length)
+    gradients = _take_transposed(back.reshape(-1, width), slots.reshape(-1), length)
     for way, send in reversed(sends):
         # What the peers' rows say of this device's tokens comes back over the same exchange, and
         # adds up where a token went to several.
@@ -144,12 +152,14 @@ def _return(
             gradients[send.size :],
         )
         sizes = (send >= 0).sum(1, dtype=jnp.int32)
-        gradients += _unpick(_swap(way, arrived, sizes, outward=False), send, len(gradients))
+        gradients += _take_transposed(
+            _exchange_chunks(way, arrived, sizes, outward=False), send, len(gradients)
+        )
     return gradients.reshape(shape)
 
 
-def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
-    """Exchange the chunks `[peers, chunk, width]` that this device has for its peers for those they have for it.
+def _exchange_chunks(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
+    """Exchange chunks `[peers, chunk, width]`: chunk k goes to peer k, and that peer's chunk takes its place.
 
     sizes: how many tokens it sends to each in the forward pass, int32 `[peers]`; outward: whether
     this is that.
@@ -163,7 +173,7 @@ def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.
             chunks, jax.lax.axis_index(TENSOR) * width, width, axis=-1
         )
     if way.exchange == "ragged":
-        received = _ragged(way, part, sizes, outward)
+        received = _exchange_ragged(way, part, sizes, outward)
     else:
         received = jax.lax.all_to_all(part, way.axes, 0, 0, axis_index_groups=way.groups)
     return (
@@ -173,7 +183,7 @@ def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.
     )
 
 
-def _ragged(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
+def _exchange_ragged(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
     """Exchange the filled tokens of chunks `[peers, chunk, width]`; they arrive where a padded exchange puts them."""
     arriving = jax.lax.all_to_all(sizes, way.axes, 0, 0, axis_index_groups=way.groups, tiled=True)
     # The backward pass returns to each peer as many tokens as came from it.
@@ -192,8 +202,9 @@ def _ragged(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> ja
 
 
 def _on_one_device(tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.Array) -> jax.Array:
-    """Exchange with the arrays of all ranks on one device: what rank a sends to b is what b gets from a."""
-    devices, width = len(tables[0]), tokens.shape[-1]
+    """Exchange with the arrays of all ranks on one device: a transpose of sender and receiver."""
+    devices = len(tables[0])
+    width = tokens.shape[-1]
     context = tables[1].shape[1] if tables[1:] else 1
     local = tokens.reshape(devices, len(tokens) // devices * tokens.shape[1], width)
     for send, among in zip(tables, (context, 1), strict=False):
@@ -201,7 +212,7 @@ def _on_one_device(tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.
         # Peers are `among` apart. [group, sender, device of a rank, receiver, chunk, width]:
         # swapping sender and receiver is the exchange.
         groups = devices // (peers * among)
-        chunks = jax.vmap(_pick)(local, send).reshape(groups, peers, among, peers, chunk, width)
+        chunks = jax.vmap(_take)(local, send).reshape(groups, peers, among, peers, chunk, width)
         received = chunks.swapaxes(1, 3).reshape(devices, peers * chunk, width)
         local = jnp.concatenate([received, local], axis=1)
     # [rank, row, device of a rank, its positions of the row].
@@ -210,16 +221,16 @@ def _on_one_device(tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.
         ranks, len(slots) // ranks, context, slots.shape[1] // context, *slots.shape[2:]
     )
     parts = parts.swapaxes(1, 2)
-    placed = jax.vmap(_pick)(local, parts.reshape(devices, *parts.shape[2:]))
+    placed = jax.vmap(_take)(local, parts.reshape(devices, *parts.shape[2:]))
     return placed.reshape(*parts.shape, width).swapaxes(1, 2).reshape(*slots.shape, width)
 
 
-def _pick(tokens: jax.Array, positions: jax.Array) -> jax.Array:
+def _take(tokens: jax.Array, positions: jax.Array) -> jax.Array:
     """Pick the tokens at these positions, zeros where they are -1."""
     return jnp.where((positions >= 0)[..., None], tokens[jnp.maximum(positions, 0)], 0)
 
 
-def _unpick(back: jax.Array, positions: jax.Array, length: int) -> jax.Array:
-    """Transpose `_pick`: each of `length` tokens gets the sum of what its places have."""
+def _take_transposed(back: jax.Array, positions: jax.Array, length: int) -> jax.Array:
+    """Transpose `_take`: each of `length` tokens gets the sum over the positions that took it."""
     tokens = jax.ShapeDtypeStruct((length, back.shape[-1]), back.dtype)
-    return jax.linear_transpose(partial(_pick, positions=positions), tokens)(back)[0]
+    return jax.linear_transpose(partial(_take, positions=positions), tokens)(back)[0]

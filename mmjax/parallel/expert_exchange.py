@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -23,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from mmjax.parallel.sharding import EXPERT, TENSOR, active, sharding
+from mmjax.parallel.sharding import EXPERT, TENSOR, active, sharding, spec_axes
 
 Tree = TypeVar("Tree")
 # logical axes of the matrices into an expert's hidden layer
@@ -51,17 +52,18 @@ class ExpertLayout:
             return cls()
         mesh, rules = current
         by_rows = sharding(mesh, rules, tokens, ("rows", "sequence", None)).spec
+        experts, width, hidden = into
         specs = [
             sharding(mesh, rules, shape, axes).spec
-            for shape, axes in ((into, INTO), (_turned(into), OUT))
+            for shape, axes in ((into, INTO), ((experts, hidden, width), OUT))
         ]
-        used = [axis for axis in _axes(specs[0]) if mesh.shape[axis] > 1]
+        used = [axis for axis in chain(*spec_axes(specs[0])) if mesh.shape[axis] > 1]
         return cls(
             mesh=mesh,
             tokens=by_rows,
             into=specs[0],
             out=specs[1],
-            divides=tuple(axis for axis in _axes(by_rows) if mesh.shape[axis] > 1),
+            divides=tuple(axis for axis in chain(*spec_axes(by_rows)) if mesh.shape[axis] > 1),
             parts=tuple(axis for axis in (EXPERT, TENSOR) if axis in used),
             shards=tuple(axis for axis in used if axis not in (EXPERT, TENSOR)),
         )
@@ -69,7 +71,7 @@ class ExpertLayout:
     def run(
         self, function: Callable[..., Any], x: Array, valid: Array, router: Array, *matrices: Array
     ) -> Any:
-        """Call a function of these on each device; it returns outputs like `x`, and sums that `add_up` has added up.
+        """Call `function` with these arrays on each device; it returns outputs like `x`, and sums reduced by `add_up`.
 
         matrices: two into the hidden layer, and one out of it.
         """
@@ -100,7 +102,7 @@ class ExpertLayout:
 
     @property
     def sends(self) -> bool:
-        """Return whether these devices have tokens of their own, which can be sent from one to another."""
+        """Return whether devices that share experts have different tokens, so that tokens are sent between them."""
         return EXPERT in self.parts and EXPERT in self.divides
 
     @property
@@ -115,7 +117,7 @@ class ExpertLayout:
         return lax.axis_index(EXPERT) * count if self.devices > 1 else 0
 
     def gather(self, tree: Tree, parts: tuple[str, ...]) -> Tree:
-        """Gather arrays `[n, ...]` of tokens from the devices along these of `parts`."""
+        """Gather arrays `[n, ...]` of tokens from the devices along these axes, a subset of `self.parts`."""
         axes = tuple(axis for axis in parts if axis in self.divides)
         return (
             jax.tree.map(lambda x: lax.all_gather(x, axes, axis=0, tiled=True), tree)
@@ -124,7 +126,7 @@ class ExpertLayout:
         )
 
     def scatter(self, sums: Float[Array, "n d"], parts: tuple[str, ...]) -> Float[Array, "m d"]:
-        """Add up what the devices have made of the same tokens, and leave each its own: the inverse of `gather`."""
+        """Sum the devices' outputs for the same tokens, and leave each its own tokens: the inverse of `gather`."""
         if axes := tuple(axis for axis in parts if axis not in self.divides):
             sums = lax.psum(sums, axes)
         if axes := tuple(axis for axis in parts if axis in self.divides):
@@ -158,7 +160,14 @@ class Sends(NamedTuple):
     @classmethod
     def of(cls, expert: Int[Array, "n k"], count: int, size: int, layout: ExpertLayout) -> Sends:
         """List the tokens by the devices of their experts, which are `count` in all."""
-        tokens, devices = len(expert), layout.devices
+        # 3 tokens with the experts (0 1), (3 0) and (2 3), of which 0 1 are on device 0, 2 3 on 1:
+        #   device    0 0 | 1 0 | 1 1      of each token's experts
+        #   goes      device 0 gets tokens 0 1, device 1 gets tokens 1 2
+        #   rank      0 0 | 0 1 | 1 1      which of its list's tokens the token is
+        #   token     0 1 3 3 | 1 2 3 3    both lists, of 4 entries for a `size` of 2; 3 is none
+        #   place     0 8 | 4 1 | 5 8      device * 4 + rank; 8 where the token is there already
+        tokens = len(expert)
+        devices = layout.devices
         length = -(-tokens // size) * size
         device = expert // (count // devices)  # of padding, `devices`
         goes = (device[:, :, None] == jnp.arange(devices)).any(1)
@@ -172,13 +181,16 @@ class Sends(NamedTuple):
             .at[place]
             .set(jnp.arange(tokens, dtype=jnp.int32)[:, None], mode="drop")
         )
+        # The same on all devices: each turn is an all-to-all, in which all must take part.
         turns = lax.pmax(-(-counts[-1].max() // size), layout.mesh.axis_names)
         return cls(token.reshape(devices, length), place, turns)
 
     def turn(self, number: Int[Array, ""], size: int) -> Sends:
-        """Return what is sent in one turn, of `turns`."""
+        """Return the lists of one turn, `size` entries of each."""
+        # Entry 5 of a list is entry 1 of turn 2 with a size of 2; of other turns it has no place.
         devices, length = self.token.shape
-        device, rank = self.place // length, self.place % length - number * size
+        device = self.place // length
+        rank = self.place % length - number * size
         inside = (rank >= 0) & (rank < size) & (device < devices)
         token = lax.dynamic_slice_in_dim(self.token, number * size, size, axis=1)
         return self._replace(
@@ -233,13 +245,3 @@ sum_rows.defvjp(
     lambda x, rows, back: (sum_rows(x, rows, back), (rows, back)),
     lambda tables, gradient: (sum_rows(gradient, *tables[::-1]), None, None),
 )
-
-
-def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape[0], shape[2], shape[1]
-
-
-def _axes(spec: PartitionSpec) -> list[str]:
-    return [
-        axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())
-    ]

@@ -112,7 +112,8 @@ def local_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> range:
 
     Raises UserError where these are not consecutive.
     """
-    # An array with one row per rank: the slice that a device gets of it starts at its rank.
+    # An array with one row per rank: the slice that a device gets of it starts at its rank. A mesh
+    # of one rank has `slice(None)`, whose start is None.
     slices = (
         rows_sharding(mesh, axes).addressable_devices_indices_map((row_ranks(mesh, axes),)).values()
     )
@@ -144,7 +145,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def without_shards(struct: jax.ShapeDtypeStruct, layout: NamedSharding | None = None) -> jax.Array:
-    """Return an array of which this process has no shard: a place in states and plans for what others have.
+    """Return an array of which this process has no shard, a placeholder for other processes' arrays.
 
     layout: None where the struct has one.
     """
@@ -257,7 +258,7 @@ def activations_on(mesh: Mesh, rules: ShardingRules) -> Iterator[None]:
 
 @contextlib.contextmanager
 def encoding() -> Iterator[None]:
-    """Take `rows` for those of encoders while tracing inside."""
+    """Use the encoders' sharding rules for `rows` while tracing inside."""
     current = _active.get()
     if current is None:
         yield
@@ -301,7 +302,7 @@ _no_platform: contextvars.ContextVar[bool] = contextvars.ContextVar("no_platform
 
 @contextlib.contextmanager
 def for_no_platform() -> Iterator[None]:
-    """Trace programs as they read, without what some platform computes otherwise; none is asked for its devices."""
+    """Trace programs without platform-specific branches, and without asking JAX for devices."""
     token = _no_platform.set(True)
     try:
         yield
@@ -359,15 +360,16 @@ def sharding(mesh: Mesh, rules: ShardingRules, shape: tuple[int, ...], axes: Axe
     # a leading axis of stacked layers is never sharded
     axes = (None,) * (len(shape) - len(axes)) + axes
     spec = list(rules.spec(axes))
-    for i, entry in enumerate(spec):
-        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        size = 1
-        for name in names:
-            size *= mesh.shape[name]
+    for i, names in enumerate(spec_axes(spec)):
         # JAX refuses a sharding of uneven pieces at a program's borders.
-        if shape[i] % size:
+        if shape[i] % math.prod(mesh.shape[name] for name in names):
             spec[i] = None
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def spec_axes(spec: Sequence[Any]) -> list[tuple[str, ...]]:
+    """Return the mesh axes that cut each dimension: P("data", None, ("fsdp", "tensor")) is one, none and two."""
+    return [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
 
 
 def tree_shardings(mesh: Mesh, rules: ShardingRules, shapes: Any, axes: Any) -> Any:

@@ -51,7 +51,10 @@ class Allocation:
 
 @njit(cache=True)
 def orders_1f1b(depth, microbatches):
-    """Return the actions of stages with so many stages behind in 1F1B, as `makespan` takes them."""
+    """Return the actions of 1F1B, as `makespan` takes them. depth: of every stage, the stages behind it."""
+    # Depth 2 with 4 microbatches: F0 F1, then F2 B0, F3 B1, then B2 B3. Action n is in the warm-up
+    # (n < 2), in turn (forward where n - 2 is even), or in the rest, whose backward passes are n -
+    # 4.
     orders = np.zeros((len(depth), 2 * microbatches, 3), np.int64)
     for stage in range(len(depth)):
         warmup = min(depth[stage], microbatches)
@@ -85,6 +88,9 @@ def makespan(orders, ends, forward, backward, edges, delay, microbatches):
     behind the other. ends: of each worker's. edges: int `[edges, 2]`, stages that give and take
     activations; delay: seconds of each.
     """
+    # Walk the workers round and round, each as far as what it needs is there; `done` is -1 for
+    # passes that have not run. Forward results go along an edge and gradients back: of kind 0 the
+    # receiver is edges[:, 1] and the sender edges[:, 0], of kind 1 the other way round.
     done = np.full((2, len(forward), microbatches), -1.0)
     free = np.zeros(len(ends))
     position = np.append(0, ends[:-1])
@@ -118,6 +124,7 @@ def simulate_choice(
     problem: Problem, chosen: Mapping[str, Choice], microbatches: int
 ) -> Allocation:
     """Simulate a step with equal microbatches. Links of a node count only where the cluster is one node."""
+    # Stages are numbered encoders first, tower after tower; each tower has workers of its own.
     generators = [name for name in problem.generators if name in chosen]
     names = [*(name for name in chosen if name not in ("llm", *generators)), "llm", *generators]
     counts = [chosen[name][0].passes.shape[1] for name in names]
@@ -185,8 +192,8 @@ class Scores(NamedTuple):
     """Scores of options by an objective, `[options]` each."""
 
     path: np.ndarray  # seconds of one microbatch through all stages
-    alone: np.ndarray  # seconds of the step, if the other towers took no time
-    tail: np.ndarray
+    step: np.ndarray  # seconds of the step, if the other towers took no time
+    tail: np.ndarray  # seconds behind the last pass
 
 
 class Objective(NamedTuple):
@@ -199,7 +206,7 @@ class Objective(NamedTuple):
 
 
 def _score_busy(options: TowerOptions, microbatches: int) -> Scores:
-    """Bound by what its devices compute and send, whatever is in flight."""
+    """Bound a step from below by what a tower's devices compute and send, whatever is in flight."""
     passes = options.passes
     stages = passes.shape[1]
     edges = options.edge[:, None]
@@ -229,18 +236,18 @@ def _score_bound(options: TowerOptions, microbatches: int) -> Scores:
     edges = options.edge[:, None]
     earlier = np.cumsum(passes, axis=1) - passes + 2 * np.arange(stages) * edges
     # A microbatch enters when that which is `depth + 1` before it has come back from all stages
-    # behind.
+    # behind. With depth 2, microbatches 3 and 6 wait for 0 and 3: m microbatches make (m - 1) // 3
+    # round trips before the last one's own, and the (m - 1) % 3 behind the last of these run
+    # forward in between.
     depth = stages - 1 - np.arange(stages)
     rounds, rest = np.divmod(microbatches - 1, depth + 1)
     back = np.cumsum(passes[:, ::-1], axis=1)[:, ::-1] + 2 * depth * edges
     waiting = earlier + (rounds + 1) * back + rest * options.forward
-    return scores._replace(alone=np.maximum(scores.alone, waiting.max(1)))
+    return scores._replace(step=np.maximum(scores.step, waiting.max(1)))
 
 
 def _total_bound(encoders: Scores, llm: Scores, _: int) -> np.ndarray:
-    return np.maximum(encoders.path + llm.alone, encoders.alone) + np.maximum(
-        encoders.tail, llm.tail
-    )
+    return np.maximum(encoders.path + llm.step, encoders.step) + np.maximum(encoders.tail, llm.tail)
 
 
 # A lower bound: the LLM's stages begin when an encoder's path ends, and the longest path counts. Of
@@ -280,7 +287,7 @@ def make_table(
 
 
 def compatible_ranks(ranks: np.ndarray, llm: Choice) -> np.ndarray:
-    """Return which numbers of an encoder's ranks divide those of the LLM's, or are a multiple of them."""
+    """Return whether each of these numbers of an encoder's ranks divides the LLM's, or is a multiple of it."""
     of_llm = int(llm[0].item_ranks[llm[1]])
     return (ranks % of_llm == 0) | (of_llm % np.maximum(ranks, 1) == 0)
 
@@ -366,8 +373,12 @@ def _complete(
     """Yield candidates with the LLM's option `n`, and encoders on the devices that are left."""
     remaining = problem.cluster.devices - llm.devices[n]
     llm_scores = Scores._make(column[n] for column in llm.scores)
-    devices, scores = np.zeros(1), Scores._make(np.zeros(1) for _ in Scores._fields)
+    devices = np.zeros(1)
+    scores = Scores._make(np.zeros(1) for _ in Scores._fields)
     index = np.zeros((1, 0), np.int64)
+    # All combinations that fit the remaining devices, encoder by encoder: `index` [combinations,
+    # encoders] is of options. Combination 1 of 3 with usable options 0 2 of the next encoder
+    # becomes two; a and b are the numbers of both, (0 0 1 1 2 2) and (0 1 0 1 0 1).
     for table in tables:
         divides = compatible_ranks(table.ranks, llm.choices[n])
         seconds = objective.total(table.scores, llm_scores, count)
@@ -381,7 +392,7 @@ def _complete(
         )
         scores = Scores(
             objective.merge_paths(scores.path[a], table.scores.path[b]),
-            np.maximum(scores.alone[a], table.scores.alone[b]),
+            np.maximum(scores.step[a], table.scores.step[b]),
             np.maximum(scores.tail[a], table.scores.tail[b]),
         )
         index = np.column_stack([index[a], b])

@@ -58,15 +58,12 @@ def allocate_chain(problem: Problem, simulations: int = SIMULATIONS) -> Allocati
     return best
 
 
-def allocate_meshes(
-    problem: Problem, count: int, simulations: int = SIMULATIONS
-) -> list[Allocation]:
+def allocate_meshes(problem: Problem, count: int) -> list[Allocation]:
     """Find meshes of all devices for all modules, the fastest `count` that differ in more than `data` and `fsdp`."""
     problem = problem._replace(microbatches=(1, *problem.microbatches))
     fastest: dict[Layout, Allocation] = {}
-    for bound, chain, stages in _by_bound(
-        list(list_chains(problem, of_one_stage=True)), simulations
-    ):
+    chains = list(list_chains(problem, of_one_stage=True))
+    for bound, chain, stages in _by_bound(chains, SIMULATIONS):
         kind = replace(chain.layout, data=1, fsdp=1)
         if kind in fastest and bound >= fastest[kind].seconds:
             continue
@@ -137,7 +134,9 @@ def list_chains(problem: Problem, of_one_stage: bool = False) -> Iterator[Chain]
                 )
                 # A stage is busy with all microbatches behind one's passes through the stages
                 # before it, so each may take 1 / count of what is left of the step. What is sent
-                # last is not waited for.
+                # last is not waited for. In a step of T seconds, stage 0 takes at most T / count a
+                # microbatch, stage 1 (T - T / count) / count, ...: together T (1 - (1 - 1 / count)
+                # ** stages), which must hold all passes of one.
                 sends = (count - 1) / count * (2 * stages - 2) * edge
                 bounds = (path + sends) / (1 - (1 - 1 / count) ** stages) + update
                 yield Chain(
@@ -178,9 +177,12 @@ def _spread(layout: Layout, costs: TowerCosts) -> Layout:
 
 def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | None:
     """Cut a chain and simulate a step; None where it does not fit."""
-    costs, layout = chain.costs, chain.layout
+    costs = chain.costs
+    layout = chain.layout
     count = chain.microbatches
-    # layers of towers, and the end of all
+    # layers of towers, and the end of all With 24 vision and 32 LLM layers, firsts is 0 24 56: a
+    # cut before layer 30 of the chain has, of the LLM, layers 0 to 5 in front of it (`in_tower(30,
+    # 1)` is 6).
     firsts = [0, *accumulate(len(of_tower.forward) for of_tower in costs)]
     links = [
         link_seconds(problem.cluster, _spread(layout, of_tower), of_tower.experts)
@@ -224,7 +226,8 @@ def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | 
     def memory(
         stage: int, first: np.ndarray, end: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Return the bytes with as much computed again as can be, those that it frees, and layers of each tower."""
+        """Return the bytes with full recomputation, those that it saves, and the layers of each tower."""
+        # first, end: of one stage, or `[layers, 1]` and `[layers + 1]`, for a table of all stages.
         in_flight = min(count, stages - stage)
         peak = np.where((first <= first_of_llm) & (first_of_llm < end), exchanged, 0.0)
         minimum = np.where(first < end, state[end] - state[first], np.inf) + in_flight * (
@@ -257,8 +260,9 @@ def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | 
     ends = np.array((0, *cuts, firsts[-1]))
     again = np.zeros(stages)
     for stage in range(stages):
-        least, freed, counts = memory(stage, ends[stage], ends[stage + 1])
-        part = np.clip((problem.room - least) / max(freed, 1.0), 0, 1)
+        # Layers keep the share `part` of what could be kept, as far as the device has room.
+        minimum, freed, counts = memory(stage, ends[stage], ends[stage + 1])
+        part = np.clip((problem.room - minimum) / max(freed, 1.0), 0, 1)
         for of_tower, share, n in zip(costs, chain.shares, counts, strict=True):
             saved = of_tower.saved[-1] + part * (of_tower.saved[0] - of_tower.saved[-1])
             again[stage] += share * n * np.interp(saved, of_tower.saved[::-1], of_tower.again[::-1])
@@ -269,7 +273,7 @@ def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | 
     names = [
         f"{tower}.{n}"
         for tower, of_tower in zip(chain.towers, costs, strict=True)
-        for n in _numbers(of_tower)
+        for n in range(len(of_tower.forward))
     ]
     unit = Unit(
         **vars(layout),
@@ -279,7 +283,3 @@ def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | 
     )
     total = makespan(*orders, *of_stages.passes(again), edges, delays, count) + of_stages.tail()
     return Allocation({"all": unit}, count, float(total))
-
-
-def _numbers(costs: TowerCosts) -> range:
-    return range(len(costs.forward))

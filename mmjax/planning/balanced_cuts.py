@@ -92,10 +92,13 @@ def _balance(
         activations = rows[number] * width * sum(work.positions for work in works)
         tokens = rows[number] * model.llm.width * sum(work.tokens for work in works)
         sent += [activations] * (len(by_shape[0]) - 1) + [tokens]
+    # [layers, 2], scaled to whole numbers whose longest layer is LONGEST.
     times = np.array(flops)
     forward, backward = np.rint(times * (LONGEST / times.sum(1).max())).T
     stages = unit.pipeline * unit.virtual
+    # Before layer n goes what layer n - 1 sends: activations, or an encoder's tokens at its end.
     cut_bytes = np.rint(ACTIVATION[config.training.precision] * np.array([0, *sent]))
+    # The simulator of `fastest_partition` knows 1F1B alone.
     if unit.virtual > 1:
         cuts = partition(forward + backward, stages, cut_bytes)
     else:

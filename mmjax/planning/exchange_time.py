@@ -79,13 +79,15 @@ def all_to_all_seconds(size: float, group: int, stride: int, cluster: Cluster) -
 
 def _nodes(group: int, stride: int, cluster: Cluster) -> int:
     """Count the nodes of a group of devices that are `stride` apart."""
-    # How many of a group lie on one node: per_node / stride, at least one and at most all.
+    # How many of a group lie on one node: per_node / stride, at least one and at most all. On nodes
+    # of 8, 16 devices with stride 2 lie 4 to a node, on 4 nodes; with stride 16 each on its own.
     return -(-group // max(1, min(group, cluster.per_node // stride)))
 
 
 def exchange_seconds(model: ModelConfig, batch: DeviceBatch, machine: ClusterRun) -> float:
     """Estimate the seconds in which a rank sends its microbatch's tokens to its peers, and among its own devices."""
-    device, tensor = machine.cluster.device, machine.mesh["tensor"]
+    device = machine.cluster.device
+    tensor = machine.mesh["tensor"]
     token = model.llm.width * machine.activation
     sent = sum(batch.peers * n for n in batch.widths.values()) * token  # padding included
     # Ranks that exchange tokens are `context` x `tensor` devices apart.
@@ -114,7 +116,7 @@ def dispatch_seconds(llm: DecoderConfig, work: Work, machine: ClusterRun) -> tup
 
 
 def expert_bytes(llm: DecoderConfig, tokens: int, devices: int, activation: int) -> int:
-    """Count the bytes that a device sends to those that share a layer's experts, in both passes, and to itself.
+    """Count the bytes that a device sends in both passes to all devices that share a layer's experts, itself included.
 
     Forward sends tokens, with the numbers and shares of their experts, and sends sums back.
     Backward sends these tokens again and the gradients of sums, and gradients of tokens and shares
@@ -133,7 +135,9 @@ def context_seconds(
     """
     if batch.context == 1:
         return 0.0, 0.0
-    layer, tensor, rates = layer_sizes(llm), machine.mesh["tensor"], machine.speed.rates
+    layer = layer_sizes(llm)
+    tensor = machine.mesh["tensor"]
+    rates = machine.speed.rates
     positions = math.prod(batch.shape["llm"])
     channel = positions * machine.activation / machine.sharding.llm
     if (
@@ -185,6 +189,8 @@ def tensor_seconds(
     rates = machine.speed.rates
     sends = parts - 1
     send = reduce / (2 * sends)  # of a chunk: a device's tokens between layers
+    # Seconds of a chunk's product with one column of the width, so `column * n` with n columns
+    # hides as much of a chunk's transfer.
     column = 2 * positions / parts * layer.width / parts / rates.flops if way == "overlap" else 0.0
     cross = [layer.cross] if layer.cross else []
     gathered = layer.queries + 2 * layer.keys, *cross, (1 + layer.gated) * layer.mlp

@@ -47,7 +47,7 @@ class Flops(NamedTuple):
 
     @property
     def at_one_rate(self) -> Flops:
-        """Return them with those in FP8 as the fewer ones of other products that would take as long."""
+        """Return FLOPs at one rate: FP8 products count as the FLOPs of other products that would take as long."""
         share = 1 - SHEET.flops / SHEET.float8
         return self._replace(
             forward=self.forward - share * self.float8_forward,
@@ -83,9 +83,10 @@ def model_flops(
         layers = len(layer_policies(config))
         trace = tower_trace(model, tower, _running(work), frozen, "dense")
         tower_cost, connector = _whole(trace, [("none", True)] * layers)
-        for module, cost in ((tower, tower_cost), (f"{tower}.connector", connector))[
-            : 1 + (tower != "llm")
-        ]:
+        parts = {tower: tower_cost}
+        if tower != "llm":
+            parts[f"{tower}.connector"] = connector
+        for module, cost in parts.items():
             forward = _total(cost.needed_forward, amounts)
             if reference and runs_twice(module, model):
                 again = _whole(*_without_adapters(trace, layers))[module != tower]
@@ -140,9 +141,9 @@ def _stack(trace: TowerTrace, numbers: range, layers: Layers) -> Cost:
     """Add up the costs of these layers of a tower."""
     kinds = table.ends(trace).kinds
     counts: Counter[tuple[int, Remat, bool]] = Counter()
-    for number, (policy, alone) in zip(numbers, layers, strict=True):
+    for number, (policy, unscanned) in zip(numbers, layers, strict=True):
         # With all weights trained the first layer has the gradients that others have.
-        key = kinds[number], policy, alone and number == 0 and trace.tower in trace.frozen
+        key = kinds[number], policy, unscanned and number == 0 and trace.tower in trace.frozen
         counts[key] += 1
     return sum(
         (table.layer(trace, *key).times(count) for key, count in counts.items()), Cost.zero()
@@ -150,7 +151,7 @@ def _stack(trace: TowerTrace, numbers: range, layers: Layers) -> Cost:
 
 
 def _without_adapters(trace: TowerTrace, layers: int) -> tuple[TowerTrace, Layers]:
-    """Return what is traced of a tower that runs as a reference: a forward pass without adapters."""
+    """Return the trace of a tower's forward pass as the frozen reference, without adapters."""
     modules = frozenset({trace.tower, f"{trace.tower}.connector"} - {"llm.connector"})
     plain = replace(trace, model=replace(trace.model, lora={}), frozen=modules, upstream=False)
     return plain, [("none", False)] * layers
@@ -167,7 +168,7 @@ def runs_twice(module: str, model: ModelConfig) -> bool:
 def _with_encoding(
     flops: dict[str, Flops], model: ModelConfig, work: Mapping[str, Work], elementwise: bool
 ) -> dict[str, Flops]:
-    """Add what encoding images in the step takes to the forward pass of their generators."""
+    """Add the FLOPs of encoding images in the step to the forward pass of their generators."""
     for name in step_vaes(model):
         if name in flops:
             encoded = _encoding(model, name, work[name], elementwise)
@@ -326,6 +327,7 @@ def _compiled_layers(config: Tower) -> Layers:
 def _flops_of(cost: Cost, work: Work, config: Tower) -> Flops:
     """Count the executed FLOPs of a tower's part."""
     kernel = config.attention in ("flash", "auto")
+    # [3, UNITS]; only attention's products are per pair, so its column is what the kernel changes.
     passes = np.array([cost.forward, cost.backward, cost.again])
     # Of the kernel, heads of 80 channels are computed as 128.
     passes[:, PAIRS] *= _padding(config)
@@ -379,7 +381,8 @@ def stage_flops(
     last = layers.stop >= config.layers
     policies = policies if config.is_stack else ()
     unscanned = len(policies) < 2 or policies[0] != policies[1]
-    share = float(first)  # of a generator, whose connector stands before the layers
+    # Share of the connector that this stage runs: of a generator all of it, before the layers.
+    share = float(first)
     if tower != "llm" and not config.is_generator:
         # The connector's MLP, and one more for each layer of a deepstack.
         share = (last + sum(layer in layers for layer in config.deepstack)) / connector_mlps(config)
@@ -406,7 +409,7 @@ def stage_flops(
 def layer_flops(
     model: ModelConfig, tower: str, shape: Mapping[str, tuple[int, int]], reference: bool = False
 ) -> list[Flops]:
-    """Count the FLOPs of every layer of a tower, with what stands before the first and behind the last.
+    """Count the FLOPs of every layer of a tower; the first and last include embedding, head and connector.
 
     shape, reference: as in `executed`. A UNet is one layer.
     """

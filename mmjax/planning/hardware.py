@@ -49,7 +49,7 @@ class CudaTarget:
 
 @dataclass(frozen=True)
 class MeasuredRates:
-    """Rates that were measured on a device, in place of those that are assumed; None: not measured."""
+    """Rates measured on a device, which replace the assumed ones; None: not measured."""
 
     products: float | None = None  # share of the data sheet's FLOP/s that matrix products reach
     attention: float | None = None  # share of the same that the attention kernel reaches
@@ -212,7 +212,7 @@ def find_device(kind: str) -> Device | None:
 
 
 def check_float8(fp8: str, device: Device | None) -> None:
-    """Raises UserError where products are to be in FP8 on a device that has none. fp8: as in `DecoderConfig`."""
+    """Raise UserError where products are to be in FP8 on a device that has none. fp8: as in `DecoderConfig`."""
     if fp8 != "off" and device is not None and device.platform != "cpu" and device.float8 is None:
         raise UserError(
             f"model.llm.fp8={fp8}: {device.name} multiplies nothing in FP8; use model.llm.fp8=off"

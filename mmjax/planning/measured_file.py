@@ -37,14 +37,14 @@ KEYS = (*RATES, LAYERS, DEVICE, PROBED)
 
 @dataclass(frozen=True)
 class Probed:
-    """Prices that a run has measured by two rows, over those assumed: both 1 where these hold."""
+    """Ratios of the prices that a run has measured by two rows to those assumed: both 1 where these hold."""
 
     position: float  # seconds of a position, with all that a step computes again and does not hide
     pair: float  # seconds of a pair that attends
 
 
 def read_probed(path: Path, device: str) -> Probed | None:
-    """Read what a run has measured on this device, by JAX's name; None where the file has no such thing."""
+    """Read a run's measured price ratios for a device, by JAX's name; None where the file has none for it."""
     try:
         tree = json.loads(path.read_text())
         probed = decode(Probed, tree[PROBED], PROBED)
@@ -149,7 +149,7 @@ def _decode_rate(key: str, value: Any) -> float:
 
 
 def _layer_times(tower: str, layers: MeasuredLayers, config: Config, source: str) -> LayerTimes:
-    """Check what is stated of a tower's layers, and keep the policies that a plan of this config may choose from."""
+    """Check a tower's stated layer times, and keep the policies that a plan of this config may choose from."""
     towers = tuple(stacked_towers(config.model))
     where = f"{LAYERS}.{tower}"
     if tower not in towers:
@@ -157,6 +157,7 @@ def _layer_times(tower: str, layers: MeasuredLayers, config: Config, source: str
     if layers.rows < 1 or not layers.seconds:
         raise UserError(f"{where}: give at least 1 row, and the seconds of at least one row length")
     known = (FORWARD, *get_args(Remat))
+    # Policies that offload can be chosen only where the host has memory for it.
     needed = [name for name in known if name != "offload" or config.mesh.host_memory]
     times = {}
     for text, by_policy in layers.seconds.items():

@@ -111,7 +111,8 @@ ITEM_FIELDS = 6  # four-byte numbers per encoder position, beside its values
 ALIVE = 0.7
 # What a layer does not save but computes again: arrays as wide as the MLP, and float32 ones as wide
 # as the layer.
-MLP_ARRAYS, STREAMS = 4, 4
+MLP_ARRAYS = 4
+STREAMS = 4
 # Float32 scores and arrays as large, beside the saved ones. As compiled for CPUs: 2.2 to 3.6, by
 # precision and policy.
 SCORE_ARRAYS = 3
@@ -264,7 +265,7 @@ def reordered_elements(config: Tower, layers: int, sharding: ModelSharding, towe
 def muon_update_bytes(
     model: ModelConfig, layers: Mapping[str, int], sharding: ModelSharding, activation: int
 ) -> float:
-    """Count the bytes of Muon's update on one of several devices: its layers, as they come and as they return.
+    """Count the bytes of Muon's update on one of several devices: its layers as received and as sent back.
 
     layers: trained ones of every tower. XLA keeps the exchanges of all towers in flight (fitted to
     it). Beside them is one product of the largest matrix.
@@ -281,7 +282,7 @@ def muon_update_bytes(
 
 
 def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int) -> float:
-    """Bytes on one device that each position of a generated row takes: keys and values of the layers with attention."""
+    """Count a device's bytes for each position of a generated row: keys and values of the layers with attention."""
     return (
         2
         * (llm.layers - sum(llm.delta_layers))
@@ -293,7 +294,7 @@ def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int)
 
 
 def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
-    """Count the bytes of what one tower takes of a microbatch."""
+    """Count the bytes of one tower's input arrays in a microbatch."""
     rows, length = batch.shape[tower]
     if tower == "llm":
         # One of the text's fields, the position, has an entry for each axis.
@@ -413,7 +414,7 @@ def layer_backward_bytes(
 
 
 def stem_backward_bytes(encoder: AudioConfig, positions: int, activation: int) -> float:
-    """Count the peak bytes of the backward pass of 2D convolutions: what they make again, with a gradient of each.
+    """Count the peak bytes of the backward pass of 2D convolutions: recomputed arrays and a gradient of each.
 
     These are activations and the operands of products, nine times what they are read from. 1D ones
     take less than a layer.
@@ -433,7 +434,8 @@ def dispatch_bytes(
     Where devices share the experts, these are as many as it computes at once, beside the tokens
     that come at once.
     """
-    e, devices = llm.experts, sharding.experts
+    e = llm.experts
+    devices = sharding.experts
     copies = e.computed_at_once(positions * devices, devices)
     if devices == 1:  # the hidden layer is counted with the layer's MLP
         return activation * copies * COPIES * llm.width

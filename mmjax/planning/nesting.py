@@ -43,6 +43,8 @@ def nest(passes: NestedPasses, copies: int, warmup: int) -> list[list[int]]:
     ahead. A copy holds at most two microbatches more than the host's schedule asks for, however
     many there are. Raises ValueError for sequences in which workers wait for each other.
     """
+    # The host runs `warmup` microbatches ahead and one more, of which a copy has every P-th: with 5
+    # ahead and 4 copies a worker holds at least 2.
     needed = -(-(warmup + 1) // copies)
     settings = product(
         (needed + 1, needed + 2),
@@ -73,6 +75,10 @@ def _schedule(passes, setting, orders):
     quarters of an encoder's pass, how soon the host's next pass must be due for the worker to wait
     for it.
     """
+    # In time `clock`, every worker that is free and has a pass whose needs are done begins one, in
+    # this order: an encoder's urgent pass; a backward pass that makes room for it; the host's; else
+    # an encoder's pass, if the host's next is far enough away not to be late for it. Then the clock
+    # goes on to the next end of a pass.
     limit, ahead, urgent, patience = setting
     workers = len(passes.bounds)
     end = np.full(len(passes.length), -1, np.int64)
@@ -131,6 +137,7 @@ def _schedule(passes, setting, orders):
                 front += int(passes.takes_tokens[chosen])
                 pending -= 1
                 progress = True
+        # Nothing runs and nothing can begin: the orders of the sequences contradict each other.
         following = NEVER
         for w in range(workers):
             if free[w] > clock:

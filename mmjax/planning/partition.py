@@ -36,6 +36,7 @@ def partition(
 
     Best has the least largest stage, of these the fewest bytes over all cuts, of these the least
     sum of squares.
+
     seconds: of a microbatch's forward, backward and recomputation in each layer. cut_bytes:
     `[layers + 1]`, sent where the chain is cut before a layer; the ends are not read. fits(first,
     end, stage): whether that stage's memory holds these layers, with as many microbatches in flight
@@ -110,18 +111,16 @@ def iteration_seconds(chain: Chain, cuts: Sequence[int], *, side_by_side: bool =
     return simulate(schedule, StageTimes(forward, backward, sent)).makespan
 
 
-def fastest_partition(
-    chain: Chain, stages: int, *, fits: Fits | None = None, count: int = 64
-) -> tuple[int, ...]:
-    """Return the partition with the shortest simulated step, of the `count` best ones.
+def fastest_partition(chain: Chain, stages: int) -> tuple[int, ...]:
+    """Return the partition with the shortest simulated step, of the 64 best ones.
 
     Where a stage stands and what is sent counts there, beside the largest stage: a quarter of the
     partitions may have one that is up to 5% larger, and send less for it.
     """
     seconds = chain.forward + chain.backward
     candidates = [
-        *best_partitions(seconds, stages, chain.cut_bytes, fits=fits, count=count - count // 4),
-        *best_partitions(seconds, stages, chain.cut_bytes, fits=fits, count=count // 4, slack=0.05),
+        *best_partitions(seconds, stages, chain.cut_bytes, count=48),
+        *best_partitions(seconds, stages, chain.cut_bytes, count=16, slack=0.05),
     ]
     return min(candidates, key=lambda cuts: iteration_seconds(chain, cuts))
 
@@ -161,14 +160,14 @@ def _least_largest(prefix, allowed):
 
 @njit(cache=True)
 def _fewest_bytes(prefix, cut, allowed, limit, count):
-    """Return the `count` best partitions, int64 `[found, stages - 1]`, of those with no stage above the limit."""
+    """Return the best partitions, int64 `[up to count, stages - 1]`, of those with no stage above the limit."""
     stages, layers = allowed.shape[:2]
     # Of the first j layers in k stages, the best first: bytes, sum of squares, where the last stage
     # begins, and which of the partitions that end there it continues. One place more than asked for
     # takes what falls out of a full list.
     best = np.zeros((stages + 1, layers + 1, count + 1, 4))
-    found = np.zeros((stages + 1, layers + 1), np.int64)
-    found[0, 0] = 1
+    filled = np.zeros((stages + 1, layers + 1), np.int64)  # entries of each list
+    filled[0, 0] = 1
     for stage in range(stages):
         for end in range(stage + 1, layers - stages + stage + 2):
             ranked = best[stage + 1, end]
@@ -177,11 +176,12 @@ def _fewest_bytes(prefix, cut, allowed, limit, count):
                 if seconds > limit or not allowed[stage, first, end]:
                     continue
                 sent = cut[first] if stage else 0.0
-                for k in range(found[stage, first]):
+                for k in range(filled[stage, first]):
                     size = best[stage, first, k, 0] + sent
                     square = best[stage, first, k, 1] + seconds**2
-                    place = found[stage + 1, end]
-                    found[stage + 1, end] = min(place + 1, count)
+                    # Insertion into the sorted list: worse entries move down by one.
+                    place = filled[stage + 1, end]
+                    filled[stage + 1, end] = min(place + 1, count)
                     while place > 0 and (
                         size < ranked[place - 1, 0]
                         or (
@@ -193,7 +193,8 @@ def _fewest_bytes(prefix, cut, allowed, limit, count):
                         place -= 1
                     ranked[place, 0], ranked[place, 1] = size, square
                     ranked[place, 2], ranked[place, 3] = first, k
-    cuts = np.zeros((found[stages, layers], stages - 1), np.int64)
+    # Follow the references back from the last stage to the first.
+    cuts = np.zeros((filled[stages, layers], stages - 1), np.int64)
     for n in range(len(cuts)):
         end, k = layers, n
         for stage in range(stages - 1, 0, -1):

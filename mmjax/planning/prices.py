@@ -18,7 +18,7 @@ def pair_costs(
     frozen: Set[str] = frozenset(),
     reference: bool = False,
 ) -> Prices:
-    """Compute what a position of each tower's rows and its connector takes, and what a pair does that attends.
+    """Compute seconds per row position of each tower with its connector, and per attending pair.
 
     Dense attention has no pairs: it computes those of whole rows, whatever they hold. rates:
     default: those assumed of GPUs, at a data sheet's FLOP/s of 1.
@@ -36,7 +36,7 @@ def pair_costs(
         )
         return sum(rates.seconds(f.total, f.attention, f.float8) for f in flops.values())
 
-    many = 1e6  # pairs
+    many = 1e6  # pairs, so that rounding of the others does not matter
     costs = []
     for name, step in shapes.items():
         none = seconds(name, step, 0.0)

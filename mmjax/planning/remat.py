@@ -88,7 +88,10 @@ def _solve(
     choices = [(tower, policy) for tower in layers for policy in options[tower]]
     if not choices:
         return [], np.zeros(0)
-    # A row per choice: device bytes of every shape, host bytes of every shape, seconds.
+    # A row per choice: device bytes of every shape, host bytes of every shape, seconds. With two
+    # shapes and policies none and full of a tower:
+    #     none  [8e9, 6e9,  0, 0,  0.0]
+    #     full  [1e9, 1e9,  0, 0,  0.2]
     costs = np.array([np.hstack(options[tower][policy]) for tower, policy in choices], float)
     limits = np.hstack([device, host])
     unit = np.maximum(np.abs(costs).max(0), 1e-300)  # the solver's tolerances are absolute
@@ -134,7 +137,7 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The memory and time of a stage, on each of its devices. Bytes are those of the shape in which they have most."""
+    """Memory and time of a stage on each of its devices. Bytes are those of the shape that needs most."""
 
     name: str
     devices: tuple[int, ...]  # numbers in the run's order
@@ -197,7 +200,7 @@ class RunPlan:
 
     @property
     def fullest(self) -> StagePlan:
-        """Return the stage that has most, on the devices that have most."""
+        """Return the stage with most bytes, on the devices with most bytes."""
         return max(max(self.on_devices, key=bytes_together), key=lambda stage: stage.bytes)
 
     @property
@@ -259,8 +262,7 @@ def bytes_together(stages: Sequence[StagePlan]) -> float:
 
 def with_policies(model: ModelConfig, policies: Policies) -> ModelConfig:
     """Return the model with these remat policies of its layers."""
-    # One policy where all layers have the same.
-    # As a person would write it: one word for all layers where that says it.
+    # As a person would write it: one word where all layers have the same policy.
     remat = {tower: p[0] if len(set(p)) == 1 else tuple(p) for tower, p in policies.items()}
     return with_changes(model, {tower: {"remat": policy} for tower, policy in remat.items()})
 
@@ -274,7 +276,7 @@ def layer_options(
     parts: int,
     activation: int,
 ) -> dict[Remat, Option]:
-    """Compute what each policy costs a layer of a tower on one device: bytes by shape, and mean recomputation seconds.
+    """Compute the cost of each policy for a layer of a tower on one device: bytes by shape, mean recomputation seconds.
 
     shapes: rows of every tower on a device. saved: of a layer on a device, in each of them.
     """

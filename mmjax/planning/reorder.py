@@ -55,17 +55,15 @@ class Reordering:
         """Order microbatches of these shapes, by number. pairs: int `[modules, m]`, if each rank had the fullest's."""
         columns = np.asarray(shapes)
         attention = np.rint(self.pair[..., None] * pairs).astype(np.int64).sum(2)
-        forward, backward = (
-            self.forward[:, columns] + attention[0],
-            self.backward[:, columns] + attention[1],
-        )
+        forward = self.forward[:, columns] + attention[0]
+        backward = self.backward[:, columns] + attention[1]
         return reorder(self.schedule, self.graph, forward, backward).tolist()
 
 
 def make_reordering(
     config: Config, rows: Sequence[int], lengths: Sequence[Sequence[int]], by_content: bool = True
 ) -> Reordering:
-    """Count what a config's stages run for microbatches of every shape.
+    """Count the FLOPs of a config's stages for microbatches of every shape, as times to reorder by.
 
     rows: of each module on all ranks, the LLM first. lengths: of the rows, by shape and module.
     by_content: attention counts by the pairs of each microbatch, else as in rows that one sample
@@ -112,7 +110,7 @@ def time_stages(
 def _flops_of_row(
     config: Config, piece: LayerRange, shape: Sequence[int], pairs: float | None
 ) -> Flops:
-    """Count what layers run for one row of every module; None: their attention is that of a row with one sample."""
+    """Count the FLOPs of layers for one row of every module. pairs: None: those of a row with one sample."""
     towers = config.model.towers
     policies = layer_policies(towers[piece.tower])[piece.start : piece.stop]
     one_row = {tower: (1, length) for tower, length in zip(towers, shape, strict=True)}
@@ -182,7 +180,9 @@ def reorder(
     makespan = _exchange(order, seconds, SIMULATIONS, program)
     if makespan >= _simulate(planned, seconds, np.zeros(len(program.stage), np.int64), program):
         return planned
-    # Exchanges leave equal microbatches in any order.
+    # Exchanges leave equal microbatches in any order: microbatches 3 1 2 0 of which 1 and 3 are
+    # equal become 1 3 2 0. `kind` numbers the distinct times; the places of a kind get its members
+    # rising.
     _, kind = np.unique(seconds.reshape(-1, m), axis=1, return_inverse=True)
     places = np.argsort(kind.ravel()[order], kind="stable")
     order[places] = np.argsort(kind.ravel(), kind="stable")

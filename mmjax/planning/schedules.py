@@ -131,21 +131,21 @@ class StageGraph:
 
     @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:
-        """Stages whose activations a stage takes, by stage."""
+        """Return the stages whose activations a stage takes, by stage."""
         return tuple(
             tuple(a for a, b in self.edges if b == stage) for stage in range(len(self.workers))
         )
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """Stages that take a stage's activations, by stage."""
+        """Return the stages that take a stage's activations, by stage."""
         return tuple(
             tuple(b for a, b in self.edges if a == stage) for stage in range(len(self.workers))
         )
 
     @cached_property
     def topological(self) -> tuple[int, ...]:
-        """Stages, every one behind its producers; those on a cycle are missing."""
+        """Return the stages, every one behind its producers; those on a cycle are missing."""
         # Kahn's algorithm: a stage follows when all of its producers have.
         order: list[int] = []
         waiting = [len(producers) for producers in self.producers]
@@ -160,12 +160,12 @@ class StageGraph:
 
     @cached_property
     def sinks(self) -> tuple[int, ...]:
-        """Stages that nothing goes on from. Each computes a loss, and runs backward with its forward pass."""
+        """Return the stages without consumers. Each computes a loss, and runs backward with its forward pass."""
         return tuple(stage for stage, consumers in enumerate(self.consumers) if not consumers)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Edges between workers on the longest path from a stage to a sink, by stage."""
+        """Count the edges between workers on the longest path from a stage to a sink, by stage."""
         depths = [0] * len(self.workers)
         for stage in reversed(self.topological):
             lengths = (
@@ -192,7 +192,7 @@ class StageGraph:
 
     @cached_property
     def by_worker(self) -> StageGraph:
-        """The graph of the workers. Raises ValueError where others lie between the stages of one."""
+        """Build the graph of the workers. Raises ValueError where others lie between the stages of one."""
         edges = ((self.workers[a], self.workers[b]) for a, b in self.edges)
         between = tuple(dict.fromkeys((a, b) for a, b in edges if a != b))
         try:
@@ -204,7 +204,7 @@ class StageGraph:
 
     @cached_property
     def workers_in_turn(self) -> int:
-        """Workers that a microbatch passes one after the other, on the longest path; those side by side count once."""
+        """Count the workers that a microbatch passes one after the other, on the longest path."""
         passed: list[frozenset[int]] = [frozenset()] * len(self.workers)
         for stage in self.topological:
             longest = max((passed[p] for p in self.producers[stage]), key=len, default=frozenset())
@@ -213,7 +213,7 @@ class StageGraph:
 
 
 def unit_graph(config: Config) -> StageGraph:
-    """Link the stages of `list_stages` by what goes from one to another."""
+    """Link the stages of `list_stages` by the activations that go from one to another."""
     stages = list_stages(config)
     devices = list(dict.fromkeys((stage.unit, stage.part) for stage in stages))
     edges = dict.fromkeys((sender, receiver) for (sender, _), (receiver, _) in unit_links(config))
@@ -247,8 +247,7 @@ def unit_links(config: Config) -> list[tuple[PieceNumber, PieceNumber]]:
     for number, (tower, _, stop) in pieces.items():
         following = [(tower, stop, stages[number[0]].copy)]
         if stop == config.model.towers[tower].layers:
-            behind = config.model.towers_behind(tower)
-            following = [(name, 0, only) for name in behind]
+            following = [(name, 0, only) for name in config.model.towers_behind(tower)]
         links += [(number, begins[key]) for key in following if begins[key][0] != number[0]]
     return links
 
@@ -303,6 +302,8 @@ def _one_forward_one_backward(
     graph: StageGraph, worker: int, warmup: int, microbatches: int
 ) -> tuple[Action, ...]:
     """Run `warmup` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
+    # Warm-up 2 with 4 microbatches: F0 F1 | F2 B0 F3 B1 | B2 B3. A sink has F and B of a microbatch
+    # at once, so its warm-up is 0: F0 B0 F1 B1 F2 B2 F3 B3.
     warmup = min(warmup, microbatches)
     stages = [stage for stage in graph.topological if graph.workers[stage] == worker]
 
@@ -357,6 +358,8 @@ def _nested(graph: StageGraph, microbatches: int) -> Schedule:
                 [Action("backward", stage, m) for m in turns for stage in reversed(beside)],
             )
         )
+    # All passes in one list, worker after worker, each with its three sequences: `ends` are their
+    # ends, from which `bounds` [workers, 3, 2] has (begin, end) of each.
     actions = [action for parts in sequences for part in parts for action in part]
     number = {action: n for n, action in enumerate(actions)}
     needs = [[number[need] for need, _ in graph.needs(action)] for action in actions]

@@ -33,12 +33,12 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first start to the last end."""
+        """Return the seconds from the first start to the last end."""
         return float(self.end.max())
 
     @property
     def bubble(self) -> float:
-        """Share of all workers' time in which they compute nothing."""
+        """Return the share of all workers' time in which they compute nothing."""
         workers = len(set(self.schedule.graph.workers))
         return 1 - float((self.end - self.start).sum()) / (workers * self.makespan)
 
@@ -128,7 +128,8 @@ def total_order(schedule: Schedule) -> tuple[Action, ...]:
 
 def _outputs(schedule: Schedule, action: Action) -> list[tuple[int, int]]:
     """List the edges between workers over which the results of an action are sent."""
-    graph, stage = schedule.graph, action.stage
+    graph = schedule.graph
+    stage = action.stage
     if action.kind == "forward":
         edges = [(stage, consumer) for consumer in graph.consumers[stage]]
     else:

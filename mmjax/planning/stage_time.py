@@ -84,7 +84,7 @@ class StageRun:
     copies: int = 1  # of the layers, each on as many devices
     logits_again: bool = False  # whether backward makes the loss's logits again
     # whether it is of the run's only stage, whose gradients every microbatch adds over `data`
-    alone: bool = False
+    only_stage: bool = False
 
     @property
     def ranks(self) -> int:
@@ -126,7 +126,7 @@ def pass_times(
     experts = stage.experts if is_frozen else machine.activation / MASTER * stage.experts
     gathered = _gather_seconds(stage, trained + stage.frozen, experts)
     scattered = _gather_seconds(stage, trained, 0.0 if is_frozen else experts)
-    if stage.alone:
+    if stage.only_stage:
         scattered += _add_over_data_seconds(stage)
     tensor, context, exchanges = (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)
     if config.is_stack:
@@ -134,7 +134,8 @@ def pass_times(
     if stage.tower == "llm":
         # The first ranks send encoders' tokens on to those whose rows they are in; the last ones
         # hidden states.
-        first, last = stage.layers.start == 0, stage.layers.stop == config.layers
+        first = stage.layers.start == 0
+        last = stage.layers.stop == config.layers
         widths = {
             name: n
             for name, n in batch.widths.items()
@@ -174,10 +175,11 @@ def pass_times(
 def _compute_seconds(
     model: ModelConfig, stage: StageRun, batch: DeviceBatch, work: Work
 ) -> tuple[tuple[float, float], float]:
-    """Estimate the seconds of computing, and of moving what it reads and writes: both passes, and recomputation."""
+    """Estimate the seconds of computation and its memory traffic: both passes, and recomputation."""
     machine = stage.machine
     config = stage.config(model)
-    rates, parts = machine.speed.rates, stage.parts
+    rates = machine.speed.rates
+    parts = stage.parts
     is_stack = config.is_stack
     measured = machine.speed.layer(stage.tower, batch.shape[stage.tower])
     # Layers that were timed are taken out of the operations, and their times added.
@@ -286,7 +288,8 @@ def _gather_seconds(stage: StageRun, size: float, experts: float) -> float:
 
     Those are not gathered along `expert`, which has others on each device.
     """
-    cluster, devices = stage.machine.cluster, stage.machine.sharding.experts
+    cluster = stage.machine.cluster
+    devices = stage.machine.sharding.experts
     everywhere = collective_seconds(
         stage.gathered * (size - experts), stage.gathered, stage.parts, cluster
     )
@@ -324,7 +327,7 @@ def reduce_seconds(stage: StageRun) -> float:
     Over the ranks of `data`, where not every microbatch's are. Copies of a stage have another
     all-reduce for their gradients, and one for the updated values.
     """
-    over_data = 0.0 if stage.alone else _add_over_data_seconds(stage)
+    over_data = 0.0 if stage.only_stage else _add_over_data_seconds(stage)
     cluster = stage.machine.cluster
     return over_data + collective_seconds(
         2 * 2 * stage.trainable, stage.copies, len(stage.devices), cluster

@@ -52,10 +52,13 @@ def _quantile(rising, share):
 
 @njit(cache=True)
 def _of_longest(parts):
-    """Return where in their distribution the longest of so many is: it is expected to be longer than n of n + 1."""
+    """Return the expected quantile of the longest of n lengths: 1 - 1 / (n + 1)."""
     return 1 - 1 / (parts + 1)
 
 
+# A microbatch's parts (its samples) in `number` rows: with 10 parts in 4 rows, some row holds at
+# least 3 of the 9 longest. Of the parts sorted from the longest, part 8 is the shortest of these,
+# so the fullest row has 3 times that at least; likewise 2 times part 4, and once the longest.
 @njit(cache=True)
 def _fullest_rows(rising, parts, microbatches, rows):
     shares = np.empty(rows.size)
@@ -211,6 +214,8 @@ def interleaved_in_flight(
     workers: int, virtual: int, microbatches: int, stages_after: int
 ) -> np.ndarray:
     """Return how many microbatches are in flight in each virtual stage, with so many other stages behind the last."""
+    # With 2 workers, 2 parts of each and 4 microbatches, a worker's forward passes are of parts
+    # 0 0 1 1 0 0 1 1, and its backward passes of parts 1 1 0 0 1 1 0 0.
     total = microbatches * virtual
     part = np.arange(total) % (workers * virtual) // workers  # of each of a worker's forward passes
     # passes of each part before each, forward and backward
@@ -316,7 +321,8 @@ def stage_work(
 
 @njit(cache=True)
 def _stage_work(prefix_sums, launch, ends, share, shards, gather, reduce):
-    ways, stages = len(share), len(ends) - 1
+    ways = len(share)
+    stages = len(ends) - 1
     forward, backward, gathered, scattered, state, reduced, updated = np.zeros((7, ways, stages))
     for stage in range(stages):
         layers = ends[stage + 1] - ends[stage]
@@ -353,13 +359,14 @@ def stage_options(
     rows: int = 1,
     virtual: int = 1,
 ) -> TowerOptions:
-    """List the ways to run a tower in so many stages that fit, without those that others beat; as `list_options`."""
+    """List the ways to run a tower in so many stages that fit and that no other dominates; as `list_options`."""
     splits = list_splits(problem.cluster, costs.layout, problem.ranks, costs.width, costs.experts)
     ranks = splits[:, 0] * splits[:, 1] * costs.layout.expert
     usable = (costs.devices * ranks * stages <= problem.cluster.devices) & (
         ranks * microbatches <= problem.samples
     )
-    splits, ranks = splits[usable], ranks[usable]
+    splits = splits[usable]
+    ranks = ranks[usable]
     ends = _cut(costs, stages * virtual)
     most_rows = np.maximum(rows, ranks)
     share = costs.lengths.row_share(microbatches, most_rows) * most_rows / ranks
@@ -428,6 +435,7 @@ def _recompute_what_is_over(
             if not per_layer >= saved[0]:
                 fits[way] = False
                 break
+            # Between two policies, layers of both are mixed: their seconds lie on the line between.
             of_layer = again[-1]  # with all that a layer may keep
             for n in range(len(saved) - 1):
                 if saved[n] <= per_layer < saved[n + 1]:

@@ -39,6 +39,7 @@ def unet_blocks(config: UnetConfig) -> list[UnetBlock]:
 
 
 def _blocks(c: UnetConfig) -> Iterator[UnetBlock]:
+    # In the order of `models.unet`: down with `blocks` pairs a level, the middle, up with one more.
     height, width = c.size
     positions = [(height >> i) * (width >> i) for i in range(len(c.widths))]
     deepest = len(c.widths) - 1
@@ -101,7 +102,7 @@ SCORE_BYTES = 2 * 4  # of dense attention: scores and weights, in float32
 def unet_saved_bytes(
     config: UnetConfig, images: int, activation: int, trained: bool
 ) -> tuple[float, float]:
-    """Count the bytes that so many images keep for backward, and those of the block that needs most in its own pass.
+    """Count the bytes that images keep for backward, and the bytes of the block whose own pass needs most.
 
     activation: bytes of a number. A gradient reaches all blocks, or those from the first that the
     condition reaches.

@@ -55,6 +55,8 @@ def layer_sizes(config: Tower) -> LayerSizes:
             gated=c.gated,
             cross=c.cross_width,
         )
+    # (queries, keys, heads) of attention, and of a delta net (0 heads, as it has no scores),
+    # weighed by their shares of the layers; the width of the MLP likewise.
     attention = np.array([c.heads * c.head_width, c.kv_heads * c.head_width, c.heads], float)
     share = sum(c.delta_layers) / max(1, c.layers)
     if net := c.delta_net:
@@ -78,7 +80,7 @@ def connector_mlps(module: Encoder | Generator) -> int:
 
 
 def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> ModelConfig:
-    """Return the model with what `attention=auto` is on a device: the kernel where that has a rate, else blocks.
+    """Resolve `attention=auto` of a model for a device: the kernel where the device has a rate for it, else blocks.
 
     context: devices that share a row of the LLM, on which `dense` is blocks as well.
     """
@@ -158,6 +160,7 @@ def _windows(encoder: Encoder, items: ItemBatch, layer_item: np.ndarray) -> np.n
     if encoder.modality == "audio":
         time = items.coordinates[:, :: encoder.stride, TIME] // encoder.stride
         return chunk_numbers(layer_item, time, np.arange(time.shape[1]), window)
+    # Windows of 4: patch (5, 9) is in window (1, 2) of its image. (item, 1, 2) becomes one number.
     row, column = np.moveaxis(np.maximum(items.coordinates[..., ROW:], 0) // window, -1, 0)
     sizes = (
         np.array([items.item.max(initial=0), row.max(initial=0), column.max(initial=0)], np.int64)
@@ -284,6 +287,10 @@ def visited_pairs(
     row. Samples are causal (what an item's tokens see ahead of them is left out), items full; the
     patches of an image's window lie side by side.
     """
+    # A row of 8 in blocks of 4, with parts a of 3 and b of 4 tokens:  a a a b | b b b .
+    # Rows lie one behind the other, padded to whole blocks: begin 0 3, end 3 7, start 0 4 of the
+    # blocks of queries. The first block has parts 0 to 1, the second part 1 alone (first 0 1, last
+    # 1 1), so keys go from 0 and from 3 on, up to the end of b, or to the diagonal if causal.
     offset, length, row_length = (x // config.stride for x in (offset, length, row_length))
     q, k = _blocks(config, row_length)
     padded = -(-row_length // max(q, k)) * max(q, k)  # of q and k, one divides the other
@@ -297,7 +304,8 @@ def visited_pairs(
     stop = np.minimum(end[last], start + q)
 
     def pairs(window: int | None = None) -> np.ndarray:
-        low, high = begin[first], end[last]
+        low = begin[first]
+        high = end[last]
         if config.is_causal:
             high = stop
             low = low if window is None else np.maximum(low, start - window + 1)

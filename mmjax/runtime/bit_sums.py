@@ -31,24 +31,21 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def _mixed_with_position(bits: Any, position: Any) -> Any:
-    """Mix an array's bits with the position of each, so that two changes cancel in the sum no more than by chance."""
-    return _mix(bits ^ _mix(position))
-
-
 def bit_sums(tree: Any) -> dict[str, jax.Array]:
     """Sum every array's mixed bits modulo 2^32, by name: exact, so the same in any sharding."""
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
     def bit_sum(x: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(x, unsigned[x.dtype.itemsize]).astype(jnp.uint32)
-        # Not `arange` in another shape: iotas stay in the array's own sharding.
+        # The index in the flat array: element (1, 2) of [3, 4] is 1 * 4 + 2. Not `arange` in
+        # another shape: iotas stay in the array's own sharding.
         position = jnp.zeros(x.shape, jnp.uint32)
         for axis, size in enumerate(x.shape):
             position = position * np.uint32(size) + jax.lax.broadcasted_iota(
                 jnp.uint32, x.shape, axis
             )
-        return jnp.sum(_mixed_with_position(bits, position), dtype=jnp.uint32)
+        # Mixed with their positions, so that two changes cancel in the sum no more than by chance.
+        return jnp.sum(_mix(bits ^ _mix(position)), dtype=jnp.uint32)
 
     return {name: bit_sum(x) for name, x in leaves_by_name(tree).items()}
 
@@ -59,6 +56,9 @@ _CHUNK = 2**16  # elements; three buffers of so many stay in a core's cache
 def host_bit_sum(x: np.ndarray) -> int:
     """Sum an array's bits like `bit_sums`, in the host's memory."""
     bits = x.reshape(-1).view(f"u{x.dtype.itemsize}")
+    # In place and chunk by chunk: plain NumPy expressions would go through memory for every
+    # operation. The first chunk's positions are mixed once for all arrays, of which most have no
+    # second one.
     buffers = np.empty((2, min(bits.size, _CHUNK)), np.uint32)
     positions, first_mixed = _chunk_positions()
     total = 0
@@ -78,7 +78,7 @@ def host_bit_sum(x: np.ndarray) -> int:
 
 @cache
 def _chunk_positions() -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions in a chunk, and what mixing makes of them: few arrays have a second chunk."""
+    """Return the positions in a chunk, and these mixed: few arrays have a second chunk."""
     positions = np.arange(_CHUNK, dtype=np.uint32)
     mixed = positions.copy()
     _mix_in_place(mixed, np.empty_like(mixed))
@@ -99,7 +99,7 @@ def as_ints(sums: dict[str, jax.Array]) -> Sums:
 
 
 def find_damaged(tree: Any, saved: Sums) -> str | None:
-    """Return the name of the first array that is not what was saved."""
+    """Return the name of the first array whose checksum is not the saved one; None where all agree."""
     sums: Sums = {}
     by_mesh: dict[Any, dict[str, Any]] = {}  # a program runs on one mesh
     for name, x in leaves_by_name(tree).items():

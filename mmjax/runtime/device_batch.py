@@ -151,7 +151,8 @@ def padding_microbatches(
         }
         spread = {}
         for e, x in first.text.spread.items():
-            length, new_length = first.items[e].item.shape[1], items[e].item.shape[1]
+            length = first.items[e].item.shape[1]
+            new_length = items[e].item.shape[1]
             # Beside what peers send, a device has slots for each of its rows.
             rows = (x.shape[2] - prod(first.text.send[e].shape[1:])) // tokens_on_device(
                 encoders[e], 1, length, 0, 0
@@ -168,6 +169,8 @@ def weigh(
     total: jax.Array, weight: jax.Array, owner: jax.Array, unreadable: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Add a microbatch's loss weights `[R, T]` to the total; return it and them, 0 where a sample is unreadable."""
+    # [R, T, 1] against [MAX_UNREADABLE]. Where more samples are unreadable than ids are sent, the
+    # others are unknown: then nothing counts, and the step updates nothing.
     excluded = (owner[..., None] == unreadable).any(-1) | (count > MAX_UNREADABLE)
     weight = jnp.where(excluded, 0.0, weight)
     return total + weight.sum(), weight
@@ -220,6 +223,9 @@ def bisect_bad(members: list[int], bad: Callable[[list[int]], bool], max_trials:
 
     After `max_trials` trials, all members of the parts that are not decided yet are returned, too.
     """
+    # A stack of undecided parts. Members 0..7 of which 5 is bad: 0..7, 4..7, 6..7 (good), 4..5, 5
+    # (bad), 4 (good), 0..3 (good), in 7 trials; each further bad member costs about two for each
+    # halving.
     culprits: list[int] = []
     parts = [members]
     for _ in range(max_trials):

@@ -37,7 +37,7 @@ class CompileCounter:
 
     def __init__(self) -> None:
         _listen()
-        self._begin = _events.copy()
+        self._begin = _events.copy()  # events are counted per process, never from zero again
 
     @property
     def requested(self) -> int:
@@ -110,7 +110,7 @@ CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit
 def host_ram() -> float:
     """Return the bytes of RAM of this machine, or of this process's container where that may use less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    # A container sees the machine's RAM; its own limit stands in its cgroup.
+    # `sysconf` gives the machine's RAM in a container too; the container's limit is in its cgroup.
     for path in CGROUP_LIMITS:
         with suppress(OSError, ValueError):  # the file is missing, or says "max"
             limits.append(int(Path(path).read_text()))
@@ -180,22 +180,21 @@ def open_files() -> int:
 
 
 @cache
-def measured_bandwidth(device: jax.Device, size: int = 2**25, repeats: int = 3) -> float:
+def measured_bandwidth(device: jax.Device, size: int = 2**25) -> float:
     """Measure the bytes per second, read and written, of the fastest of a few passes over `size` bytes."""
     x = jax.device_put(jnp.ones(size // 4, jnp.float32), device)
-    return 2 * size / _best_seconds(jax.jit(lambda x: x + 1), x, repeats)
+    return 2 * size / _best_seconds(jax.jit(lambda x: x + 1), x, repeats=3)
 
 
 @cache
-def measured_update_bandwidth(
-    device: jax.Device, parameters: int = 2**23, repeats: int = 5, clock: Clock = time.perf_counter
-) -> float:
+def measured_update_bandwidth(device: jax.Device, clock: Clock = time.perf_counter) -> float:
     """Measure the bytes per second, read and written, of the fastest of a few updates like AdamW's, in place.
 
     An unknown device's memory counts by these: on a CPU a step's update computes, and puts what it
     makes in new pages of memory before it copies it, so that a plain pass over as many bytes takes
     a fifth of the time.
     """
+    parameters = 2**23
     state = tuple(
         jax.device_put(jnp.full(parameters, n, jnp.float32), device) for n in (1.0, 2.0, 3.0)
     )
@@ -212,18 +211,17 @@ def measured_update_bandwidth(
         )
 
     program = jax.jit(update, donate_argnums=0)
-    seconds = _best_seconds(lambda state: program(state, gradient), state, repeats, clock)
+    seconds = _best_seconds(lambda state: program(state, gradient), state, 5, clock)
     # Of 4 bytes each: the state is read and written, the gradient read twice.
     return 32 * parameters / seconds
 
 
 @cache
-def measured_peak(
-    device: jax.Device, size: int = 1024, repeats: int = 5, clock: Clock = time.perf_counter
-) -> float:
+def measured_peak(device: jax.Device, clock: Clock = time.perf_counter) -> float:
     """Measure FLOP/s by the fastest of a few float32 products of square matrices: the peak of an unknown device."""
+    size = 1024
     a = jax.device_put(jnp.ones((size, size), jnp.float32), device)
-    return 2 * size**3 / _best_seconds(jax.jit(lambda a: a @ a), a, repeats, clock)
+    return 2 * size**3 / _best_seconds(jax.jit(lambda a: a @ a), a, 5, clock)
 
 
 def _best_seconds(

@@ -121,6 +121,8 @@ def make_latents(
             ):
                 shard.add(sample, images)
                 done += 1
+                # A shard holds a range of samples without a hole: it ends when it is full, or where
+                # samples follow that the store already has.
                 if shard.full or sample + 1 == gap.stop:
                     latents = shard.finish()
                     store.write(range(start, sample + 1), latents, list(shard.bad.values()))
@@ -174,6 +176,8 @@ class _Shard:
         except (BadSample, BadMedia) as error:
             self.bad[sample] = BadImages(sample, str(error), retry=isinstance(error, Unreadable))
             return
+        # A program is compiled for each size, so images wait for others of their size, height and
+        # width, until a batch is full, or the shard is.
         config = self.vae.config
         for number, image in enumerate(read):
             pixels = image.shape[:2]

@@ -19,7 +19,7 @@ import optax
 from jaxtyping import Array, Float
 
 from mmjax.models.layer_stacks import Params, key_names
-from mmjax.parallel.sharding import Axes, active, sharding
+from mmjax.parallel.sharding import Axes, active, sharding, spec_axes
 
 ITERATIONS = 5
 # a x + b (x x') x + c (x x')^2 x moves singular values into about 0.7 to 1.2, the smallest ones
@@ -78,14 +78,17 @@ def orthogonalize(layers: Float[Array, "l i o"], axes: Axes) -> Float[Array, "l 
     spec = sharding(mesh, current.rules, layers.shape, axes).spec
     # Mesh axis and dimension of every cut. Of two axes on one dimension the last is the inner one,
     # gathered first.
-    by_dim = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
     cuts = [
         (axis, dim)
-        for dim, entry in enumerate(by_dim)
-        for axis in reversed(entry)
+        for dim, names in enumerate(spec_axes(spec))
+        for axis in reversed(names)
         if mesh.shape[axis] > 1
     ]
 
+    # 8 layers [i, o] with i cut by 2 devices and o by 4, on each device:
+    #   shards                 [8, i / 2, o / 4]
+    #   all-to-all along i     [4, i, o / 4]
+    #   all-to-all along o     [1, i, o]          a whole matrix, orthogonalized, and back
     def on_device(x: Array) -> Array:
         for axis, dim in cuts:
             x = jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=dim, tiled=True)

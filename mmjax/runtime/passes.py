@@ -46,7 +46,7 @@ StagedBatch = tuple[Microbatch, ...]
 def stage_graph(
     stages: Sequence[PlacedStage], times: tuple[tuple[int, int], ...] = ()
 ) -> StageGraph:
-    """Link every stage to those that take what it makes. times: as in `StageGraph`."""
+    """Link every stage to the consumers of its outputs. times: as in `StageGraph`."""
     meshes = list(dict.fromkeys(placed.mesh for placed in stages))
     consumers = _stages_by_name(placed.stage.inputs for placed in stages)
     # Of a deepstack, several arrays may go from one stage to another. What a copy makes it takes
@@ -67,7 +67,7 @@ def stage_graph(
 
 
 def _stages_by_name(names: Iterable[Sequence[str]]) -> dict[str, list[int]]:
-    """List the stages, by number, that have a name among these."""
+    """List, for every array name, the numbers of the stages that list it."""
     stages: dict[str, list[int]] = defaultdict(list)
     for number, of_stage in enumerate(names):
         for name in of_stage:
@@ -76,7 +76,7 @@ def _stages_by_name(names: Iterable[Sequence[str]]) -> dict[str, list[int]]:
 
 
 def trained_activations(stages: Sequence[Stage]) -> frozenset[str]:
-    """Name the activations that something trainable has part in: only of these a gradient is sent.
+    """Name the activations that depend on trainable parameters: only their gradients are sent.
 
     stages: each behind those whose activations it takes.
     """
@@ -91,7 +91,7 @@ def trained_activations(stages: Sequence[Stage]) -> frozenset[str]:
 
 
 def _trained_outputs(piece: Piece, trainable: Params, trained: Set[str]) -> set[str]:
-    """Name the outputs of a piece that depend on its trainable parameters, or on what is trained before."""
+    """Name the outputs of a piece that depend on its own or earlier trainable parameters."""
     # A connector's tokens go to the LLM: what goes into the encoder's next layer is none of its
     # making.
     connector = trainable.pop("connectors", {}) if piece.tower != "llm" else {}
@@ -113,7 +113,7 @@ def _trained_outputs(piece: Piece, trainable: Params, trained: Set[str]) -> set[
 
 
 class Gradients:
-    """One step's gradients on their way: what has arrived at every stage, and what is kept for backward."""
+    """State of one step's passes: arrived activations and gradients by stage, and residuals kept for backward."""
 
     def __init__(self, sums: Sequence[Sums], step: int) -> None:
         self.sums = list(sums)  # by stage
@@ -207,10 +207,12 @@ class Passes:
         """
         run = Gradients(sums, step)
         for position, action in enumerate(self.order(len(batches))):
-            number, batch = action.stage, batches[action.microbatch]
+            number = action.stage
+            batch = batches[action.microbatch]
             if batch is None:
                 continue
-            arrivals = self._arrivals(run, action)
+            arrays = run.inputs if action.kind == "forward" else run.output_gradients
+            arrivals = dict(arrays.get((number, action.microbatch), {}))
             self._position = (position, action, arrivals)
             timed = self.times is not None and self.local[number]
             if timed:
@@ -229,14 +231,8 @@ class Passes:
                 run.sums[number] = run.sums[number]._replace(gradients=gradients)
         return run
 
-    def _arrivals(self, run: Gradients, action: Action) -> Activations:
-        """Return what a pass takes of other stages."""
-        kind, number, microbatch = action
-        arrays = run.inputs if kind == "forward" else run.output_gradients
-        return dict(arrays.get((number, microbatch), {}))
-
     def progress(self) -> tuple[int, str]:
-        """Return how many passes of its step this process has walked, and what it runs or waits for."""
+        """Return the number of passes that this process has walked in its step, and what it runs or waits for."""
         position, action, arrivals = self._position
         if action is None:
             return position, ""
@@ -346,7 +342,7 @@ class Passes:
         noise: np.ndarray | None,
         weights: Mapping[str, jax.Array],
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes and dtypes of what a stage of other processes makes."""
+        """Return the shapes and dtypes of the outputs of a stage of other processes."""
         operands = (
             merge(*parameters),
             inputs,

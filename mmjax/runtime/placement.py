@@ -23,7 +23,7 @@ from mmjax.runtime.units import UnitRanks, unit_meshes
 
 
 def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) -> list[PlacedStage]:
-    """Place the stages of a model, built with `stage_cuts`, on the units' meshes; without units all of it on one."""
+    """Place the stages of a model, built with `stage_cuts`, on the units' meshes; without units, one on one mesh."""
     if not config.units:
         return [
             PlacedStage(
@@ -48,6 +48,8 @@ def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) ->
 
 def tower_rows(config: Config, layout: RankLayout, ranks: UnitRanks) -> dict[str, TowerRows]:
     """Return which rows of each tower this process packs."""
+    # A rank of the LLM has several encoder ranks, whose rows it packs together: 6 rows for each
+    # rank of 3 encoder ranks are 2 rows for each of these.
     topology = layout.topology
     rows = {"llm": TowerRows(ranks.ranks, topology.ranks, layout.rows[0])}
     for module, per_rank in zip(config.model.item_modules, layout.rows[1:], strict=True):
@@ -64,7 +66,7 @@ def put_batch(
     rows: Mapping[str, TowerRows] | None,
     number: int | None = None,
 ) -> StagedBatch:
-    """Bring a packed microbatch to the devices: to each stage what its towers take.
+    """Put a packed microbatch on the devices: on each stage's mesh the inputs of its towers.
 
     rows: which of each tower's rows this process packs; None: all. Stages of other processes get
     shapes alone. number: of the microbatch in its step, which goes to one of the copies of a stage;
@@ -88,6 +90,7 @@ def put_batch(
     batches = []
     for placed in stages:
         stage = placed.stage
+        # Copies take microbatches in turn: of 2 copies, copy 1 has microbatches 1, 3, 5, ...
         copy, copies = placed.copy
         if number is not None and number % copies != copy:
             batches.append(Microbatch(None, {}))
@@ -104,7 +107,7 @@ def put_batch(
 
 
 def select_tables(text: TextBatch, stage: Stage) -> TextBatch:
-    """Leave of a text's tables those that a stage of the LLM reads.
+    """Keep only the tables of a text that a stage of the LLM reads.
 
     The stages that take encoders' tokens place them. Of a generator, the first needs the places of
     queries, the last where their hidden states go.

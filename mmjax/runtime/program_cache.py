@@ -27,7 +27,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 import mmjax
-from mmjax.disk import atomic_write, read_sealed, write_sealed
+from mmjax.disk import atomic_write
 from mmjax.runtime.devices import count_cached_program
 
 LIBRARIES = "jax", "jaxlib", "flax", "optax", "numpy"  # that programs are traced through
@@ -36,7 +36,7 @@ FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 
 
 class CachedProgram:
-    """A function that is jitted, with the programs that `compile` has made of it or read from the cache.
+    """A jitted function, with the programs that `compile` has compiled or read from the cache.
 
     context: all that the function closes over, as text; None, or text that names an object by its
     address, keeps it out of the cache. mesh: the devices that it runs on. options: of `jax.jit`.
@@ -54,7 +54,7 @@ class CachedProgram:
         self._programs: dict[Any, jax.stages.Compiled] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """Call the program that was compiled for such arguments; else whatever JAX makes for them."""
+        """Call the program compiled for arguments of these shapes; else the jitted function."""
         return self._programs.get(_shapes(args), self._jitted)(*args)
 
     def compile(self, *args: Any) -> jax.stages.Compiled:
@@ -79,14 +79,19 @@ class CachedProgram:
         single_process = jax.process_count() == 1 and self._devices[0].platform == "cpu"
         if not cache or not single_process or self._context is None:
             return self._jitted.lower(*args).compile()
-        # Of a number there is no type, and of one of NumPy's no sharding.
+        # Python numbers have neither weak type nor sharding, and NumPy's arrays have no sharding.
         described = [
             (getattr(x, "weak_type", ""), str(getattr(x, "sharding", "")))
             for x in jax.tree.leaves(args)
         ]
         context = f"{self._context} {_shapes(args)} {described} {_settings()} {_environment(self._devices[0].client)}"
+        # The default repr of an object, as of a function, names its address, which differs by
+        # process.
         if " at 0x" in context:
             return self._jitted.lower(*args).compile()
+        # Two files: `<key of source and arguments>.source` has the name of a `<hash of the lowered
+        # text>.program`. After an edit of mmjax the first is another, and the second is found again
+        # by lowering, where the edit did not change the program.
         reference = Path(cache) / f"{_hash(context + _source())}.source"
         read = partial(_read_program, args=args, devices=self._devices)
         if (name := _read_text(reference)) and (program := read(Path(cache) / name)):
@@ -103,24 +108,6 @@ class CachedProgram:
             _write(file, _dumped(program))
         _write(reference, file.name.encode())
         return program
-
-
-def stored_result(context: str, compute: Callable[[], Any]) -> Any:
-    """Return what tracing gives, which JSON can hold, from the cache where that has it.
-
-    context: all that it depends on beside mmjax itself, JAX and the machine.
-    """
-    cache = jax.config.jax_compilation_cache_dir
-    if not cache:
-        return compute()
-    key = _hash(f"{context} {_settings()} {_environment(jax.devices()[0].client)} {_source()}")
-    file = Path(cache) / f"{key}.json"
-    if (stored := read_sealed(file)) is not None:
-        return stored["result"]
-    result = compute()
-    with suppress(OSError):
-        write_sealed(file, {"result": result})
-    return result
 
 
 def _shapes(args: Any) -> Any:

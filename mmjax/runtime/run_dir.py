@@ -243,12 +243,12 @@ class RunFolder:
                 f"{self.checkpoints}/<step>/meta/metadata"
             ) from None
 
-    def write_config(self, config: Config, made: bool = True) -> None:
+    def write_config(self, config: Config, as_own: bool = True) -> None:
         """Write the resolved config, atomically, and sign what it says: a folder with a config.json is a run.
 
-        made: as of `sign_run`.
+        as_own: as of `sign_run`.
         """
-        sign_run(self.path, config, made)
+        sign_run(self.path, config, as_own)
         with atomic_write(self.config) as partial:
             partial.write_text(to_json(config))
 
@@ -282,8 +282,10 @@ def claim(
                 check_files(folder.path, config, partial(config_texts, source))
         yield True
         with _writing(folder):
-            folder.write_config(config, made=permitted.trust)
+            folder.write_config(config, as_own=permitted.trust)
         return
+    # An overwritten run is set aside until the new one has started:
+    #   runs/a -> runs/.a.replaced,   a new runs/a,   then .a.replaced is removed, or moved back.
     was_folder = folder.path.is_dir()
     if exists:
         with _writing(folder):

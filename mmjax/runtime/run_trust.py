@@ -35,7 +35,7 @@ SIGNATURES = "signatures"  # a run folder's file of codes, one a line
 SIGNATURE = "signature"  # a plan file's last key
 MAX_INNOCENT = 3  # characters, which name neither a command nor a URL
 HELP = "execute and fetch what a run or a plan says that you did not make"
-_MADE = "this run"  # signed when it begins
+_OWN_RUN = "this run"  # the line that is signed when a run begins
 _PATHS = ("path", "validation", "test")  # of a source of files
 
 
@@ -121,7 +121,8 @@ def check_plan(plan: Plan, config: Config, typed: Sequence[str] = ()) -> None:
         value for word in plan.arguments if len(value := word.partition("=")[2]) > MAX_INNOCENT
     ]
     for key, text, verb in statements_of(config):
-        # By its key or section, or by an argument of the config's function that is part of it.
+        # The plan set the key itself or a section that it is in; or an argument of the config's
+        # function, which is part of the value.
         by_plan = any(f"{key}.".startswith(f"{name}.") for name in keys) or any(
             value in text for value in values
         )
@@ -133,6 +134,7 @@ def check_plan(plan: Plan, config: Config, typed: Sequence[str] = ()) -> None:
 
 def sign_text(text: str) -> str:
     """Add this user's code to the text of a JSON object; where the home cannot be written there is none."""
+    # {"a": 1} becomes {"a": 1,\n  "signature": "<code of the text before>"}, which is JSON still.
     with suppress(OSError):
         key = _key() or _make_key()
         return f'{text.rstrip().removesuffix("}")},\n  "{SIGNATURE}": "{_code(key, text)}"}}\n'
@@ -147,18 +149,18 @@ def _is_signed_text(path: Path) -> bool:
 
 def is_own(folder: Path) -> bool:
     """Return whether this user has started the run in a folder."""
-    return _Signed(folder).has(_MADE)
+    return _Signed(folder).has(_OWN_RUN)
 
 
-def sign_run(folder: Path, config: Config, made: bool) -> None:
+def sign_run(folder: Path, config: Config, as_own: bool) -> None:
     """Sign what a config would execute and fetch, and the Python files in its run's folder, as this user's own.
 
-    made: sign that the run itself is. Where the home cannot be written nothing is signed, and it
-    counts as another's.
+    as_own: sign that the run itself is this user's, too. Where the home cannot be written nothing
+    is signed, and the run counts as another's.
     """
     lines = [f"{key}={text}" for key, text, _ in statements_of(config)]
-    if made:
-        lines.append(_MADE)
+    if as_own:
+        lines.append(_OWN_RUN)
     if _executes_files(config):
         lines += [_line_of(path.name, path.read_bytes()) for path in _files_of(folder)]
     with suppress(OSError):
@@ -232,6 +234,7 @@ def _make_key() -> bytes:
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(secrets.token_bytes(32))
     try:
+        # A link fails where the key is already there, in one step, and never shows half a key.
         with suppress(FileExistsError):
             os.link(partial, path)  # another process may have been faster
     finally:

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import exclude, merge, restrict
-from mmjax.parallel.sharding import AXES, without_shards
+from mmjax.parallel.sharding import AXES, spec_axes, without_shards
 from mmjax.runtime.passes import PlacedStage
 from mmjax.runtime.stage_program import StageProgram, Sums, zeros_like
 from mmjax.runtime.state import TrainState, all_parameters
@@ -54,7 +54,7 @@ class SharedParameters:
         self.sums = restrict(programs[holder].sums.gradients, structure)
 
     def owned(self, number: int, params: Params) -> Params:
-        """Return what a stage owns of its parameters."""
+        """Return the part of a stage's parameters that it owns."""
         return exclude(params, self.structure) if number == self.holder else params
 
     def with_copy(
@@ -117,7 +117,7 @@ class SharedParameters:
 def find_shared(
     stages: Sequence[PlacedStage], programs: Sequence[StageProgram]
 ) -> tuple[SharedParameters, ...]:
-    """Return what several stages have: the LLM's table that is tied, and all of a stage that has copies."""
+    """Find the parameters that several stages hold: a tied embedding, and all of a stage that has copies."""
     model = stages[0].stage.model
     first = next(n for n, placed in enumerate(stages) for piece in placed.stage.text if piece.first)
     last = next(n for n, placed in enumerate(stages) if "llm" in placed.stage.losses)
@@ -214,7 +214,7 @@ class CopiedParameters:
         return jax.tree.unflatten(structure, joined)
 
     def _view(self, values: Params, number: int) -> Params:
-        """Return what a stage has of arrays that are equal on all copies."""
+        """Return a stage's view of arrays that are equal on all copies."""
         program = self.programs[number]
         return jax.tree.map(view, restrict(values, program.abstract[0]), program.shardings[0])
 
@@ -238,10 +238,9 @@ def _is_spec(x: object) -> bool:
 
 
 def _with_copies(spec: PartitionSpec) -> PartitionSpec:
-    """Return how arrays are cut that lie one behind the other, one for each copy."""
-    first, *rest = spec or (None,)
-    axes = (first,) if isinstance(first, str) else first or ()
-    return PartitionSpec(("copy", *axes), *rest)
+    """Return the spec of the copies' arrays, concatenated along the first axis."""
+    (first, *_) = spec_axes(spec) or [()]
+    return PartitionSpec(("copy", *first), *spec[1:])
 
 
 @jax.jit

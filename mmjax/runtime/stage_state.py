@@ -38,7 +38,7 @@ class StageState:
         select: Callable[[Params], Params] = lambda params: params,
         context: str | None = None,
     ) -> None:
-        """select: leaves of the stage's parameters what it owns. context: as of `CachedProgram`."""
+        """select: keeps of the stage's parameters those that it owns. context: as of `CachedProgram`."""
         mesh = program.mesh
         self.program = program
         self.optimizer = optimizer

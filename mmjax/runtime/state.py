@@ -18,7 +18,7 @@ from mmjax.config.model import rated_modules
 from mmjax.models.layer_stacks import Params, key_names, split_layers
 from mmjax.models.model import Model, merge, parameter_group, partition
 from mmjax.models.quantization import cast_frozen
-from mmjax.parallel.sharding import Axes, ShardingRules, replicated, tree_shardings
+from mmjax.parallel.sharding import Axes, ShardingRules, replicated, spec_axes, tree_shardings
 from mmjax.runtime.moments import store_moments
 from mmjax.runtime.muon import scale_by_muon
 
@@ -143,7 +143,7 @@ def _scale_by_adafactor(config: Adafactor) -> optax.GradientTransformation:
 
 
 def _by_layer(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Apply a transformation to every parameter alone, to those of a stack layer by layer."""
+    """Apply a transformation to every parameter by itself, to stacked ones layer by layer."""
 
     def on_layers(function: Callable[..., Any]) -> Callable[..., Any]:
         def on_leaf(path: Any, *leaves: Any) -> Any:
@@ -271,8 +271,7 @@ def shardings_with_moments(
 def _over_data(spec: Sequence[Any], shape: tuple[int, ...], mesh: Mesh) -> list[Any]:
     """Cut the first dimension that still divides along `data` too; without one, nothing is cut."""
     spec = [*spec, *(None,) * (len(shape) - len(spec))]
-    for dimension, (axes, size) in enumerate(zip(spec, shape, strict=True)):
-        names = (axes,) if isinstance(axes, str) else axes or ()
+    for dimension, (names, size) in enumerate(zip(spec_axes(spec), shape, strict=True)):
         if size % math.prod(mesh.shape[name] for name in ("data", *names)) == 0:
             spec[dimension] = ("data", *names)
             break

@@ -33,7 +33,7 @@ class StepReport(NamedTuple):
 
     @property
     def mean_loss(self) -> float:
-        """Return the loss of a token by weight, 0 where there is none; of a report on the host."""
+        """Return the mean loss over tokens by weight, 0 where there are none; of a report on the host."""
         return float(self.losses.loss.sum() / (self.losses.weight.sum() or 1.0))
 
 
@@ -68,7 +68,7 @@ def loss_weights(
 def report_step(
     losses: Losses, norm: jax.Array, reports: ProcessReport, unreadable: tuple[jax.Array, jax.Array]
 ) -> StepReport:
-    """Report a step from its losses, the gradient norm, and what every process reports of it."""
+    """Build the report of a step from its losses, the gradient norm and all processes' reports."""
     digests = reports.digest
     return StepReport(
         losses=losses,

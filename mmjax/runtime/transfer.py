@@ -128,7 +128,8 @@ class Transfer:
         shards = {shard.device.id: shard.data for shard in x.addressable_shards}
         pieces: dict[int, list[tuple[jax.Array, Box]]] = defaultdict(list)
         for number, move in enumerate(self.moves):
-            sender, receiver = self.processes[move.source], self.processes[move.target]
+            sender = self.processes[move.source]
+            receiver = self.processes[move.target]
             if this not in (sender, receiver):
                 continue
             piece = _cut(shards[move.source], move.taken) if sender == this else None
@@ -310,12 +311,12 @@ def _check_words(piece: jax.Array, number: int) -> jax.Array:
 
 
 def _words_of(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return what `_check_words` makes of a piece."""
+    """Return the shape of `_check_words` of a piece."""
     return jax.ShapeDtypeStruct((3,), jnp.uint32, sharding=struct.sharding)
 
 
 def _compare(piece: jax.Array, sent: jax.Array, number: int, process: int, key: Hashable) -> None:
-    """Raise RuntimeError where a piece is not what was sent; on the host, so that every transfer is waited for."""
+    """Raise RuntimeError where a piece differs from the one sent; on the host, so that every transfer is waited for."""
     if not np.array_equal(sent, _check_words(piece, number)):
         raise RuntimeError(f"transfer {key} brought another piece than process {process} sent")
 

@@ -65,9 +65,9 @@ def test_units_of_two_generators_are_chosen_and_fit():
         interleaved_corpus(2000, 0, model.item_modules), model.item_modules, model.llm
     )
     speed = Speed(CLUSTER.device.rates(config.training.precision))
-    chosen = choose_units(config, CLUSTER, index, [1.0], lambda _: speed)
-    assert len(chosen.units) == 2
-    for forecast in chosen.units:
+    units, _ = choose_units(config, CLUSTER, index, [1.0], lambda _: speed)
+    assert len(units) == 2
+    for forecast in units:
         validate(forecast.chosen.config)
         plan = forecast.chosen.plan
         assert {"picture", "sketch"} < {tower for stage in plan.stages for tower in stage.layers}
@@ -79,8 +79,8 @@ def test_encoders_beside_the_llm_are_forecast_on_the_devices_of_the_fastest_chai
     config = load(find_config("tiny_omni"), ["batch.size.count=64"])
     index = index_of_lengths(omni_corpus(2000, 0), config.model.item_modules, config.model.llm)
     speed = Speed(CLUSTER.device.rates(config.training.precision))
-    chosen = choose_units(config, CLUSTER, index, [1.0], lambda _: speed)
-    by_family = {tuple(forecast.chosen.config.units): forecast.chosen for forecast in chosen.units}
+    units, _ = choose_units(config, CLUSTER, index, [1.0], lambda _: speed)
+    by_family = {tuple(forecast.chosen.config.units): forecast.chosen for forecast in units}
     assert set(by_family) >= {("all",), ("llm", "vision", "audio")}
     beside, chain = by_family["llm", "vision", "audio"].config, by_family["all",].config
     validate(beside)

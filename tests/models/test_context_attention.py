@@ -130,7 +130,7 @@ def test_a_device_is_sent_hardly_more_than_its_queries_may_attend():
     owner = np.repeat(rank, block)
     attended = visible_keys(mask, owner, devices) & (owner != np.arange(devices)[:, None])
     assert attended.sum() <= plan.needed.size.sum() <= 1.05 * attended.sum()
-    assert plan.asked.size.sum() == plan.needed.size.sum()
+    assert plan.sent.size.sum() == plan.needed.size.sum()
 
 
 def test_a_ragged_exchange_is_compiled_for_gpus_and_returns_gradients_in_float32():

@@ -83,7 +83,7 @@ def stage(
         has_backward=True,
         unsaved=unsaved,
         experts=MASTER * module_parameters(model)["llm"].experts * share,
-        alone=len(layers) == model.llm.layers,
+        only_stage=len(layers) == model.llm.layers,
     )
 
 

@@ -16,7 +16,7 @@ from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime import program_cache
 from mmjax.runtime.devices import CompileCounter, enable_compilation_cache
 from mmjax.runtime.executor import Executor
-from mmjax.runtime.program_cache import CachedProgram, stored_result
+from mmjax.runtime.program_cache import CachedProgram
 from mmjax.runtime.state import make_optimizer
 
 X = np.arange(6, dtype=np.float32)
@@ -100,18 +100,6 @@ def test_a_file_that_is_cut_off_or_changed_is_compiled_again(folder):
         assert again.compiled == 1
         np.testing.assert_array_equal(first.result[0]["scaled"], again.result[0]["scaled"])
     assert Start().compiled == 0
-
-
-def test_what_tracing_gives_is_stored_by_what_it_depends_on(folder):
-    given = []
-
-    def compute() -> dict[str, list[float]]:
-        given.append(1)
-        return {"none": [0.1, 0.0]}
-
-    assert [stored_result("a model", compute) for _ in range(2)] == [{"none": [0.1, 0.0]}] * 2
-    stored_result("another", compute)
-    assert len(given) == 2
 
 
 def test_a_program_that_calls_python_which_cannot_be_written_runs_at_every_start():

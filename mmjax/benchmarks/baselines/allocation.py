@@ -50,7 +50,7 @@ def _score_mmscale(options: TowerOptions, microbatches: int) -> Scores:
 MMSCALE = Objective(
     _score_mmscale,
     np.add,
-    lambda encoders, llm, _: encoders.path + llm.path + np.maximum(encoders.alone, llm.alone),
+    lambda encoders, llm, _: encoders.path + llm.path + np.maximum(encoders.step, llm.step),
     generator_path=1.0,
 )
 
@@ -103,7 +103,7 @@ def _score_slowest(options: TowerOptions, microbatches: int) -> Scores:
 
 # Cornstarch, algorithm 1: an encoder's slowest stage counts alone.
 SLOWEST = Objective(
-    _score_slowest, np.maximum, lambda encoders, llm, _: np.maximum(encoders.alone, llm.alone)
+    _score_slowest, np.maximum, lambda encoders, llm, _: np.maximum(encoders.step, llm.step)
 )
 
 
@@ -129,7 +129,7 @@ def allocate_loosely(problem: Problem) -> Allocation | None:
         for name, table in zip(encoders, tables[key], strict=True):
             usable = np.flatnonzero(compatible_ranks(table.ranks, llm) & (table.devices <= free))
             if len(usable):
-                slowest = table.scores.alone[usable]
+                slowest = table.scores.step[usable]
                 late = np.maximum(slowest - target, 0.0)
                 fewest = usable[np.lexsort((slowest, table.devices[usable], late))[0]]
                 chosen[name] = table.choices[fewest]
@@ -176,8 +176,8 @@ def allocate_replicated(problem: Problem) -> Allocation | None:
             for count in problem.microbatches:
                 options = stage_options(problem, fused, stages, count)
                 bounds = BOUND.score(options, count)
-                for n in np.argsort(bounds.alone + bounds.tail):
-                    if best is not None and bounds.alone[n] + bounds.tail[n] >= best.seconds:
+                for n in np.argsort(bounds.step + bounds.tail):
+                    if best is not None and bounds.step[n] + bounds.tail[n] >= best.seconds:
                         break
                     simulated = simulate_choice(problem, {"llm": (options, n)}, count)
                     best = _faster(best, simulated)
@@ -251,5 +251,5 @@ def _fastest(
     usable = table.devices <= devices
     if llm is not None:
         usable &= compatible_ranks(table.ranks, llm)
-    seconds = np.where(usable, table.scores.alone + table.scores.tail, np.inf)
+    seconds = np.where(usable, table.scores.step + table.scores.tail, np.inf)
     return table.choices[int(seconds.argmin())] if usable.any() else None

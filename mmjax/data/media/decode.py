@@ -53,6 +53,8 @@ class VideoHeader(NamedTuple):
 
     def packed(self) -> tuple[int, int]:
         """Pack into two int64, as other media have two sizes: frames, height and width; and the rate."""
+        # first: frames (32 bits), height (16), width (16). second: the rate's two terms, 32 bits
+        # each.
         sides = self.height << 16 | self.width
         return self.frames << 32 | sides, self.rate.numerator << 32 | self.rate.denominator
 
@@ -87,10 +89,10 @@ def filled(indices: np.ndarray, unit: int) -> np.ndarray:
 
 
 def limit_violations(kind: str, sizes: np.ndarray, limits: MediaLimits) -> dict[str, np.ndarray]:
-    """Test (height, width) of images, (frames, rate) of clips, or packed headers of videos, int64 `[..., 2]`, against
-    every limit of the kind.
+    """Test the sizes of media, int64 `[..., 2]`, against every limit of their kind.
 
-    Returns bool `[...]`, whether the limit is violated, by the words that say so.
+    sizes: (height, width) of images, (frames, rate) of clips, packed headers of videos. Returns
+    bool `[...]`, whether the limit is violated, by the words that say so.
     """
     sizes = np.asarray(sizes)
     if kind == "video":

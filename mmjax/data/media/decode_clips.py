@@ -92,6 +92,7 @@ def resample(blocks: Iterable[np.ndarray], facts: ClipHeader, sample_rate: int) 
     """
     samples = resampled_length(facts, sample_rate)
     wave = np.zeros(samples, np.float32)
+    # Block by block, so that a long clip is never in memory at its own rate.
     stream = None
     if facts.sample_rate != sample_rate:
         stream = soxr.ResampleStream(
@@ -103,10 +104,10 @@ def resample(blocks: Iterable[np.ndarray], facts: ClipHeader, sample_rate: int) 
         ((block, False) for block in blocks), [(np.empty(0, np.float32), True)]
     ):
         block = np.ascontiguousarray(block, np.float32)
-        made = block if stream is None else stream.resample_chunk(block, last)
-        made = made[: samples - position]
-        wave[position : position + len(made)] = made
-        position += len(made)
+        resampled = block if stream is None else stream.resample_chunk(block, last)
+        resampled = resampled[: samples - position]
+        wave[position : position + len(resampled)] = resampled
+        position += len(resampled)
     return wave
 
 
@@ -209,10 +210,13 @@ def _checked_flac(read: Callable[[str], np.ndarray], head: bytes) -> Iterator[np
     head: "fLaC", 4 bytes, 10 of sizes, 20 bits of the rate, 3 of channels - 1, 5 of bits - 1, 36 of
     the length, MD5.
     """
+    # Of 64 bits from byte 18 on: rate (20), channels - 1 (3), bits - 1 (5), length (36).
     bits = (int.from_bytes(head[18:26]) >> 36 & 31) + 1
     expected = head[26:42]
     md5 = hashlib.md5(usedforsecurity=False)
     while len(block := read("int32")):
+        # libsndfile shifts samples to the top of 32 bits; the checksum is of their own bytes, the
+        # lower ones of little-endian integers: 3 of each for 24 bits.
         samples = (block >> 32 - bits).astype("<i4")
         md5.update(samples.view(np.uint8).reshape(-1, 4)[:, : -(-bits // 8)].tobytes())
         yield block.astype(np.float32) * np.float32(2.0**-31)
@@ -269,6 +273,7 @@ def _check_ogg_pages(data: bytes) -> None:
             raise BadMedia(f"corrupt OGG: no page begins at byte {start}")
         if end > len(data) or start + 27 > len(data):
             raise BadMedia("truncated OGG: its last page is not whole")
+        # The checksum is of the page with zeros in the checksum's place, bytes 22 to 25.
         page = data[start : start + 22] + bytes(4) + data[start + 26 : end]
         stream, number, checksum = (
             data[start + 14 : start + 18],

@@ -108,7 +108,7 @@ def decode_image(data: bytes, limits: MediaLimits = MediaLimits()) -> np.ndarray
 
 
 def image_kind(head: bytes) -> str | None:
-    """Tell the format of an image by the first 32 bytes of its file; None for what is no image."""
+    """Detect the format of an image from the first 32 bytes of its file; None where it is no image."""
     kind = next((kind for start, kind in IMAGE_STARTS.items() if head.startswith(start)), None)
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return "WEBP"

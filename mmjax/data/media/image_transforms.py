@@ -113,7 +113,7 @@ class LazyImage:
 # (image, images in its sample) -> items
 BeforeEncoder = Callable[[LazyImage, int], Sequence[LazyImage]]
 
-# by which a smaller image may be larger than what it becomes
+# Factors by which a smaller image may be larger than what it becomes, tried from the least on.
 SLACK = (1.0, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0)
 
 
@@ -163,10 +163,10 @@ def _items(
 
 @dataclass(frozen=True, eq=False)
 class _Traced(LazyImage):
-    """A size that notes what a preparation resizes it to, before anything else has resized it."""
+    """A picture without pixels that notes the sizes to which a preparation resizes the original, or parts of it."""
 
-    targets: list[tuple[Size, Size]] = field(default_factory=list)  # (size before, size after)
-    original: bool = True
+    targets: list[tuple[Size, Size]] = field(default_factory=list)  # (size, size resized to)
+    original: bool = True  # nothing has resized it yet; what is cut out of it is still original
 
     def resized(self, size: Size, filter: Filter = "bicubic") -> LazyImage:
         if self.original:
@@ -183,13 +183,18 @@ def smaller_size(
     the image's own where it resizes nothing, or something to more than there is. Raises BadMedia as
     `prepared_sizes`.
     """
+    # 3000 x 4000 pixels that become an overview of 336 x 448 and tiles of 672 x 896 in all need the
+    # larger of both scales, 672 / 3000. Sizes of tiles depend on the aspect ratio, which rounding
+    # changes: so candidates are tried until one gives the same items.
     traced = _Traced(size, None, limits.pixels)
     sizes = tuple(item.size for item in prepare(traced, images))
-    scales = [max(after[0] / before[0], after[1] / before[1]) for before, after in traced.targets]
+    scales = [
+        max(target[0] / source[0], target[1] / source[1]) for source, target in traced.targets
+    ]
     scale = max(scales, default=1.0)
-    candidates = [after for before, after in traced.targets if before == size]
+    candidates = [target for source, target in traced.targets if source == size]
     candidates += [
-        (math.ceil(size[0] * scale * more), math.ceil(size[1] * scale * more)) for more in SLACK
+        (math.ceil(size[0] * scale * slack), math.ceil(size[1] * scale * slack)) for slack in SLACK
     ]
     for candidate in candidates:
         covers = all(c >= math.floor(scale * s) for c, s in zip(candidate, size, strict=True))

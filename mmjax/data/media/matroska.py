@@ -76,6 +76,8 @@ def _header(segment: Children) -> VideoHeader | None:
             ">d" if len(info[DURATION][0]) == 8 else ">f", info[DURATION][0]
         )
         seconds = Fraction(duration) * scale / NANOSECONDS
+    # The track's header has nanoseconds a frame, rounded: the fraction that was meant is the
+    # nearest with small terms.
     rate = 1 / Fraction(_integer(videos[0][DEFAULT_DURATION][0]), NANOSECONDS).limit_denominator(
         MAX_RATE_TERM
     )
@@ -123,6 +125,7 @@ def _element(content: bytes, offset: int) -> tuple[int, int, int]:
     Both are numbers of as many bytes as the first one has leading zeros, and one more: 0x42 0x86 is
     an id of two bytes, 0x40 0x02 the size 2, as a size leaves out the bit that ends the zeros.
     """
+    # 0x42 is 01000010: one leading zero, bit_length 7, so 2 bytes. Ids keep all of their bits.
     name_length = 9 - content[offset].bit_length()
     size_start = offset + name_length
     size_length = 9 - content[size_start].bit_length()

@@ -11,7 +11,7 @@ FLOOR = 1e-10  # of mel power, against log10(0)
 
 
 def check_wave(wave: np.ndarray) -> None:
-    """Raise ValueError for what is no clip, floats `[n]`."""
+    """Raise ValueError for an array that is no clip, floats `[n]`."""
     if wave.ndim != 1 or not np.issubdtype(wave.dtype, np.floating):
         raise ValueError(f"a clip must be floats [samples], not {wave.dtype} {list(wave.shape)}")
 

@@ -103,8 +103,11 @@ def read_mp3_header(file: BinaryIO) -> tuple[int, int]:
     encoder = side + 12 + 4 * bool(flags & 2) + 100 * bool(flags & 4) + 4 * bool(flags & 8)
     if len(lame := frame[encoder : encoder + LAME]) < LAME or not lame[0]:
         return total, rate
+    # 12 bits each. A decoder drops the delay and its own 529 samples at the start, and at the end
+    # the trailing ones less these 529, which come out late.
     padding = int.from_bytes(lame[21:24])
-    delay, trailing = padding >> 12, padding & 0xFFF
+    delay = padding >> 12
+    trailing = padding & 0xFFF
     return min(total, total - trailing + DELAY) - delay - DELAY, rate
 
 
@@ -138,13 +141,15 @@ def _first_frame(file: BinaryIO) -> int:
 
 
 def _frame(header: bytes) -> tuple[int, int, int, int]:
-    """Parse a frame's header: version, rate, channels, bytes. Raises BadMedia for what is none of layer 3."""
+    """Parse a frame's header: version, rate, channels, bytes. Raises BadMedia where it is no frame of layer 3."""
     if len(header) < 4:
         raise BadMedia("a truncated MP3: it ends in its first frames")
     (bits,) = struct.unpack(">I", header)
     version, layer, rate, bit_rate = bits >> 19 & 3, bits >> 17 & 3, bits >> 10 & 3, bits >> 12 & 15
     if bits >> 21 != 0x7FF or version == 1 or layer != 1 or rate == 3 or bit_rate in (0, 15):
         raise BadMedia("a corrupt MP3: where a frame is to be there is none")
+    # Bytes of a frame: samples / 8 * bits per second / rate, and one of padding if so marked. 1152
+    # samples at 128 kbit/s and 44,100 Hz are 144 * 128,000 / 44,100 = 417.
     hertz = RATES[version][rate]
     length = SAMPLES[version] // 8 * 1000 * BIT_RATES[version != 3][bit_rate] // hertz + (
         bits >> 9 & 1

@@ -61,7 +61,7 @@ def item_size(module: Encoder | Generator, size: tuple[int, ...]) -> ItemSize:
 
 @functools.singledispatch
 def item_input(module: Encoder | Generator, array: np.ndarray) -> ItemInput:
-    """Convert an item to what a row of a batch holds of it, of as many positions as `item_size` says.
+    """Convert an item to its part of a batch's row, as many positions as `item_size` says.
 
     array: an image, uint8 `[H, W, C]`, or a temporal patch of a video, uint8 `[frames, H, W, C]`,
     becomes patches; a clip, float `[n]`, log-mel frames; an image to be made, uint8 `[H, W, C]`, or
@@ -98,7 +98,8 @@ def latent_grid(generator: Generator, size: tuple[int, ...]) -> tuple[int, int]:
         raise BadMedia(
             f"{pixels} is not in whole patches of {unit} x {unit}; prepare images in whole patches"
         )
-    rows, columns = height // unit, width // unit
+    rows = height // unit
+    columns = width // unit
     latents = height // generator.latents.factor, width // generator.latents.factor
     # One program encodes all images in the step, and a UNet's blocks have the shapes of one size.
     is_fixed = generator.step_vae or not generator.is_stack

@@ -57,6 +57,7 @@ def read_sound_header(file: BinaryIO) -> ClipHeader:
     Raises BadMedia for a file that cannot be opened, and for a track that does not say how long it
     is.
     """
+    # A list of images, or one, counts as a video: there is no container to open.
     start = file.read(32)
     file.seek(0)
     if start.startswith(ZIP_START) or image_kind(start):
@@ -107,6 +108,7 @@ def _mono(av: Any, container: Any, header: ClipHeader) -> Iterator[np.ndarray]:
 
 def _filled(blocks: Iterator[np.ndarray], samples: int, may_miss: float) -> Iterator[np.ndarray]:
     """Yield so many samples in blocks, the last ones silence where there are fewer. Raises BadMedia for too few."""
+    # In blocks, so that a header that promises hours does not make hours of silence at once.
     missing = samples
     for block in blocks:
         yield block[:missing]
@@ -121,6 +123,7 @@ def _filled(blocks: Iterator[np.ndarray], samples: int, may_miss: float) -> Iter
 
 def _samples(av: Any, container: Any, header: ClipHeader) -> Any:
     """Decode float32 `[channels, samples]`, piece by piece, no further than the header says."""
+    # fltp: float32, a plane for each channel, whatever the codec decodes to.
     planar = av.AudioResampler(format="fltp")
     count = 0
     for frame in container.decode(container.streams.audio[0]):

@@ -12,7 +12,6 @@ import ctypes
 import os
 import tempfile
 import threading
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -34,6 +33,7 @@ def check_tiff(data: bytes) -> None:
         return
     _complaints.clear()
     library.TIFFSetWarningHandler(_handler())
+    # By a file, since libtiff's functions for reading from memory take callbacks for each access.
     with tempfile.TemporaryFile() as file:
         file.write(data)
         file.seek(0)  # where libtiff begins
@@ -74,7 +74,9 @@ def _read_pieces(library: Any, page: int) -> None:
 
 @cache
 def _handler() -> Any:
-    """Return a function that libtiff calls with what it complains of."""
+    """Return the callback that libtiff calls with its warnings and errors."""
+    # libtiff passes a format and a va_list, which on x86-64 and ARM64 arrives as a pointer: the C
+    # library's own vsnprintf makes text of both.
     c = ctypes.CDLL(None)
 
     def complain(module: bytes, form: bytes, arguments: int) -> None:
@@ -91,30 +93,23 @@ def _libtiff() -> Any:
     """Return Pillow's libtiff, whose errors come to us from now on; None where it has none that can be called."""
     Image.init()
     try:
+        # The very file that Pillow has loaded, so that the handlers are those that its reads call.
         with open("/proc/self/maps") as maps:
             path = next(line.split(maxsplit=5)[5].strip() for line in maps if "/libtiff" in line)
         library = ctypes.CDLL(path)
+        sizes = ("TIFFTileSize", "TIFFStripSize")
+        counts = ("TIFFNumberOfTiles", "TIFFNumberOfStrips")
+        reads = ("TIFFReadEncodedTile", "TIFFReadEncodedStrip")
+        # Pointers and sizes are 64 bits, of which ctypes would pass and return 32.
         library.TIFFFdOpen.restype = ctypes.c_void_p
-        for name in (
-            "TIFFTileSize",
-            "TIFFStripSize",
-            "TIFFReadEncodedTile",
-            "TIFFReadEncodedStrip",
-        ):
+        for name in (*sizes, *reads):
             getattr(library, name).restype = ctypes.c_ssize_t
-        for name in ("TIFFNumberOfTiles", "TIFFNumberOfStrips"):
+        for name in counts:
             getattr(library, name).restype = ctypes.c_uint32
-        of_page: list[Callable[..., Any]] = [library.TIFFIsTiled, library.TIFFClose]
-        of_page += [
-            library.TIFFTileSize,
-            library.TIFFStripSize,
-            library.TIFFNumberOfTiles,
-            library.TIFFNumberOfStrips,
-        ]
-        for function in of_page:
-            function.argtypes = [ctypes.c_void_p]
-        for function in (library.TIFFReadEncodedTile, library.TIFFReadEncodedStrip):
-            function.argtypes = [
+        for name in ("TIFFIsTiled", "TIFFClose", *sizes, *counts):
+            getattr(library, name).argtypes = [ctypes.c_void_p]
+        for name in reads:
+            getattr(library, name).argtypes = [
                 ctypes.c_void_p,
                 ctypes.c_uint32,
                 ctypes.c_void_p,

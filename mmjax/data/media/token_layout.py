@@ -29,6 +29,8 @@ def concatenated(first: TokenLayout, second: TokenLayout) -> TokenLayout:
 
 def unpad_tokens(table: np.ndarray, size: Size) -> np.ndarray:
     """Cut from a canvas of tokens `[R, C]` the part `[r, c]` that shows an image of (height, width)."""
+    # An image of 300 x 1000 on a canvas of 24 x 24 tokens fills its width, and 24 * .3 = 7.2 rows:
+    # 8 are cut off above and below, and 8 stay. Rounded to 7 digits as in transformers.
     rows, columns = table.shape
     height, width = size
     if width / height > columns / rows:
@@ -40,6 +42,8 @@ def unpad_tokens(table: np.ndarray, size: Size) -> np.ndarray:
 
 def interpolate_tokens(table: np.ndarray, size: Size) -> TokenLayout:
     """Resize a table of tokens `[R, C]` bilinearly to (rows, columns): PyTorch's `align_corners=False`."""
+    # Each new token is a mean of 4 old ones, the corners (upper, lower) x (left, right); [rows,
+    # columns, 4] of token numbers and of shares, which add up to 1.
     (rows, row_shares), (columns, column_shares) = map(_linear, table.shape, size)
     token = np.stack([table[np.ix_(r, c)] for r in rows for c in columns], axis=-1)
     share = np.stack([np.outer(r, c) for r in row_shares for c in column_shares], axis=-1)

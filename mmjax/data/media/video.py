@@ -126,13 +126,13 @@ def _frame_times(
     # the others.
     longest = (np.diff(times).max(initial=0) or 1 / float(header.rate) / unit) * unit
     if lacks - longest > max(MISSING_SHARE * header.frames, MISSING_FRAMES) / float(header.rate):
-        whole = header.frames / float(header.rate)
+        seconds = header.frames / float(header.rate)
         raise BadMedia(
-            f"truncated video: it ends {lacks:.1f} s before the {whole:.1f} s of its header"
+            f"truncated video: it ends {lacks:.1f} s before the {seconds:.1f} s of its header"
         )
-    at = times[0] + indices / float(header.rate) / unit
-    # Half a tick: times are rounded to the time base.
-    return times[np.maximum(np.searchsorted(times, at + 0.5, side="right") - 1, 0)]
+    due = times[0] + indices / float(header.rate) / unit
+    # The last frame that began by then. Half a tick: times are rounded to the time base.
+    return times[np.maximum(np.searchsorted(times, due + 0.5, side="right") - 1, 0)]
 
 
 def _frames_at(
@@ -154,6 +154,8 @@ def _frames_at(
         if target == position:  # a frame that is shown for long
             yield pixels
             continue
+        # Decoding goes on from the newest frame, unless the last key frame before the target is far
+        # ahead of it: then it starts there.
         time = int(times[target])
         key = int(keys[max(np.searchsorted(keys, time, side="right") - 1, 0)])
         if position < 0 or np.searchsorted(times, key) > position + GAP:

@@ -54,13 +54,14 @@ def read_video_header(file: BinaryIO) -> tuple[int, int]:
         raise BadMedia("an empty file (0 bytes)")
     file.seek(0)
     if image_kind(start):
-        header = VideoHeader(1, *read_image_size(file), Fraction(0))
+        height, width = read_image_size(file)
+        header = VideoHeader(1, height, width, rate=Fraction(0))
     elif start.startswith(ZIP_START):
         with zip_frames(file) as frames:
-            header = VideoHeader(
-                len(frames.filelist), *read_image_size(zip_frame(frames, 0)), Fraction(0)
-            )
+            height, width = read_image_size(zip_frame(frames, 0))
+            header = VideoHeader(len(frames.filelist), height, width, rate=Fraction(0))
     else:
+        # By our own readers where they can tell, in a tenth of the time; else by FFmpeg.
         quick = _mp4_header(file) if start[4:8] == b"ftyp" else None
         if start.startswith(MATROSKA_START):
             quick = read_matroska_header(file)
@@ -136,6 +137,7 @@ def _track_header(track: memoryview, media: memoryview) -> VideoHeader | None:
     width, height = struct.unpack_from(">HH", _inner(table, b"stsd"), 8 + 32)
     clock = _inner(media, b"mdhd")
     (timescale,) = struct.unpack_from(">I", clock, 20 if clock[0] == 1 else 12)
+    # stts: pairs of (number of frames, ticks of each).
     durations = (
         np.frombuffer(_inner(table, b"stts"), ">u4", offset=8).reshape(-1, 2).astype(np.int64)
     )
@@ -143,7 +145,8 @@ def _track_header(track: memoryview, media: memoryview) -> VideoHeader | None:
     if not frames or not ticks or int(durations[:, 0].sum()) != frames:
         return None
     placed = _inner(track, b"tkhd")
-    # of a matrix [a b u; c d v; x y w]
+    # Of a matrix [a b u; c d v; x y w] that takes (x, y) to (a x + c y, b x + d y): upright or
+    # turned by half it has b = 0, by a quarter a = 0.
     a, b = struct.unpack_from(">ii", placed, 52 if placed[0] == 1 else 40)
     if abs(b) > abs(a):  # a quarter turn
         height, width = width, height

@@ -20,8 +20,7 @@ def items(how: DynamicTiles, image: LazyImage, images: int) -> tuple[LazyImage, 
 
 
 def tile_grid(config: DynamicTiles, size: Size) -> tuple[int, int]:
-    """Choose rows and columns of an image's tiles: of all grids with a permitted count, the nearest to its aspect
-    ratio.
+    """Choose rows and columns of an image's tiles: the grid of a permitted count that is nearest to its aspect ratio.
 
     Of equally near ones the larger, as long as it has less than twice the image's pixels.
     OpenGVLab's own code (`dynamic_preprocess`) chooses the same where one tile is permitted, as it

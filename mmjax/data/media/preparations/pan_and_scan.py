@@ -33,6 +33,7 @@ def crop_count(config: PanAndScan, size: Size) -> int:
     short, long = sorted(size)
     if long / short < config.min_ratio:
         return 0
+    # As many as the aspect ratio, rounded, but none narrower than `min_crop`.
     crops = min(math.floor(long / short + 0.5), long // config.min_crop)
     crops = min(max(crops, 2), config.max_crops)
     return crops if min(short, -(-long // crops)) >= config.min_crop else 0

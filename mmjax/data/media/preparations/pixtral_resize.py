@@ -15,7 +15,9 @@ def items(how: PixtralResize, image: LazyImage, images: int) -> tuple[LazyImage,
 
     Raises BadMedia for an image so narrow that nothing is left of a side.
     """
-    unit, box = how.unit, how.box
+    unit = how.unit
+    box = how.box
+    # The side that is furthest above its limit decides; images inside the box are not enlarged.
     ratio = max(side / limit for side, limit in zip(image.size, box, strict=True))
     size = tuple(math.floor(side / ratio) for side in image.size) if ratio > 1 else image.size
     if not min(size):

@@ -22,6 +22,7 @@ def sample(how: Qwen3Video, header: VideoHeader, unit: int, token_side: int) -> 
     bounds = how.min_pixels, max_pixels
     size = smart_size_of_frames(header.size, token_side, bounds, count, unit)
     indices = filled(np.linspace(0, header.frames - 1, count).round().astype(np.int64), unit)
+    # [temporal patches, frames of one]
     seconds = (indices / rate).reshape(-1, unit)
     # The mean of a temporal patch's first and last frame.
     texts = tuple(

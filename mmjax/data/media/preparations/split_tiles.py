@@ -13,7 +13,8 @@ MAX_SIDE = 4096  # pixels that Idefics3's resizing makes at most
 
 def items(how: SplitTiles, image: LazyImage, images: int) -> tuple[LazyImage, ...]:
     """Cut an image, resized to whole tiles, followed by the whole of it; one that is a single tile is that alone."""
-    side, filter = how.tile, how.filter
+    side = how.tile
+    filter = how.filter
     if how.resize:
         image = image.resized(enlarged_size(how, image.size), filter)
     if not how.split:
@@ -66,6 +67,8 @@ def enlarged_size(how: SplitTiles, size: Size) -> Size:
 
 def _whole_tiles(size: Size, tile: int) -> tuple[int, int]:
     """Return rows and columns of the tiles that cover an image when its longer side is enlarged to whole ones."""
+    # In tiles of 512, 700 x 1000 pixels have 2 columns, 1024 pixels, and at that width int(1024 /
+    # 1.4286) = 716 rows of pixels: 2 rows of tiles.
     height, width = size
     ratio = width / height
     if width >= height:

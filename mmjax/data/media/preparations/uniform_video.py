@@ -16,6 +16,7 @@ from mmjax.data.sample import NEWLINE, TokenLayout
 def sample(how: UniformVideo, header: VideoHeader, unit: int, token_side: int) -> SampledVideo:
     """Choose a frame of each of so many equal parts of a video."""
     if how.taken == "first":
+        # 4 of 10 frames: 0 2 5 7.
         count = min(how.frames, header.frames)
         indices = np.arange(count) * header.frames // count
     else:
