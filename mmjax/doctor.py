@@ -26,7 +26,7 @@ from typing import Literal
 
 from mmjax import __version__
 from mmjax.disk import user_cache
-from mmjax.errors import CommandParser, exit_process, run_command
+from mmjax.errors import command_parser, exit_process, run_command
 
 GIB = 2**30
 CUDA13_DRIVER = 580  # the oldest major version that runs CUDA 13
@@ -480,7 +480,7 @@ def _size(n: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = CommandParser(prog="python -m mmjax.doctor", description=__doc__, allow_abbrev=False)
+    parser = command_parser("doctor", __doc__)
     parser.add_argument(
         "folder", nargs="?", type=Path, default=Path("runs"), help="where runs are to be written"
     )

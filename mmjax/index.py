@@ -14,8 +14,9 @@ import contextlib
 import json
 import re
 import sys
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mmjax.config import AsIs, Config, ConversationFiles, FileSource, VisionConfig
-from mmjax.config.loading import default_config, find_config, load, resolve_callbacks
+from mmjax.config.loading import config_of_words, load, resolve_callbacks
 from mmjax.config.other_names import parse_words
 from mmjax.console import ProgressLine, count, print_lines, size, table
 from mmjax.data.media.decode import VideoHeader
@@ -34,7 +35,7 @@ from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.data.sample import Split
 from mmjax.data.sources.array_record_writing import UNREADABLE_FILE, write_array_records
 from mmjax.data.sources.chat_source import BadSampleEntry, bad_limit
-from mmjax.data.sources.image_copies import Copy, CopyMaker, named_images
+from mmjax.data.sources.image_copies import CopyMaker, named_images
 from mmjax.data.sources.media_sizes import MediaFacts, Progress, read_facts
 from mmjax.data.sources.opening import (
     SPLITS,
@@ -48,7 +49,7 @@ from mmjax.data.sources.opening import (
 from mmjax.data.sources.processors import PROBES, MediaProcessors
 from mmjax.data.storage.files import Conversations, FileRef
 from mmjax.disk import json_lines
-from mmjax.errors import BadMedia, CommandParser, UserError, exit_process, run_command
+from mmjax.errors import BadMedia, UserError, command_parser, exit_process, run_command
 
 ARRAY_RECORD = "arrayrecord"
 PICTURE = "lengths.svg"
@@ -105,7 +106,7 @@ def split_place(place: str) -> tuple[str, int | str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = CommandParser(prog="python -m mmjax.index", description=__doc__, allow_abbrev=False)
+    parser = command_parser("index", __doc__)
     parser.add_argument(
         "words",
         nargs="*",
@@ -152,11 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(
             "--json prints what is in the data; leave --to, --latents and --video-tokens out"
         )
-    named = next((word for word in args.words if "=" not in word), "")
-    config = load(
-        find_config(named) if named else default_config(),
-        [word for word in args.words if word is not named],
-    )
+    config = load(*config_of_words(args.words))
     if args.json:
         with contextlib.redirect_stdout(sys.stderr):
             parts = list(read_parts(config))
@@ -259,9 +256,11 @@ def _shrink(config: Config, folder: Path, bad_path: Path) -> None:
                 images |= of_split[0]
                 unnamed, multiple = unnamed + of_split[1], multiple or of_split[2]
         maker.prepare_folder()
-        copies = _with_progress(
-            len(images), f"to {maker.folder}", partial(_make_copies, maker, images, multiple)
-        )
+        copies = []
+        with ProgressLine(0, len(images), "record") as line:
+            for copy in maker.copies(images, multiple):
+                copies.append(copy)
+                line.show(len(copies), lambda folder=maker.folder: f"to {folder}")
         states = Counter(copy.state for copy in copies)
         counts = ", ".join(f"{number:,} {state}" for state, number in states.items()) or "none"
         print_lines(f"wrote  {counts} of {len(images):,} images: {maker.folder}")
@@ -279,16 +278,6 @@ def _shrink(config: Config, folder: Path, bad_path: Path) -> None:
         words.append(f"data.sources.{name}.images={maker.folder}")
     _write_bad(bad, bad_path)
     print_lines("train on them with", *(f"  {word}" for word in words))
-
-
-def _make_copies(
-    maker: CopyMaker, images: Mapping[str, FileRef], multiple: bool, progress: Progress
-) -> list[Copy]:
-    copies = []
-    for copy in maker.copies(images, multiple):
-        copies.append(copy)
-        progress(len(copies))
-    return copies
 
 
 def _make_folder(option: str, path: Path) -> Path:
@@ -461,22 +450,18 @@ def report_rates(config: Config, parts: Sequence[Part], budget: int | None = Non
 def _describe_rate(tokens_at: Callable[[float], np.ndarray], budget: int, share: float) -> str:
     """Say up to how many frames per second this share of the videos has at most so many tokens."""
 
-    def fits(step: int) -> bool:
-        return bool(np.mean(tokens_at(step * RATE_STEP) <= budget) >= share)
+    def exceeds(step: int) -> bool:
+        return bool(np.mean(tokens_at(step * RATE_STEP) <= budget) < share)
 
-    low, high = 0, round(HIGHEST_RATE / RATE_STEP)
-    if fits(high):
-        low = high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    # Steps at which too few videos fit follow all those at which enough do: the last of these.
+    fitting = bisect_left(range(1, round(HIGHEST_RATE / RATE_STEP) + 1), True, key=exceeds)
     videos = "all videos have" if share == 1 else f"{share:.0%} of the videos have"
-    if not low:
+    if not fitting:
         return (
             f"       at no rate {videos} at most {budget:,} tokens; make frames smaller, or fewer "
             "(videos.max_frames)"
         )
-    return f"       {videos} at most {budget:,} tokens up to videos.fps={low * RATE_STEP:g}"
+    return f"       {videos} at most {budget:,} tokens up to videos.fps={fitting * RATE_STEP:g}"
 
 
 def _video_tokens(encoder: VisionConfig, size: tuple[int, int]) -> int:

@@ -26,7 +26,7 @@ import optax
 from mmjax.autotune.memory_plan import fit_run
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Config, NoBalance
-from mmjax.config.loading import copy_config, default_config, find_config, load, resolve_callbacks
+from mmjax.config.loading import config_of_words, copy_config, load, resolve_callbacks
 from mmjax.config.model import towers_of, with_changes
 from mmjax.config.other_names import parse_words
 from mmjax.config.towers import Attention
@@ -39,7 +39,7 @@ from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.disk import user_cache
-from mmjax.errors import CommandParser, UserError, exit_process, run_command
+from mmjax.errors import UserError, command_parser, exit_process, run_command
 from mmjax.losses.cross_entropy import losses_in_chunks
 from mmjax.models.layer_stacks import Params, key_names, stack_layers, unstack_layers
 from mmjax.models.layers import Context
@@ -195,7 +195,7 @@ def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: i
     return states
 
 
-def relative_difference(actual: np.ndarray, expected: np.ndarray, floor: float = 0.0) -> float:
+def relative_difference(actual: np.ndarray, expected: np.ndarray, floor: float) -> float:
     """Return the largest difference over the largest expected value, or over `floor` if that is larger; Inf for NaN."""
     if actual.shape != expected.shape:
         return math.inf
@@ -535,7 +535,7 @@ def verify(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 1 where something leaks."""
-    parser = CommandParser(prog="python -m mmjax.verify", description=__doc__, allow_abbrev=False)
+    parser = command_parser("verify", __doc__)
     words = "a config's file or name (default: tiny_omni), and changes to it; init_from=RUN takes a run's weights"
     parser.add_argument("words", nargs="*", metavar="CONFIG | a.b=value", help=words)
     about = f"at least so many, in whole steps (default: those of {STEPS} steps)"
@@ -550,9 +550,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_words(parser, argv)
     if args.samples is not None and args.samples < 1:
         raise UserError(f"--samples {args.samples}: give 1 or more")
-    named = next((word for word in args.words if "=" not in word), "")
-    path = find_config(named) if named else default_config()
-    config = load(path, [word for word in args.words if word is not named])
+    path, overrides = config_of_words(args.words)
+    config = load(path, overrides)
     if not config.data.sources:
         raise UserError(
             f"{config.name} names no data to compute: name yours in data.sources (docs/data.md)"

@@ -24,7 +24,7 @@ from files_made import asked, clip, lines, picture, served, write
 
 from mmjax import index
 from mmjax.config import ArrayRecordSource
-from mmjax.config.loading import load
+from mmjax.config.loading import find_config, load
 from mmjax.data.sources.array_record_writing import write_array_records
 from mmjax.data.sources.array_records import ArrayRecords
 from mmjax.data.sources.chat_source import open_token_counts
@@ -128,7 +128,7 @@ def test_with_a_checkpoints_template_lengths_are_in_tokens_and_training_counts_n
     out = told(capsys, *words, f"--out={tmp_path}/out")
     rows = {tuple(line.split())[:-1] for line in out.splitlines()}
     assert ("chat", "12", "1", "12") in rows
-    config = index.load(index.find_config("llava_style"), words[1:])
+    config = index.load(find_config("llava_style"), words[1:])
     source = open_sources(config, "train", tmp_path)["chat"]
     lengths = [source.facts(i).text_tokens for i in range(12) if i != 5]
     (text,) = (line.split() for line in out.splitlines() if "text, tokens" in line)

@@ -26,7 +26,7 @@ from mmjax.data.sources.chat_records import (
 )
 from mmjax.data.sources.record_keys import MEDIA, is_absent, unread_keys
 from mmjax.data.storage.files import Unreadable
-from mmjax.data.text.chat import Branching, Chat, Records
+from mmjax.data.text.chat import Branching, Chat, Records, Weighted
 
 MAX_LOG_PROB = 0.1  # of a token; rounded ones may be a little above 0
 # Keys of a reference's log-probabilities: of a pair's answers, and of an answer and another
@@ -41,16 +41,15 @@ KEYS: Mapping[Answers, frozenset[str]] = {  # of a record, beside those of its m
     # completions: the texts of the answers, which completion_ids have
     "rollouts": frozenset(
         (
-            *(
-                "prompt",
-                "completion_ids",
-                "completions",
-                "logprobs",
-                "advantages",
-                "ref_logprobs",
-                "completion_mask",
-            ),
-            *("system", *MEDIA),
+            "prompt",
+            "completion_ids",
+            "completions",
+            "logprobs",
+            "advantages",
+            "ref_logprobs",
+            "completion_mask",
+            "system",
+            *MEDIA,
         )
     ),
 }
@@ -159,9 +158,10 @@ def _answered(
 
 def _stored(record: Mapping[str, Any], keys: Sequence[str]) -> tuple[float, ...]:
     """Return log-probabilities of a reference that a record has under these keys. Raises BadSample."""
-    values = {key: _number(record, key) for key in keys}
-    values = {key: value for key, value in values.items() if value is not None}
+    values = {key: record[key] for key in keys if record.get(key) is not None}
     for key, value in values.items():
+        if not _are_numbers([value]):
+            raise BadSample(f"has {key}={value!r}, which is no number")
         _check_log_probs(key, [value])
     return tuple(values.values())
 
@@ -250,14 +250,6 @@ def _check_log_probs(key: str, values: Sequence[float]) -> None:
         )
 
 
-def _number(record: Mapping[str, Any], key: str) -> float | None:
-    """Return a finite number that may be missing. Raises BadSample for anything else."""
-    value = record.get(key)
-    if value is not None and not _are_numbers([value]):
-        raise BadSample(f"has {key}={value!r}, which is no number")
-    return value
-
-
 def _are_numbers(values: Any, kind: type | tuple[type, ...] = (int, float)) -> bool:
     """Tell whether these are finite numbers."""
     return isinstance(values, list | tuple) and all(
@@ -278,16 +270,12 @@ class PairBranches(Branching):
             raise BadSample(
                 f"has no rejected answer, which loss={self.loss.kind} compares with the chosen one"
             )
-        answers = conversation.messages[-1], conversation.rejected
-        return [
-            replace(conversation, messages=(*conversation.messages[:-1], answer))
-            for answer in answers
-        ]
+        return [conversation, _with_rejected(conversation)]
 
     def texts(
         self,
         conversation: Conversation,
-        answers: Sequence[tuple[np.ndarray, np.ndarray]],
+        answers: Sequence[Weighted],
         vocab: int,
     ) -> list[Text]:
         stored = "reference_log_probs" in self.loss.inputs
@@ -343,15 +331,12 @@ class JudgedBranches(Branching):
                 "has no kl_completion, whose ref_KL_logps loss.reference=stored reads; write both with "
                 "mmjax.evaluate --log-probs"
             )
-        mismatched = replace(
-            conversation, messages=(*conversation.messages[:-1], conversation.rejected)
-        )
-        return [conversation, mismatched]
+        return [conversation, _with_rejected(conversation)]
 
     def texts(
         self,
         conversation: Conversation,
-        answers: Sequence[tuple[np.ndarray, np.ndarray]],
+        answers: Sequence[Weighted],
         vocab: int,
     ) -> list[Text]:
         stored = "reference_log_probs" in self.loss.inputs
@@ -369,8 +354,13 @@ class JudgedBranches(Branching):
         ]
 
 
+def _with_rejected(conversation: Conversation) -> Conversation:
+    """Return a conversation with the other answer in place of its last message."""
+    return replace(conversation, messages=(*conversation.messages[:-1], conversation.rejected))
+
+
 def _weighted_texts(
-    conversation: Conversation, answers: Sequence[tuple[np.ndarray, np.ndarray]], stored: bool
+    conversation: Conversation, answers: Sequence[Weighted], stored: bool
 ) -> list[Text]:
     """Build a branch of each answer's tokens and weights, which sum to the weight of the last message.
 
@@ -384,19 +374,12 @@ def _weighted_texts(
         end = np.flatnonzero(weights)[-1] + 1
         inputs = {}
         if stored:
-            inputs["reference_log_probs"] = _at_first_token(conversation.reference[number], end)
+            # The loss reads their sum: the first trained token, behind the prompt's last, has it.
+            values = np.zeros(end, np.float32)
+            values[1] = conversation.reference[number]
+            inputs["reference_log_probs"] = values
         texts.append(Text(ids[:end], weight * (weights[:end] > 0), loss_inputs=inputs))
     return texts
-
-
-def _at_first_token(value: float, tokens: int) -> np.ndarray:
-    """Return an array `[tokens]` whose sum is a value that a loss reads of a whole answer.
-
-    The first token that is trained has all of it, behind the prompt's last one.
-    """
-    values = np.zeros(tokens, np.float32)
-    values[1] = value
-    return values
 
 
 @dataclass(frozen=True)
@@ -413,7 +396,7 @@ class RolloutBranches(Branching):
     def texts(
         self,
         conversation: Conversation,
-        answers: Sequence[tuple[np.ndarray, np.ndarray]],
+        answers: Sequence[Weighted],
         vocab: int,
     ) -> list[Text]:
         ((last, _),) = answers

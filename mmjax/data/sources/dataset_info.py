@@ -46,8 +46,16 @@ _ROLES = {  # tags of roles: what a record calls them by default, and the role
 # Keys of an entry that say where else the data lie, which does not matter where their files are
 # named.
 _ELSEWHERE = (
-    *("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"),
-    *("file_sha1", "subset", "folder", "load_from", "revision"),
+    "hf_hub_url",
+    "ms_hub_url",
+    "om_hub_url",
+    "script_url",
+    "cloud_file_name",
+    "file_sha1",
+    "subset",
+    "folder",
+    "load_from",
+    "revision",
 )
 _MAX_SAMPLES = 100_000_000
 _SPLIT = "train"  # the only one that LLaMA-Factory finds in a file

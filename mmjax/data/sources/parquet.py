@@ -129,12 +129,10 @@ class ParquetRecords:
             for what, candidates in unread.items()
             if candidates and not columns[what]
         }
-        media: dict[Medium, str] = {
-            "image": source.images,
-            "audio": source.audio,
-            "video": source.videos,
+        media: dict[Medium, str] = {"image": "images", "audio": "audio", "video": "videos"}
+        self._media = {
+            medium: column for medium, name in media.items() if (column := columns[name])
         }
-        self._media = {medium: column for medium, column in media.items() if column}
         # Columns that the source does not name: those that may be orders are read with the texts,
         # others are reported.
         read_columns = {*self._texts, *self._media.values(), LINE}
@@ -167,9 +165,8 @@ class ParquetRecords:
     def fingerprint(self) -> str:
         """Hash the files' names and stamps, and the columns that are read."""
         files = [file.identity for file in self._files]
-        read = repr(
-            (self._texts, self._media, *([self._source.prompt] if self._source.prompt else []))
-        )
+        prompt = (self._source.prompt,) if self._source.prompt else ()
+        read = repr((self._texts, self._media, *prompt))
         return hash_strings(read, self._folder.outside, *files)
 
     @property
@@ -300,18 +297,17 @@ class _Stretches:
         """Return a stretch, read where it is not here. Raises as `_File.read_stretch`."""
         key = (file, group, leaf, number)
         if (array := self._arrays.get(key)) is None:
-            self._make_room(MAX_CACHED - MAX_UNPACKED)
+            with self._lock:  # what was used longest ago makes room
+                arrays = self._arrays
+                while (
+                    sum(stretch.nbytes for stretch in arrays.values()) > MAX_CACHED - MAX_UNPACKED
+                ):
+                    arrays.popitem(last=False)
             array = file.read_stretch(group, leaf, number)
         with self._lock:
             self._arrays[key] = array
             self._arrays.move_to_end(key)
         return array
-
-    def _make_room(self, size: int) -> None:
-        """Drop what was used longest ago, until so many bytes stay."""
-        with self._lock:
-            while self._arrays and sum(array.nbytes for array in self._arrays.values()) > size:
-                self._arrays.popitem(last=False)
 
 
 class _File:

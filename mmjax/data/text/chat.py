@@ -91,6 +91,9 @@ class Records(Protocol):
         """Read a record. Raises BadSample."""
 
 
+Weighted = tuple[np.ndarray, np.ndarray]  # tokens of an answer, int32 [n], and their weights
+
+
 @dataclass(frozen=True)
 class Branching(ABC):
     """Turn a record's answers into branches of its sample, for the loss of such answers."""
@@ -112,7 +115,7 @@ class Branching(ABC):
     def texts(
         self,
         conversation: Conversation,
-        answers: Sequence[tuple[np.ndarray, np.ndarray]],
+        answers: Sequence[Weighted],
         vocab: int,
     ) -> Sequence[Text]:
         """Build the text of each branch, which begins with the prompt's last token, as it predicts the first of each.

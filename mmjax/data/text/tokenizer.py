@@ -117,19 +117,21 @@ Json = dict[str, Any]
 SPACE = "\u2581"  # what SentencePiece writes for one
 # Families of which transformers uses the file even where a folder says LlamaTokenizer.
 FROM_FILE = (
-    *(
-        "mistral",
-        "mixtral",
-        "mistral3",
-        "pixtral",
-        "llava",
-        "llava_next",
-        "smolvlm",
-        "glm4",
-        "glm4v",
-        "internlm2",
-    ),
-    *("phi3", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+    "mistral",
+    "mixtral",
+    "mistral3",
+    "pixtral",
+    "llava",
+    "llava_next",
+    "smolvlm",
+    "glm4",
+    "glm4v",
+    "internlm2",
+    "phi3",
+    "qwen2",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
 )
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
@@ -403,9 +405,7 @@ def _special_tokens(config: Json) -> tuple[dict[str, str | Json], list[str | Jso
     """
     extra: list[str | Json] = []
     named = {k: v for k, v in config.items() if k in NAMED and v is not None}
-    named |= {
-        k: v for k, v in config.items() if k.endswith("_token") and isinstance(v, (str, dict))
-    }
+    named |= {k: v for k, v in config.items() if k.endswith("_token") and isinstance(v, str | dict)}
     for key in EXTRA:
         value = config.get(key)
         if isinstance(value, dict):
