@@ -36,7 +36,7 @@ class Fault:
 FAULTS = (
     Fault(
         "a dictionary of Parquet that is unpacked whole",
-        "data/sources/parquet.py",
+        "data/sources/parquet_files.py",
         "if size + total <= MAX_UNPACKED:",
         "if size <= MAX_UNPACKED:",
         (

@@ -27,9 +27,9 @@ from mmjax.config import ArrayRecordSource
 from mmjax.config.loading import find_config, load
 from mmjax.data.sources.array_record_writing import write_array_records
 from mmjax.data.sources.array_records import ArrayRecords
-from mmjax.data.sources.chat_source import open_token_counts
 from mmjax.data.sources.media_sizes import open_facts, read_facts
 from mmjax.data.sources.opening import look_again, notes_of, open_conversations, open_sources
+from mmjax.data.sources.token_counts import open_token_counts
 from mmjax.errors import UserError
 from mmjax.index import PROBES
 

@@ -13,7 +13,7 @@ from typing import Any
 from mmjax.config import Outside
 from mmjax.config.codec import did_you_mean
 from mmjax.data.sample import BadSample
-from mmjax.data.sources.answers import REFERENCE, parse_pair
+from mmjax.data.sources.answer_records import REFERENCE, parse_pair
 from mmjax.data.sources.chat_records import KEYS, Record, parse_chat, with_unread
 from mmjax.data.sources.record_keys import MEDIA, is_absent, unread_keys
 from mmjax.data.storage.files import file_inside, list_files

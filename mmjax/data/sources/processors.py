@@ -40,7 +40,8 @@ from mmjax.data.sample import (
     TokenLayout,
 )
 from mmjax.data.sources.sound import Sound, interleave_sound
-from mmjax.data.storage.files import FileRef, FrameFiles
+from mmjax.data.storage.files import FileRef
+from mmjax.data.storage.media_files import FrameFiles
 from mmjax.errors import BadMedia, UserError
 
 CACHED_SIZES = 1 << 16  # media whose items' sizes are cached

@@ -18,7 +18,7 @@ import numpy as np
 
 from mmjax.data.media.decode import Probe
 from mmjax.data.sample import SOUND, BadSample, Medium
-from mmjax.data.sources.media_sizes import KnownFiles, describe_fault
+from mmjax.data.sources.known_files import KnownFiles, describe_fault
 from mmjax.data.sources.processors import PROBES
 from mmjax.data.storage.archives import ARCHIVE_FAULTS
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
