@@ -38,7 +38,8 @@ from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.evaluation import Evaluator, evaluation_sources
 from mmjax.inference.generator import DEFAULT_MAX_TOKENS
 from mmjax.inference.image_sampler import contact_sheet, write_image
-from mmjax.inference.prompts import BatchLimits, QuestionSource
+from mmjax.inference.prompt_rows import BatchLimits
+from mmjax.inference.prompts import QuestionSource
 from mmjax.inference.scores import MEASURES, Answered, Replies, Scores, chance, exact_match_by_group
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model

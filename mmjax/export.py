@@ -39,7 +39,8 @@ from mmjax.hub import checkpoint_folder
 from mmjax.models.model import Model
 from mmjax.runtime.checkpoint import SavedParameters, checkpoint_step
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.runtime.weights import Exporter, Piece, modules_by_folder
+from mmjax.runtime.trained_weights import Exporter, Piece
+from mmjax.runtime.weights import modules_by_folder
 
 PARTS = "parts.json"  # the folder of each module of a model that is exported in parts
 

@@ -13,7 +13,7 @@ from commands import TINY, TINY_MEDIA, run
 
 import mmjax.data.loading.packing as packing
 import mmjax.models.decoder as decoder
-import mmjax.models.encoders as encoders
+import mmjax.models.audio_encoder as encoders
 from mmjax import verify
 from mmjax.config import NoBalance, PostBalance
 from mmjax.config.loading import load

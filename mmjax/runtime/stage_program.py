@@ -30,7 +30,8 @@ from mmjax.losses.step_losses import (
 )
 from mmjax.models.layer_stacks import Params, key_names, split_scanned
 from mmjax.models.model import Outputs, merge, modules_of, partition
-from mmjax.models.stage import ROUTING, Activations, Stage
+from mmjax.models.piece import ROUTING, Activations
+from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import (
     ShardingRules,
     activations_on,

@@ -20,7 +20,8 @@ from mmjax.config import Config, Layout
 from mmjax.config.model import layers_of
 from mmjax.data.plan.placement import Topology
 from mmjax.models.model import Model
-from mmjax.models.stage import Piece, Stage
+from mmjax.models.piece import Piece
+from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.executor import Executor
 from mmjax.runtime.passes import PlacedStage
