@@ -465,7 +465,7 @@ FAULTS = (
     ),
     Fault(
         "a gradient norm that counts a stage's devices each",
-        "runtime/executor.py",
+        "runtime/step_settlement.py",
         "norm = jnp.sqrt(jnp.sum(norms * self._counts))",
         "norm = jnp.sqrt(jnp.sum(norms))",
         ("runtime/test_executor.py::test_gradients_are_those_of_one_program",),
@@ -479,7 +479,7 @@ FAULTS = (
     ),
     Fault(
         "a gradient norm that counts a tied table twice",
-        "runtime/executor.py",
+        "runtime/step_settlement.py",
         "return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(sums)), jnp.float32(0)).reshape(1)",
         'twice = (sums, sums.get("llm", {}).get("embed", {}))\n    '
         "return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(twice)), jnp.float32(0)).reshape(1)",

@@ -221,7 +221,9 @@ class _PassTimes(NamedTuple):
                     config.model, stages[a][k], stages[b][j], batch
                 ) / len(microbatches)
         # XLA's runtime waits for what it sends.
-        return cls(StageTimes(*seconds, transfer=dict(transfers), blocking=True), causes)
+        return cls(
+            StageTimes(seconds[0], seconds[1], transfer=dict(transfers), blocking=True), causes
+        )
 
 
 def _stage_passes(

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float
 
 from mmjax.kernels.flash_attention import BlockPlan
 from mmjax.kernels.masks import MaskSpec, block_pairs, select_mask
-from mmjax.parallel.sharding import CONTEXT
+from mmjax.parallel.sharding import CONTEXT, partition_spec
 
 # in which keys and values arrive, the own first: each more is one more pass over the output to
 # merge
@@ -65,11 +65,11 @@ def plan_specs(
 ) -> ContextPlan:
     """Return how a plan's arrays lie on the mesh. rows: mesh axes of the rows; stacked: with `index`."""
     masks = (None,) * stacked
-    piece = by_block = PartitionSpec(rows, *masks, CONTEXT)
+    piece = by_block = partition_spec((rows, *masks, CONTEXT))
     if flash:
-        fields = PartitionSpec(rows, *masks, None, CONTEXT)
+        fields = partition_spec((rows, *masks, None, CONTEXT))
         piece = BlockPlan(fields, fields, by_block, by_block, by_block)
-    slices = Slices._make(2 * [PartitionSpec(rows, *masks, None, CONTEXT)]) if ragged else None
+    slices = Slices._make(2 * [partition_spec((rows, *masks, None, CONTEXT))]) if ragged else None
     return ContextPlan(
         (piece,) * len(pieces(devices)), slices, slices, PartitionSpec() if stacked else None
     )

@@ -48,7 +48,7 @@ class Stage:
     @classmethod
     def of_layers(cls, model: Model, layers: Iterable[LayerRange]) -> Stage:
         """Return the stage of these layers. Raises ValueError for a first layer within a stack of the model."""
-        pieces = tuple(Piece(model.config, *piece) for piece in layers)
+        pieces = tuple(Piece(model.config, tower, start, stop) for tower, start, stop in layers)
         for piece in pieces:
             # of a UNet there are no stacks
             starts = sorted({0, *(stack.start for stack in model.runs[piece.tower])})

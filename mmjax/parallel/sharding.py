@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -231,7 +231,12 @@ class ShardingRules:
             used.update(mesh_axes)
             # An empty tuple and None both replicate; None is how JAX prints it.
             entries.append(mesh_axes or None)
-        return PartitionSpec(*entries)
+        return partition_spec(entries)
+
+
+def partition_spec(axes: Iterable[Any]) -> PartitionSpec:
+    """Return the spec with these mesh axes, an entry for each dimension of an array."""
+    return PartitionSpec(*axes)
 
 
 class Active(NamedTuple):
@@ -367,7 +372,7 @@ def sharding(mesh: Mesh, rules: ShardingRules, shape: tuple[int, ...], axes: Axe
         # JAX refuses a sharding of uneven pieces at a program's borders.
         if shape[i] % size:
             spec[i] = None
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return NamedSharding(mesh, partition_spec(spec))
 
 
 def tree_shardings(mesh: Mesh, rules: ShardingRules, shapes: Any, axes: Any) -> Any:

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import exclude, merge, restrict
-from mmjax.parallel.sharding import AXES, without_shards
+from mmjax.parallel.sharding import AXES, partition_spec, without_shards
 from mmjax.runtime.passes import PlacedStage
 from mmjax.runtime.stage_program import StageProgram, Sums, zeros_like
 from mmjax.runtime.state import TrainState, all_parameters
@@ -241,7 +241,7 @@ def _with_copies(spec: PartitionSpec) -> PartitionSpec:
     """Return how arrays are cut that lie one behind the other, one for each copy."""
     first, *rest = spec or (None,)
     axes = (first,) if isinstance(first, str) else first or ()
-    return PartitionSpec(("copy", *axes), *rest)
+    return partition_spec((("copy", *axes), *rest))
 
 
 @jax.jit

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from mmjax.batch import Microbatch
 from mmjax.losses.objective import TextObjective, measures_of
@@ -35,6 +35,7 @@ from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import (
     ShardingRules,
     activations_on,
+    partition_spec,
     replicated,
     rows_sharding,
     tokens_sharding,
@@ -357,7 +358,7 @@ class StageProgram:
         if key_names(path) in self._unreduced:
             shape.insert(-2, self.mesh.shape["data"])
             spec.insert(-2, "data")
-        layout = NamedSharding(self.mesh, PartitionSpec(*spec))
+        layout = NamedSharding(self.mesh, partition_spec(spec))
         return jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=layout)
 
     def _copies(self, trainable: Params) -> Params:

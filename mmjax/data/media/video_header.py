@@ -54,12 +54,13 @@ def read_video_header(file: BinaryIO) -> tuple[int, int]:
         raise BadMedia("an empty file (0 bytes)")
     file.seek(0)
     if image_kind(start):
-        header = VideoHeader(1, *read_image_size(file), Fraction(0))
+        height, width = read_image_size(file)
+        header = VideoHeader(frames=1, height=height, width=width, rate=Fraction(0))
     elif start.startswith(ZIP_START):
         with zip_frames(file) as frames:
-            header = VideoHeader(
-                len(frames.filelist), *read_image_size(zip_frame(frames, 0)), Fraction(0)
-            )
+            height, width = read_image_size(zip_frame(frames, 0))
+            count = len(frames.filelist)
+            header = VideoHeader(frames=count, height=height, width=width, rate=Fraction(0))
     else:
         quick = _mp4_header(file) if start[4:8] == b"ftyp" else None
         if start.startswith(MATROSKA_START):
