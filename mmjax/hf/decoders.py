@@ -81,17 +81,22 @@ def tables_are_tied(fields: Fields) -> bool:
     )
 
 
+def _attention_biases(fields: Fields, name: str = "attention_bias") -> tuple[Biased, ...]:
+    """Name the layers of attention that have biases, all or none, as this field says."""
+    return (*QKV, "output") if fields.get(name, bool) else ()
+
+
 def _qwen2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return _late_windows(fields, replace(plain, biases=QKV))
 
 
 def _qwen3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    biases = (*QKV, "output") if fields.get("attention_bias", bool) else ()
+    biases = _attention_biases(fields)
     return _late_windows(fields, replace(plain, biases=biases, qk_norm="head"))
 
 
 def _qwen3_5(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    biases = (*QKV, "output") if fields.get("attention_bias", bool) else ()
+    biases = _attention_biases(fields)
     # What published configs say beside the fields that transformers reads.
     fields.refuse("attn_output_gate", True)
     fields.refuse("output_gate_type", "swish", "silu")
@@ -115,19 +120,18 @@ def _qwen3_5(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
             f"{fields.where}: linear_num_value_heads={delta_net.value_heads} is no multiple of "
             f"linear_num_key_heads={delta_net.key_heads}"
         )
-    delta_net = delta_net if delta_net.layers else None
     return replace(
         plain,
         biases=biases,
         qk_norm="head",
         norm_offset=1.0,
         attention_gate=True,
-        delta_net=delta_net,
+        delta_net=delta_net if delta_net.layers else None,
     )
 
 
 def _qwen3_moe(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    biases = (*QKV, "output") if fields.get("attention_bias", bool) else ()
+    biases = _attention_biases(fields)
     step = fields.size("decoder_sparse_step")
     dense = fields.get("mlp_only_layers", list[int], [])
     experts = _experts(
@@ -190,21 +194,17 @@ def _experts(
 
 
 def _llama(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    attention: tuple[Biased, ...] = (*QKV, "output") if fields.get("attention_bias", bool) else ()
+    attention = _attention_biases(fields)
     mlp: tuple[Biased, ...] = ("gate", "up", "down") if fields.get("mlp_bias", bool) else ()
     return replace(plain, biases=attention + mlp)
 
 
 def _internlm2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    return replace(plain, biases=(*QKV, "output") if fields.get("bias", bool) else ())
+    return replace(plain, biases=_attention_biases(fields, "bias"))
 
 
 def _mistral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     fields.refuse("layer_types")
-    return _everywhere(fields, plain)
-
-
-def _phi3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return _everywhere(fields, plain)
 
 
@@ -220,7 +220,7 @@ def _glm4(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 
 def _gemma(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    biases = (*QKV, "output") if fields.get("attention_bias", bool) else ()
+    biases = _attention_biases(fields)
     return replace(plain, biases=biases, norm_offset=1.0, embedding_scale=plain.width**0.5)
 
 
@@ -297,7 +297,7 @@ FAMILIES = {
     "llama": Family(_llama),
     "mistral": Family(_mistral),
     "internlm2": Family(_internlm2),
-    "phi3": Family(_phi3, partial_rope=True),
+    "phi3": Family(_everywhere, partial_rope=True),
     "glm4": Family(_glm4, partial_rope=True),
     "gemma": Family(_gemma),
     "gemma2": Family(_gemma2, activation="hidden_activation"),

@@ -33,11 +33,14 @@ from mmjax.kernels.hopper_blocks import (
     across,
     add_product,
     cap_scores,
+    divide_work,
     filled,
     hopper_kernel,
     product,
     ring_slot,
+    score_gradients,
     shared_blocks,
+    softmax_weights,
     stream,
     stream_keys,
     unpack_bits,
@@ -146,7 +149,6 @@ def _forward(
             plgpu.barrier_wait(turn)
 
         def compute() -> None:
-            plgpu.set_max_registers(232, action="increase")
             warpgroup = program.warpgroup
             q_tile = q_smem.at[warpgroup]
             plgpu.copy_gmem_to_smem(
@@ -220,9 +222,8 @@ def _forward(
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[row, head, program.rows()])
             plgpu.wait_smem_to_gmem(0)
 
-        pl.when(program.warpgroup < COMPUTING)(compute)
         load = partial(stream_keys, program, KEYS, group, (keys, k_ref), (values, v_ref))
-        pl.when(program.warpgroup == COMPUTING)(load)
+        divide_work(program, compute, load)
 
     ring = Ring.types(KEYS, width, dtype)
     return hopper_kernel(
@@ -235,16 +236,12 @@ def _forward(
             jax.ShapeDtypeStruct((rows, heads, length), jnp.float32),
         ),
         scratch_types=[
-            *(
-                shared_blocks(COMPUTING, ROWS, width, dtype),
-                plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
-            ),
-            *(
-                plgpu.Barrier(num_barriers=COMPUTING),
-                ring,
-                ring,
-                plgpu.Barrier(num_arrivals=COMPUTING),
-            ),
+            shared_blocks(COMPUTING, ROWS, width, dtype),
+            plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
+            plgpu.Barrier(num_barriers=COMPUTING),
+            ring,
+            ring,
+            plgpu.Barrier(num_arrivals=COMPUTING),
         ],
     )(q, k, v, *_operands(plan.by_query))
 
@@ -253,19 +250,8 @@ def _operands(lists: TileLists) -> tuple[Array, ...]:
     return *lists.blocks, lists.first, lists.bits
 
 
-def _gradients(
-    q: Array,
-    k: Array,
-    v: Array,
-    d_out: Array,
-    lse: Array,
-    delta: Array,
-    *,
-    plan: TilePlan,
-    scores: Scores,
-) -> tuple[Array, Array, Array]:
-    """Compute the gradients of q, k and v."""
-    arrays = q, k, v, d_out, lse, delta
+def _gradients(*arrays: Array, plan: TilePlan, scores: Scores) -> tuple[Array, Array, Array]:
+    """Compute the gradients of q, k and v. arrays: these, and d_out, lse and delta."""
     return _d_query(*arrays, plan.by_query, scores), *_d_key(*arrays, plan.by_key, scores)
 
 
@@ -304,13 +290,12 @@ def _d_query(
         row, head = program.row, program.head
 
         def compute() -> None:
-            plgpu.set_max_registers(232, action="increase")
             warpgroup = program.warpgroup
             q_tile = q_smem.at[warpgroup]
             d_out_tile = d_out_smem.at[warpgroup]
             index = row, program.rows(), head
-            plgpu.copy_gmem_to_smem(q_ref.at[index], q_tile, tile_loaded.at[warpgroup])
-            plgpu.copy_gmem_to_smem(d_out_ref.at[index], d_out_tile, tile_loaded.at[warpgroup])
+            for ref, tile in ((q_ref, q_tile), (d_out_ref, d_out_tile)):
+                plgpu.copy_gmem_to_smem(ref.at[index], tile, tile_loaded.at[warpgroup])
             lse, delta = (
                 plgpu.load(ref.at[row, head, program.rows()], layout=PER_ROW, optimized=False)
                 for ref in (lse_ref, delta_ref)
@@ -336,13 +321,8 @@ def _d_query(
                 accumulator = plgpu.ACC(pairs, jnp.float32)
                 products, d_weights, words = pl.run_scoped(multiply, accumulator, accumulator)
                 plgpu.barrier_arrive(values.free.at[slot])
-                s, factor, slope = cap_scores(products, scores)
-                weights = jnp.exp2(s * factor - across(lse, pairs))
-                if masked:
-                    weights = jnp.where(unpack_bits(words, _D_KEYS, scores.interpret), weights, 0.0)
-                d_scores = weights * (d_weights - across(delta, pairs))
-                if slope is not None:
-                    d_scores = d_scores * slope
+                weights, slope = softmax_weights(products, lse, words, scores)
+                d_scores = score_gradients(weights, d_weights, delta, slope)
                 d_q = add_product(
                     d_q, d_scores.astype(dtype), keys.blocks.at[slot], scores.interpret
                 )
@@ -355,9 +335,8 @@ def _d_query(
             plgpu.copy_smem_to_gmem(q_tile, d_q_ref.at[index])
             plgpu.wait_smem_to_gmem(0)
 
-        pl.when(program.warpgroup < COMPUTING)(compute)
         load = partial(stream_keys, program, _D_KEYS, group, (keys, k_ref), (values, v_ref))
-        pl.when(program.warpgroup == COMPUTING)(load)
+        divide_work(program, compute, load)
 
     tile = shared_blocks(COMPUTING, ROWS, width, dtype)
     ring = Ring.types(_D_KEYS, width, dtype)
@@ -413,13 +392,12 @@ def _d_key(
         row, live = program.row, program.live
 
         def compute() -> None:
-            plgpu.set_max_registers(232, action="increase")
             warpgroup = program.warpgroup
             k_tile = k_smem.at[warpgroup]
             v_tile = v_smem.at[warpgroup]
             index = row, program.rows(), program.head
-            plgpu.copy_gmem_to_smem(k_ref.at[index], k_tile, tile_loaded.at[warpgroup])
-            plgpu.copy_gmem_to_smem(v_ref.at[index], v_tile, tile_loaded.at[warpgroup])
+            for ref, tile in ((k_ref, k_tile), (v_ref, v_tile)):
+                plgpu.copy_gmem_to_smem(ref.at[index], tile, tile_loaded.at[warpgroup])
             plgpu.barrier_wait(tile_loaded.at[warpgroup])
 
             def of_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -437,20 +415,13 @@ def _d_key(
                         return ref[...], words, lse
 
                     products, words, lse = pl.run_scoped(multiply, plgpu.ACC(pairs, jnp.float32))
-                    s, factor, slope = cap_scores(products, scores)
-                    weights = jnp.exp2(s * factor - across(lse, pairs, 1))
-                    if masked:
-                        weights = jnp.where(
-                            unpack_bits(words, QUERIES, scores.interpret), weights, 0.0
-                        )
+                    weights, slope = softmax_weights(products, lse, words, scores, axis=1)
                     plgpu.barrier_wait(gradients.loaded.at[slot])
                     d_v, d_weights = add_and_multiply(
                         d_v, weights.astype(dtype), gradients.blocks.at[slot]
                     )
                     delta = plgpu.load(gradients.numbers.at[slot], layout=PER_COLUMN)
-                    d_scores = weights * (d_weights - across(delta, pairs, 1))
-                    if slope is not None:
-                        d_scores = d_scores * slope
+                    d_scores = score_gradients(weights, d_weights, delta, slope, axis=1)
                     plgpu.barrier_arrive(gradients.free.at[slot])
                     d_k = add_product(
                         d_k, d_scores.astype(dtype), queries.blocks.at[slot], scores.interpret
@@ -497,8 +468,7 @@ def _d_key(
                 group * live, (queries, of(q_ref, lse_ref)), (gradients, of(d_out_ref, delta_ref))
             )
 
-        pl.when(program.warpgroup < COMPUTING)(compute)
-        pl.when(program.warpgroup == COMPUTING)(load)
+        divide_work(program, compute, load)
 
     tile = shared_blocks(COMPUTING, ROWS, width, dtype)
     ring = Ring.types(QUERIES, width, dtype, numbers=True)

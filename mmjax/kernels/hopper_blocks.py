@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: the blocks that a warpgroup visits, rings of them in shared memory, and products."""
+"""Share blocks between the Hopper kernels: those that a warpgroup visits, rings in shared memory, and products."""
 
 from __future__ import annotations
 
@@ -196,6 +196,40 @@ def cap_scores(products: Array, scores: Scores) -> tuple[Array, float, Array | N
     # The hardware's tanh has 11 bits.
     bent = 1.0 - 2.0 / (jnp.exp2(products * (2 * LOG2_E * scores.scale / scores.cap)) + 1.0)
     return bent, scores.cap * LOG2_E, 1.0 - bent * bent
+
+
+def softmax_weights(
+    products: Array, lse: Array, words: Array | None, scores: Scores, axis: int = 0
+) -> tuple[Array, Array | None]:
+    """Compute the weights of a block again in the backward pass, and what `cap_scores` returns last.
+
+    lse: of each row, or with axis 1 of each column. words: None where all of the block is allowed.
+    """
+    s, factor, slope = cap_scores(products, scores)
+    weights = jnp.exp2(s * factor - across(lse, products.shape, axis))
+    if words is not None:
+        allowed = unpack_bits(words, products.shape[1], scores.interpret)
+        weights = jnp.where(allowed, weights, 0.0)
+    return weights, slope
+
+
+def score_gradients(
+    weights: Array, d_weights: Array, delta: Array, slope: Array | None, axis: int = 0
+) -> Array:
+    """Compute the gradients of scaled products. slope: as `softmax_weights` returns it."""
+    d_scores = weights * (d_weights - across(delta, weights.shape, axis))
+    return d_scores if slope is None else d_scores * slope
+
+
+def divide_work(program: Program, compute: Callable[[], None], load: Callable[[], None]) -> None:
+    """Let two warpgroups compute, with the registers that the third, which loads, leaves to them."""
+
+    @pl.when(program.warpgroup < COMPUTING)
+    def _() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        compute()
+
+    pl.when(program.warpgroup == COMPUTING)(load)
 
 
 def shared_blocks(blocks: int, rows: int, width: int, dtype: jnp.dtype) -> Any:

@@ -57,7 +57,7 @@ from mmjax.runtime.state import (
     parameter_shardings,
 )
 from mmjax.runtime.step_report import StepReport, is_valid, loss_weights, report_step
-from mmjax.runtime.step_settlement import StepSettlement, UnreadableSamples
+from mmjax.runtime.step_settlement import StepSettlement, UnreadableSamples, WeighedBatches
 from mmjax.runtime.transfer import move, move_array, open_carrier, view
 
 MAX_TRIALS = 64  # of rows of a microbatch whose gradients may not be finite
@@ -78,16 +78,6 @@ class State(NamedTuple):
     def frozen(self) -> Params:
         """Return the frozen parameters of all stages."""
         return reduce(merge, (stage.frozen for stage in self.stages))
-
-
-class WeighedBatches(NamedTuple):
-    """A step's microbatches on the devices, with weight 0 where a sample is unreadable, and what its report needs."""
-
-    batches: list[StagedBatch]
-    # of the LLM's tokens, and by name of generators' patches, on the stage of the loss
-    weights: dict[str, jax.Array]
-    reports: ProcessReport  # of all processes
-    unreadable: UnreadableSamples  # of any process
 
 
 class Executor:
@@ -177,7 +167,7 @@ class Executor:
         # Both sides of a transfer derive its number from this count, so no process may walk the
         # passes alone.
         self._walks = 0  # of all processes alike: it names their transfers
-        self._settle = StepSettlement(stages, self.passes, self.mesh, self._meet)
+        self.settle = StepSettlement(stages, self.passes, self.mesh, self._meet)
         self._loss_of_text = next(n for n, s in enumerate(stages) if "llm" in s.stage.losses)
         self._sums = [
             self._own(n, program.sums.gradients) for n, program in enumerate(self.programs)
@@ -386,7 +376,7 @@ class Executor:
         unreadable = self.passes.wait(self.merge_unreadable(reports.unreadable))
         totals = loss_weights(self.model.config, np.float32(0))
         weighed = [list(batch) for batch in batches]
-        for number in self._settle.loss_devices:
+        for number in self.settle.loss_devices:
             if not self.local[number]:
                 continue  # the stage's processes weigh
             # Replicated on all devices, so each of the stage's has a copy: nothing is sent.
@@ -435,7 +425,7 @@ class Executor:
                 state.stages[0], gradients.sums[0], hyper, *arguments
             )
             return State((updated,)), [cleared], report
-        report, valid = self._settle(gradients, weighed.reports, weighed.unreadable)
+        report, valid = self.settle(gradients, weighed)
         states, sums = [], []
         for number, mesh in enumerate(self.meshes):
             if not self.local[number]:
@@ -548,7 +538,7 @@ class Executor:
         single = [None if batch is None else isolated for batch in weighed.batches]
         noise = noise if self.model.is_random else None
         gradients = self.gradients(state, self.zeros(), single, weighed.weights, noise)
-        report, _ = self._settle(gradients, weighed.reports, weighed.unreadable)
+        report, _ = self.settle(gradients, weighed)
         return bool(report.finite)
 
     def compile(
@@ -596,7 +586,7 @@ class Executor:
             weighed = self.weigh_batches([put] * count)
             gradients = self.gradients(state, self.zeros(), weighed.batches, weighed.weights, noise)
         # The update is lowered and not run, which would give the state's buffers away.
-        self._settle(gradients, weighed.reports, weighed.unreadable)
+        self.settle(gradients, weighed)
         for number, mesh in enumerate(self.meshes):
             if not self.local[number]:
                 continue

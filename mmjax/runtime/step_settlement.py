@@ -11,7 +11,7 @@ becomes one array of all devices by shards that lie there already, and one small
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,21 @@ from mmjax.losses.step_losses import Losses
 from mmjax.models.layer_stacks import Params
 from mmjax.parallel.sharding import AXES, replicated
 from mmjax.runtime.device_batch import ProcessReport
-from mmjax.runtime.passes import Gradients, Passes, PlacedStage
+from mmjax.runtime.passes import Gradients, Passes, PlacedStage, StagedBatch
 from mmjax.runtime.shared import add_on_mesh
 from mmjax.runtime.step_report import StepReport, is_valid, report_step
 
 UnreadableSamples = tuple[jax.Array, jax.Array]  # ids and number
+
+
+class WeighedBatches(NamedTuple):
+    """A step's microbatches on the devices, with weight 0 where a sample is unreadable, and what its report needs."""
+
+    batches: list[StagedBatch]
+    # of the LLM's tokens, and by name of generators' patches, on the stage of the loss
+    weights: dict[str, jax.Array]
+    reports: ProcessReport  # of all processes
+    unreadable: UnreadableSamples  # of any process
 
 
 class StepSettlement:
@@ -60,9 +70,9 @@ class StepSettlement:
         self._settle = jax.jit(self._settle_step, out_shardings=replicated(mesh))
 
     def __call__(
-        self, gradients: Gradients, reports: ProcessReport, unreadable: UnreadableSamples
+        self, gradients: Gradients, weighed: WeighedBatches
     ) -> tuple[StepReport, jax.Array]:
-        """Report a step to all devices, and whether it may update. reports, unreadable: of all processes."""
+        """Report a step to all devices, and whether it may update."""
         passes = self._passes
         # Squares of the stages that share a mesh are added up on it. A stage that another process
         # has counts there.
@@ -87,7 +97,8 @@ class StepSettlement:
                 passes.programs[number].sums.losses,
                 *parts,
             )
-        return passes.wait(self._settle(*self._meet((norms, losses)), reports, unreadable))
+        norms, losses = self._meet((norms, losses))
+        return passes.wait(self._settle(norms, losses, weighed.reports, weighed.unreadable))
 
     def _on_all_devices(self, parts: list[jax.Array], struct: jax.ShapeDtypeStruct) -> jax.Array:
         """Join arrays `[n]`, each replicated on some of the devices, to `[devices * n]`, with zeros on the others.

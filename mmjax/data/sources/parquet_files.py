@@ -56,11 +56,10 @@ class Stretches:
         """Return a stretch, read where it is not here. Raises as `ParquetFile.read_stretch`."""
         key = (file, group, leaf, number)
         if (array := self._arrays.get(key)) is None:
-            with self._lock:  # what was used longest ago makes room
+            room = MAX_CACHED - MAX_UNPACKED
+            with self._lock:  # what was used longest ago goes
                 arrays = self._arrays
-                while (
-                    sum(stretch.nbytes for stretch in arrays.values()) > MAX_CACHED - MAX_UNPACKED
-                ):
+                while arrays and sum(stretch.nbytes for stretch in arrays.values()) > room:
                     arrays.popitem(last=False)
             array = file.read_stretch(group, leaf, number)
         with self._lock:
