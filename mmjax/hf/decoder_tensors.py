@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from mmjax.config import DecoderConfig, DeltaNetConfig, ExpertsConfig
+from mmjax.config import DecoderConfig, DeltaNetConfig, ExpertsConfig, ModelConfig
 from mmjax.errors import UserError
 from mmjax.hf import gpt
 from mmjax.hf.folder import HfFolder, note
 from mmjax.hf.internlm2 import internlm2_parts
 from mmjax.hf.layout import (
     TRANSPOSED,
+    Layout,
     LeafTensors,
     TensorNames,
     TensorSlice,
@@ -77,6 +78,13 @@ def unused_in_decoder(folder: HfFolder) -> tuple[str, ...]:
             f"{folder.path}: {PREDICTION}* (prediction several tokens ahead) is not read; an export copies it as it is"
         )
     return (f"{PREDICTION}*",)
+
+
+def decoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
+    """Locate the decoder of a checkpoint."""
+    inner, output = find_decoder(folder)
+    unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
+    return Layout({"llm": decoder_parts(model.llm, folder)}, {"llm": (inner, output)}, unused)
 
 
 def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:

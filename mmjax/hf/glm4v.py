@@ -13,7 +13,7 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.errors import UserError
-from mmjax.hf.decoder_tensors import decoder_parts, find_decoder, unused_in_decoder
+from mmjax.hf.decoder_tensors import decoder_layout
 from mmjax.hf.decoders import decoder_of, tables_are_tied
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import (
@@ -106,21 +106,20 @@ def _llm(fields: Fields) -> DecoderConfig:
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of such a checkpoint."""
-    inner, output = find_decoder(folder)
+    decoder = decoder_layout(folder, model)
     first = find_visual(folder)
     begins = f"{first}downsample.", f"{first}merger."
     tower = tuple(
         key for key in folder.tensors if key.startswith(first) and not key.startswith(begins)
     )
-    unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
     return Layout(
         {
-            "llm": decoder_parts(model.llm, folder),
+            **decoder.modules,
             "vision": _vision_parts(first, model.encoders["vision"]),
             "vision.connector": _connector_parts(first),
         },
-        {"llm": (inner, output), "vision": tower, "vision.connector": begins},
-        unused,
+        {**decoder.prefixes, "vision": tower, "vision.connector": begins},
+        decoder.unused,
     )
 
 

@@ -157,9 +157,9 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     return whole_layout(folder, model, TensorNames(connector), *begins)
 
 
-def find_projector(folder: HfFolder) -> str:
-    """Find what the tensors of a projector begin with, by the newest name where there is none."""
-    return next((p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1])
+def find_projector(folder: HfFolder, first: str = "linear_1") -> str:
+    """Find what the tensors of a projector begin with; the last known where there are none. first: its first layer."""
+    return next((p for p in PROJECTORS if f"{p}{first}.weight" in folder.tensors), PROJECTORS[-1])
 
 
 def feature_layer(fields: Fields) -> int:

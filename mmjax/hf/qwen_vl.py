@@ -18,7 +18,7 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.errors import UserError
-from mmjax.hf.decoder_tensors import decoder_parts, find_decoder, unused_in_decoder
+from mmjax.hf.decoder_tensors import decoder_layout
 from mmjax.hf.decoders import decoder_of, tables_are_tied
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import (
@@ -260,11 +260,11 @@ def find_visual(folder: HfFolder) -> str:
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors. "llm" may be another's; an encoder that takes its weights from here may have any name."""
-    inner, output = find_decoder(folder)
+    decoder = decoder_layout(folder, model)
     first = find_visual(folder)
-    parts = {"llm": decoder_parts(model.llm, folder)}
-    prefixes = {"llm": (inner, output)}
-    unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
+    parts = dict(decoder.modules)
+    prefixes = dict(decoder.prefixes)
+    unused = decoder.unused
     # Without the prefix in Qwen3-Omni.
     deepstack = (
         "merger_list."

@@ -170,6 +170,10 @@ class PromptRows:
 
     def _chunk(self, prompts: np.ndarray, columns: int) -> _Chunk:
         """Deal prompts to the ranks in turn; each rank's items go into its first rows that have room for them."""
+        # Prompts 0 to 6 on two ranks, each in a row of its own, its items wherever on the rank they
+        # fit:
+        #   rank 0   LLM | 0 | 2 | 4 | 6 |   encoder | 0 0 2 | 4 6 |
+        #   rank 1   LLM | 1 | 3 | 5 |   |   encoder | 1 3   | 5   |
         ranks = self._topology.ranks
         encoders_per_rank = self._topology.encoders_per_rank
         parts = self._index.parts(prompts)

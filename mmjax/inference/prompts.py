@@ -38,6 +38,7 @@ from mmjax.data.sources.processors import (
     text_tokens,
 )
 from mmjax.data.storage.files import FileRef, InlineBytes
+from mmjax.data.text.conversation_tokens import OfMedia
 from mmjax.data.toy.dataset import END, decode_characters
 from mmjax.errors import BadMedia, UserError
 
@@ -89,8 +90,8 @@ class PromptFormat(Protocol):
     def prompt(
         self,
         conversation: Conversation,
-        encoders: Sequence[Sequence[str]] = (),
-        texts: Sequence[Sequence[str]] = (),
+        encoders: OfMedia = (),
+        texts: OfMedia = (),
     ) -> Sample: ...
 
     def decode_answer(self, tokens: Sequence[int]) -> str:

@@ -144,6 +144,10 @@ def _forward(
         program = Program.of(order, count, first, bits)
         row, head, live = program.row, program.head, program.live
 
+        # Between its products of scores and those of the next block a warpgroup has the turn for
+        # its softmax, while the tensor cores work for the other one:
+        #   warpgroup 0   QK  softmax  PV QK          softmax
+        #   warpgroup 1            QK  softmax  PV QK
         def next_turn() -> None:
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)

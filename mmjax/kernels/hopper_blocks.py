@@ -75,6 +75,11 @@ class Program(NamedTuple):
 class Ring(NamedTuple):
     """Blocks in shared memory, each in turn filled by the loading warpgroup and used by the others."""
 
+    # Of two slots, time from left to right; L: filled, then `loaded` is signalled; U: used, then
+    # `free` is, once by each of the warpgroups that multiply:
+    #   slot 0   L0  U0......  L2  U2......  L4
+    #   slot 1       L1  U1......  L3  U3......
+
     blocks: Any
     loaded: Any  # barriers
     free: Any

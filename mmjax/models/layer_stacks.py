@@ -324,6 +324,8 @@ def stack_layers(
             else jax.tree.map(lambda *leaves: stack(list(leaves)), *members)
         )
 
+    # {"llm": {"layers": {"0": a, "1": b, "2": c}}} with the stacks 0:2 and 2 becomes
+    # {"llm": {"layers": {"runs": {"0:2": [a, b], "2": c}}}}.
     out = {}
     for key, value in params.items():
         if key in runs and isinstance(value, dict) and "layers" in value:

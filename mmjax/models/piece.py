@@ -53,6 +53,10 @@ class Piece:
     makes in the step, from its first piece to its last.
     """
 
+    # Of an encoder with a deepstack of its layer 1, and an LLM, both cut before layer 2:
+    #
+    #   vision[0:2] --vision.2--> vision[2:4] --vision--> llm[0:2] --llm.2--> llm[2:4]
+    #        `----------------vision.deeper.0---------------^
     config: ModelConfig
     tower: str
     start: int

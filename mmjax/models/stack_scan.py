@@ -83,7 +83,9 @@ def apply_stack(
     accumulators: by name, of some parameters of a scanned stack; returned for `seed_accumulators`.
     Also returns the routing of experts.
     """
-    # The graphs are static; of a stack every parameter has a leading axis of layers.
+    # The graphs are static; of a stack every parameter has a leading axis of layers. A stack of
+    # layers 0 to 8 whose kinds repeat every 3 has the parts 0:9:3, 1:9:3 and 2:9:3 of three layers
+    # each, and one step of the scan applies one layer of every part.
     graphs = {}
     params = {}
     for name, module in stored.items():

@@ -236,6 +236,8 @@ class Windows(NamedTuple):
         those of 64, 32, 16, ..; then the others, cut by an image's edges to 48 or 36 patches, say.
         Padding is last.
         """
+        # A window's area is known by its corner: with windows of 8 patches and an image of 20 x 12,
+        # those of the first column are 8 x 8 and 4 x 8, those of the last 8 x 4 and 4 x 4.
         item = items.item[:, :: merge**2]
         corner = jnp.maximum(items.coordinates[:, :: merge**2, ROW:], 0)
         index = corner // window

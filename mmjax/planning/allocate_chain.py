@@ -257,8 +257,8 @@ def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | 
     ends = np.array((0, *cuts, firsts[-1]))
     again = np.zeros(stages)
     for stage in range(stages):
-        least, freed, counts = memory(stage, ends[stage], ends[stage + 1])
-        part = np.clip((problem.room - least) / max(freed, 1.0), 0, 1)
+        smallest, freed, counts = memory(stage, ends[stage], ends[stage + 1])
+        part = np.clip((problem.room - smallest) / max(freed, 1.0), 0, 1)
         for of_tower, share, n in zip(costs, chain.shares, counts, strict=True):
             saved = of_tower.saved[-1] + part * (of_tower.saved[0] - of_tower.saved[-1])
             again[stage] += share * n * np.interp(saved, of_tower.saved[::-1], of_tower.again[::-1])

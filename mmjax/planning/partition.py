@@ -167,8 +167,8 @@ def _fewest_bytes(prefix, cut, allowed, limit, count):
     # begins, and which of the partitions that end there it continues. One place more than asked for
     # takes what falls out of a full list.
     best = np.zeros((stages + 1, layers + 1, count + 1, 4))
-    found = np.zeros((stages + 1, layers + 1), np.int64)
-    found[0, 0] = 1
+    counts = np.zeros((stages + 1, layers + 1), np.int64)
+    counts[0, 0] = 1
     for stage in range(stages):
         for end in range(stage + 1, layers - stages + stage + 2):
             ranked = best[stage + 1, end]
@@ -177,11 +177,11 @@ def _fewest_bytes(prefix, cut, allowed, limit, count):
                 if seconds > limit or not allowed[stage, first, end]:
                     continue
                 sent = cut[first] if stage else 0.0
-                for k in range(found[stage, first]):
+                for k in range(counts[stage, first]):
                     size = best[stage, first, k, 0] + sent
                     square = best[stage, first, k, 1] + seconds**2
-                    place = found[stage + 1, end]
-                    found[stage + 1, end] = min(place + 1, count)
+                    place = counts[stage + 1, end]
+                    counts[stage + 1, end] = min(place + 1, count)
                     while place > 0 and (
                         size < ranked[place - 1, 0]
                         or (
@@ -193,7 +193,7 @@ def _fewest_bytes(prefix, cut, allowed, limit, count):
                         place -= 1
                     ranked[place, 0], ranked[place, 1] = size, square
                     ranked[place, 2], ranked[place, 3] = first, k
-    cuts = np.zeros((found[stages, layers], stages - 1), np.int64)
+    cuts = np.zeros((counts[stages, layers], stages - 1), np.int64)
     for n in range(len(cuts)):
         end, k = layers, n
         for stage in range(stages - 1, 0, -1):

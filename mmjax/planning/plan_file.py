@@ -93,9 +93,9 @@ def plan_text(
     # One setting per line, for reading and for diffs.
     lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in settings.items()]
     head = {"version": VERSION, "config": name, "cluster": cluster}
-    given = {key_of(word): word.partition("=")[2] for word in arguments}
+    values = {key_of(word): word.partition("=")[2] for word in arguments}
     return (
-        f'{json.dumps(head)[:-1]},\n  "arguments": {json.dumps(given)},\n  "settings": {{\n'
+        f'{json.dumps(head)[:-1]},\n  "arguments": {json.dumps(values)},\n  "settings": {{\n'
         + ",\n".join(lines)
         + f'\n  }},\n  "expected": {json.dumps(dict(expected))}}}\n'
     )

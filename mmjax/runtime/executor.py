@@ -166,7 +166,7 @@ class Executor:
             open_carrier(carrier, devices[0].platform)
         # Both sides of a transfer derive its number from this count, so no process may walk the
         # passes alone.
-        self._walks = 0  # of all processes alike: it names their transfers
+        self._walks = 0
         self.settle = StepSettlement(stages, self.passes, self.mesh, self._meet)
         self._loss_of_text = next(n for n, s in enumerate(stages) if "llm" in s.stage.losses)
         self._sums = [

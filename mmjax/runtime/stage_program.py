@@ -9,6 +9,7 @@ weight.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,17 +55,18 @@ class Sums(NamedTuple):
     losses: Losses | None  # None: of a stage that makes none
 
 
-@jax.tree_util.register_pytree_node_class
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["leaves"],
+    meta_fields=["structure", "operands"],
+)
+@dataclass(frozen=True)
 class Residuals:
     """Values of a microbatch's forward pass that its backward pass needs, without those that it is given again."""
 
-    def __init__(
-        self, leaves: list[jax.Array], structure: Any, operands: tuple[int | None, ...]
-    ) -> None:
-        """operands: number of each leaf of the VJP function among backward's operands; None: it is in `leaves`."""
-        self.leaves = leaves
-        self.structure = structure
-        self.operands = operands
+    leaves: list[jax.Array]  # those leaves of the VJP function that are no operands of backward
+    structure: Any  # of that function
+    operands: tuple[int | None, ...]  # number of each leaf among the operands; None: in `leaves`
 
     @classmethod
     def of(cls, vjp: Any, operands: Any) -> Residuals:
@@ -84,15 +86,6 @@ class Residuals:
         values, stored = jax.tree.leaves(operands), iter(self.leaves)
         leaves = [next(stored) if number is None else values[number] for number in self.operands]
         return jax.tree.unflatten(self.structure, leaves)
-
-    def tree_flatten(self) -> tuple[tuple[list[jax.Array]], tuple[Any, tuple[int | None, ...]]]:
-        return (self.leaves,), (self.structure, self.operands)
-
-    @classmethod
-    def tree_unflatten(
-        cls, aux: tuple[Any, tuple[int | None, ...]], children: tuple[list[jax.Array]]
-    ) -> Residuals:
-        return cls(children[0], *aux)
 
 
 class StageProgram:
@@ -140,9 +133,9 @@ class StageProgram:
             for path, names in by_path
             if len(names) >= 2 and not {None, "vocab", "fixed"} & set(names)
         )
-        # Of matrices each rank of `data` adds up gradients of its own, which are reduced once a
-        # step. Others are small, or those of experts, whose products are computed on each rank by
-        # itself.
+        # Of matrices each rank of `data` adds up gradients of its own, [data, in, out] with the
+        # first axis over `data`, which are reduced once a step. Others are small, or those of
+        # experts, whose products are computed on each rank by itself.
         self.sums_by_rank = reduces_once and mesh.shape["data"] > 1
         tables = [key_names(path) for path, names in by_path if names == ("vocab", "embed")]
         inner = [

@@ -159,6 +159,9 @@ class Exporter:
             (k for k in pieces if folder.stored(k).file == file),
             key=lambda k: folder.stored(k).begin,
         )
+        # Tensors are written one after the other, and parameters read from the checkpoint by groups:
+        #   tensors of the file   q k v | o gate up | down ...    in the order of their bytes
+        #   parameters in memory  ----- | --------- | ----        up to GROUP_BYTES
         # By the first key of the group, at which all of its parameters are read.
         groups: dict[str, set[Name]] = {}
         first = ""

@@ -130,6 +130,8 @@ def _sources(
 
 def check_fits(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]) -> None:
     """Raise UserError where a tensor is missing, or its shape does not give our parameter's."""
+    # What is cut out of the tensor (rows, columns or groups), split into other axes (view), and put
+    # into our order must have the parameter's shape.
     have = folder.stored(part.key).shape
     cuts = [part.rows, part.columns][: len(have)]
     beyond = any(cut is not None and cut[1] > size for cut, size in zip(cuts, have, strict=False))

@@ -103,10 +103,10 @@ def resample(blocks: Iterable[np.ndarray], facts: ClipHeader, sample_rate: int) 
         ((block, False) for block in blocks), [(np.empty(0, np.float32), True)]
     ):
         block = np.ascontiguousarray(block, np.float32)
-        made = block if stream is None else stream.resample_chunk(block, last)
-        made = made[: samples - position]
-        wave[position : position + len(made)] = made
-        position += len(made)
+        resampled = block if stream is None else stream.resample_chunk(block, last)
+        resampled = resampled[: samples - position]
+        wave[position : position + len(resampled)] = resampled
+        position += len(resampled)
     return wave
 
 

@@ -126,13 +126,13 @@ def _frame_times(
     # the others.
     longest = (np.diff(times).max(initial=0) or 1 / float(header.rate) / unit) * unit
     if lacks - longest > max(MISSING_SHARE * header.frames, MISSING_FRAMES) / float(header.rate):
-        whole = header.frames / float(header.rate)
+        duration = header.frames / float(header.rate)
         raise BadMedia(
-            f"truncated video: it ends {lacks:.1f} s before the {whole:.1f} s of its header"
+            f"truncated video: it ends {lacks:.1f} s before the {duration:.1f} s of its header"
         )
-    at = times[0] + indices / float(header.rate) / unit
+    shown = times[0] + indices / float(header.rate) / unit
     # Half a tick: times are rounded to the time base.
-    return times[np.maximum(np.searchsorted(times, at + 0.5, side="right") - 1, 0)]
+    return times[np.maximum(np.searchsorted(times, shown + 0.5, side="right") - 1, 0)]
 
 
 def _frames_at(

@@ -19,6 +19,8 @@ from mmjax.data.storage.files import FileRef, Unreadable
 from mmjax.disk import append_json_lines, atomic_write, read_json_lines, remove_path
 from mmjax.errors import UserError
 
+# One row for each file: the hashes of its kind and name, and of its stamp with the size, and the
+# size. Sorted by the first, so that a lookup in a memory-mapped file reads a few pages.
 _ROW = np.dtype([("key", np.uint64), ("stamp", np.uint64), ("size", np.int64, 2)])
 _SECONDS = 5.0  # between two writes: the work that a killed run loses
 _ROWS = 50_000  # new sizes that are written at once whatever the time

@@ -68,6 +68,13 @@ class Stretches:
         return array
 
 
+# A file is row groups of columns, and what is in memory are stretches of rows of one column:
+#
+#   row group 0 | question   [ stretch 0 | stretch 1 | ... ]   as many rows each as surely fit
+#               | image      [ 0 | 1 | 2 | 3 | ...         ]   into MAX_UNPACKED bytes
+#   row group 1 | ...
+
+
 class ParquetFile:
     """One Parquet file. It is opened for each read and closed again: there may be thousands."""
 

@@ -199,6 +199,8 @@ def _index(
     read: Callable[[str, int, int], None] = lambda name, start, stop: None,
 ) -> dict[str, np.ndarray]:
     """Index a shard. read: is called with name, start and stop of each member, in order."""
+    # Of the members a.jpg, a.json, b.jpg: two samples, of members 0 and 1, and 2.
+    #   first 0 2 3   key a b   extension jpg json jpg   where (start, stop) of each member
     first: list[int] = []
     keys: list[bytes] = []
     where: list[tuple[int, int]] = []

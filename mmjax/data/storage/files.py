@@ -287,7 +287,7 @@ class _RangeReader(io.RawIOBase):
         self._position = 0
         self._window = b""  # bytes from `_window_start` on
         self._window_start = 0
-        self._next_size = HEAD
+        self._next_size = HEAD  # bytes: 4 KB, 8 KB, ... up to 4 MB
 
     def readable(self) -> bool:
         return True

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmjax.data.sample import BadSample, Conversation, Item, Sample, Text
+from mmjax.data.text.conversation_tokens import OfMedia
 from mmjax.data.toy.dataset import BEFORE_ITEM, END, PASSAGE, QUESTION, STRIDE
 
 
@@ -28,8 +29,8 @@ class AlphabetFormat:
     def prompt(
         self,
         conversation: Conversation,
-        encoders: Sequence[Sequence[str]] = (),
-        texts: Sequence[Sequence[str]] = (),
+        encoders: OfMedia = (),
+        texts: OfMedia = (),
     ) -> Sample:
         """Encode one question up to where its answer begins. Raises BadSample for what the alphabet lacks."""
         if len(conversation.messages) != 1:

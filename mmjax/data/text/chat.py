@@ -35,6 +35,7 @@ from mmjax.data.text.chat_template import (
 )
 from mmjax.data.text.conversation_tokens import (
     BRANCH,
+    OfMedia,
     Tokens,
     number_items,
     outline_tokens,
@@ -118,8 +119,8 @@ class Chat:
     def sample(
         self,
         conversation: Conversation,
-        encoders: Sequence[Sequence[str]] = (),
-        texts: Sequence[Sequence[str]] = (),
+        encoders: OfMedia = (),
+        texts: OfMedia = (),
     ) -> Sample:
         """Tokenize a conversation for training: loss on assistant text and the end-of-turn token only.
 
@@ -145,8 +146,8 @@ class Chat:
     def prompt(
         self,
         conversation: Conversation,
-        encoders: Sequence[Sequence[str]] = (),
-        texts: Sequence[Sequence[str]] = (),
+        encoders: OfMedia = (),
+        texts: OfMedia = (),
     ) -> Sample:
         """Tokenize a conversation that ends with a question, up to where the answer begins. All weights are 0.
 
@@ -244,8 +245,8 @@ class Chat:
     def _lines(
         self,
         conversation: Conversation,
-        texts: Sequence[Sequence[str]] = (),
-        encoders: Sequence[Sequence[str]] = (),
+        texts: OfMedia = (),
+        encoders: OfMedia = (),
     ) -> list[TokenizerInput]:
         """Render the texts to tokenize: the conversation, or the prompt with each answer, or alone."""
         if self.branching is not None:
@@ -261,8 +262,8 @@ class Chat:
     def _prompt_line(
         self,
         conversation: Conversation,
-        texts: Sequence[Sequence[str]],
-        encoders: Sequence[Sequence[str]],
+        texts: OfMedia,
+        encoders: OfMedia,
     ) -> TokenizerInput:
         """Render a conversation that ends with a question, up to where the answer begins."""
         if not conversation.messages or conversation.messages[-1].role == ASSISTANT:
@@ -273,8 +274,8 @@ class Chat:
     def _line(
         self,
         conversation: Conversation,
-        texts: Sequence[Sequence[str]] = (),
-        encoders: Sequence[Sequence[str]] = (),
+        texts: OfMedia = (),
+        encoders: OfMedia = (),
         last_only: bool = False,
     ) -> TokenizerInput:
         """Render the text to tokenize, with the characters of the answers that are trained on."""
@@ -328,8 +329,8 @@ class Chat:
         self,
         rendered: RenderedChat,
         conversation: Conversation,
-        texts: Sequence[Sequence[str]],
-        encoders: Sequence[Sequence[str]],
+        texts: OfMedia,
+        encoders: OfMedia,
     ) -> TokenizerInput:
         # The template's placeholders become tokens, and must be as many as the conversation's
         # media.

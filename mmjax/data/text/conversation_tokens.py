@@ -9,6 +9,8 @@ import numpy as np
 
 from mmjax.data.sample import BadSample, Item, Medium, Sample, Text
 
+# Of each medium of a conversation in order: a string for each of its parts.
+OfMedia = Sequence[Sequence[str]]
 # Codes in a conversation's outline, beside numbers of tokens, which are at least 0.
 TRAINED = -1  # the next token is the first that is trained on
 BRANCH = -2  # the next text is a branch of its own
@@ -31,6 +33,8 @@ class Tokens:
         """List the tokens between media, as `Chat.outlines` does."""
         prefix, suffix = map(len, self.around)
         trained = int(np.argmax(self.weights > 0)) if self.weights.any() else -1
+        # Of "<s>user: [image] why? assistant: so</s>", with 3 tokens before the image, 5 behind it
+        # up to the answer, and 2 that are trained on: 3, MEDIUM, 5, TRAINED, 2.
         codes: list[int] = []
         begin = -prefix
         ends = [*zip(self.media.tolist(), self.kinds, strict=True), (len(self.ids) + suffix, None)]
@@ -72,9 +76,7 @@ def outlined_branches(codes: Sequence[int]) -> tuple[int, ...]:
     return tuple(code for code in codes[begin:] if code > 0)
 
 
-def outlined_sample(
-    codes: Sequence[int], kinds: Sequence[str], encoders: Sequence[Sequence[str]]
-) -> Sample:
+def outlined_sample(codes: Sequence[int], kinds: Sequence[str], encoders: OfMedia) -> Sample:
     """Make a sample of a conversation's outline: as many tokens, all of them 0, as `Chat.sample` has.
 
     kinds: of the conversation's media in order. encoders: as in `Chat.sample`. Weights tell the
@@ -96,7 +98,7 @@ def outlined_sample(
 
 
 def number_items(
-    kinds: Sequence[str], encoders: Sequence[Sequence[str]], texts: Sequence[Sequence[str]] = ()
+    kinds: Sequence[str], encoders: OfMedia, texts: OfMedia = ()
 ) -> dict[str, Iterator[list[Item]]]:
     """Iterate by kind over the parts of each medium, numbered in the conversation's order (a template's may differ).
 
