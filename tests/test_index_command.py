@@ -32,6 +32,7 @@ from mmjax.data.sources.opening import look_again, notes_of, open_conversations,
 from mmjax.data.sources.token_counts import open_token_counts
 from mmjax.errors import UserError
 from mmjax.index import PROBES
+from mmjax.reporting.data_report import split_place
 
 
 @pytest.fixture
@@ -382,7 +383,7 @@ def test_json_has_the_bad_records_by_line_and_the_keys_that_nothing_reads_by_sou
     again = told(capsys, *words)
     assert "ignored keys of photos: `mood` in 2 records, `note` in 5 records" in again
     for name, place in (("a.json[3]", ("a.json", "[3]")), ("s-0.tar::00012", ("s-0.tar", "00012"))):
-        assert index.split_place(name) == place
+        assert split_place(name) == place
 
 
 def test_training_names_the_keys_that_nothing_reads_before_its_first_step(tmp_path, capsys) -> None:
