@@ -160,9 +160,8 @@ class Verifier:
         config = replace(config, units={})
         copy_config(source, path)  # where a FunctionSource looks its function up
         folder = RunFolder(path)
-        self.mesh = make_mesh(
-            config.mesh, choose_devices(config.device) if devices is None else devices
-        )
+        devices = choose_devices(config.device) if devices is None else devices
+        self.mesh = make_mesh(config.mesh, devices)
         check_layout("mesh", replace(config.mesh, **self.mesh.shape), config.model)
         self.compiler_options = quick_compiler_options(config.compiler, self.mesh.local_devices[0])
         self.data = open_data(config, folder, 0, NO_CHANGES, self.mesh)
@@ -176,9 +175,8 @@ class Verifier:
             self.config.model, jnp.dtype(config.training.precision), functions=functions
         )
         self.loss_chunks = plan.loss_chunks
-        self.state = RunCheckpoints(
-            config, folder, self.data, self.executor(self.model)
-        ).init_state()
+        executor = self.executor(self.model)
+        self.state = RunCheckpoints(config, folder, self.data, executor).init_state()
 
     def executor(self, model: Model) -> Executor:
         """Return the run's own programs of a model, without an optimizer's state."""
@@ -373,19 +371,16 @@ def verify(
             programs = Programs(run, backend)
             first = first or programs
             yield from checks_of(programs.packed_is_alone(batches, apart), backend, rounding)
-            gradients = (
-                programs.gradients(batches),
-                programs.gradients([batch for singles in apart for batch in singles]),
-            )
-            yield from checks_of(compare_gradients(*gradients), backend, rounding)
+            packed = programs.gradients(batches)
+            single = programs.gradients([batch for singles in apart for batch in singles])
+            yield from checks_of(compare_gradients(packed, single), backend, rounding)
     balance = run.config.batch.balance
     if first and not isinstance(balance, NoBalance):
         with activity("comparing balanced with unbalanced"):
             differences, about = first.balanced_is_unbalanced(len(steps))
             kind = f"balance {balance.kind}: {about}"
-            yield from checks_of(
-                {p._replace(kind=kind): d for p, d in differences.items()}, backends[0], rounding
-            )
+            differences = {p._replace(kind=kind): d for p, d in differences.items()}
+            yield from checks_of(differences, backends[0], rounding)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -438,18 +433,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for c in checks
     ]
-    print_lines(
-        *table(
-            [("", "check", "backend", "difference", "tolerance", "in", "of sample"), *rows],
-            indent="",
-        )
-    )
+    head = ("", "check", "backend", "difference", "tolerance", "in", "of sample")
+    print_lines(*table([head, *rows], indent=""))
     if not leaks:
         print_lines("nothing leaks: samples compute in the run's rows what they compute alone")
         return 0
-    first = min(
-        (leak for leak in leaks if leak.backend == leaks[0].backend), key=lambda leak: leak.place
-    )
+    of_backend = [leak for leak in leaks if leak.backend == leaks[0].backend]
+    first = min(of_backend, key=lambda leak: leak.place)
     into = f" into {first.sample}" if first.sample else ""
     print_lines(f"LEAK{into}, first in {first.place.name}, with {first.backend} attention")
     return 1

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mmjax.config import (
-    Biased,
-    DecoderConfig,
-    DeltaNetConfig,
-    ExpertsConfig,
-)
+from mmjax.config import Biased, DecoderConfig, DeltaNetConfig, ExpertsConfig
 from mmjax.errors import UserError
 from mmjax.hf import gpt
 from mmjax.hf.class_defaults import class_rule

@@ -10,9 +10,7 @@ from typing import Protocol, get_args
 
 import numpy as np
 
-from mmjax.config import (
-    MediaLimits,
-)
+from mmjax.config import MediaLimits
 from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders
 from mmjax.data.sample import (

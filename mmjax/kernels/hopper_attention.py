@@ -17,12 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from mmjax.kernels.flash_attention import Scores, padded_forward, padded_gradients
+from mmjax.kernels.flash_attention import Scores, name_outputs, padded_forward, padded_gradients
 from mmjax.kernels.hopper_blocks import (
     LOG2_E,
     PER_COLUMN,
@@ -45,15 +44,7 @@ from mmjax.kernels.hopper_blocks import (
     stream_keys,
     unpack_bits,
 )
-from mmjax.kernels.masked_tiles import (
-    COMPUTING,
-    KEYS,
-    QUERIES,
-    ROWS,
-    TILE,
-    TileLists,
-    TilePlan,
-)
+from mmjax.kernels.masked_tiles import COMPUTING, KEYS, QUERIES, ROWS, TILE, TileLists, TilePlan
 from mmjax.kernels.masks import select_mask
 
 # of a block in the gradient of queries: a half of what is listed, for its accumulators' sake
@@ -89,10 +80,7 @@ def _attend(q: Array, k: Array, v: Array, plan: TilePlan, scores: Scores) -> Arr
 def _attend_forward(
     q: Array, k: Array, v: Array, plan: TilePlan, scores: Scores
 ) -> tuple[Array, tuple]:
-    out, lse = _run(_forward, padded_forward, plan, scores, q, k, v)
-    # The names that remat policies save, so that these do not run the kernel again.
-    out = checkpoint_name(out, "attention_output")
-    lse = checkpoint_name(lse, "attention_logsumexp")
+    out, lse = name_outputs(*_run(_forward, padded_forward, plan, scores, q, k, v))
     return out, (q, k, v, plan, out, lse)
 
 

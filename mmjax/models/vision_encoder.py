@@ -14,13 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
 from mmjax.batch import ROW, ItemBatch
-from mmjax.config import (
-    AlternatingGrid,
-    FractionalGrid,
-    LearnedGrid,
-    StretchedGrid,
-    VisionConfig,
-)
+from mmjax.config import AlternatingGrid, FractionalGrid, LearnedGrid, StretchedGrid, VisionConfig
 from mmjax.kernels.masks import encoder_mask
 from mmjax.models.layer_stacks import LayerStacks
 from mmjax.models.layers import (

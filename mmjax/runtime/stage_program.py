@@ -137,15 +137,15 @@ class StageProgram:
         # first axis over `data`, which are reduced once a step. Others are small, or those of
         # experts, whose products are computed on each rank by itself.
         self.sums_by_rank = reduces_once and mesh.shape["data"] > 1
-        tables = [key_names(path) for path, names in by_path if names == ("vocab", "embed")]
-        inner = [
+        self._unreduced = frozenset(
             key_names(path)
             for path, names in by_path
-            if len(names) == 2 and key_names(path) in self._cast
-        ]
-        self._unreduced = frozenset([*tables, *inner]) if self.sums_by_rank else frozenset()
+            if self.sums_by_rank
+            and len(names) == 2
+            and (names == ("vocab", "embed") or key_names(path) in self._cast)
+        )
         gradients = jax.tree_util.tree_map_with_path(
-            self._sum_struct, *(part[0] for part in (self.abstract, self.shardings))
+            self._sum_struct, self.abstract[0], self.shardings[0]
         )
         on_all = replicated(mesh)
         losses = jax.tree.map(
@@ -413,11 +413,8 @@ class StageProgram:
         outputs = jax.lax.with_sharding_constraint(
             outputs, {name: self.layouts[name] for name in outputs}
         )
-        return (
-            outputs,
-            Residuals.of(vjp, (trainable, frozen, batch, sums)),
-            add_losses(losses, part),
-        )
+        residuals = Residuals.of(vjp, (trainable, frozen, batch, sums))
+        return outputs, residuals, add_losses(losses, part)
 
     def _backward(
         self,
@@ -441,7 +438,7 @@ class StageProgram:
         """Split activations into those whose gradient is needed and the others."""
         trained = self.trained | {LOSS}
         differentiated = {name: x for name, x in activations.items() if name in trained}
-        return differentiated, {name: x for name, x in activations.items() if name not in trained}
+        return differentiated, {n: x for n, x in activations.items() if n not in trained}
 
 
 def zeros_like(structs: Params) -> Params:
@@ -450,6 +447,4 @@ def zeros_like(structs: Params) -> Params:
 
 
 def _add(sums: Params, gradients: Params) -> Params:
-    return jax.tree.map(
-        lambda total, gradient: total + gradient.astype(total.dtype), sums, gradients
-    )
+    return jax.tree.map(lambda total, new: total + new.astype(total.dtype), sums, gradients)

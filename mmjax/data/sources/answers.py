@@ -22,11 +22,10 @@ from mmjax.data.sources.answer_records import (
     parse_preference,
     parse_rollouts,
 )
-from mmjax.data.sources.chat_records import (
-    Record,
-)
+from mmjax.data.sources.chat_records import Record
 from mmjax.data.storage.files import Unreadable
-from mmjax.data.text.chat import Branching, Chat, Records, Weighted
+from mmjax.data.text.branching import Branching, Records, Weighted
+from mmjax.data.text.chat import Chat
 
 _OTHERS = 16  # records before one whose answers are tried, where some cannot be read
 

@@ -19,22 +19,12 @@ from mmjax.config.codec import did_you_mean
 from mmjax.data.sample import BadSample, Conversation, Medium
 from mmjax.data.sources.answers import FORMS
 from mmjax.data.sources.chat_files import resolve_reference
-from mmjax.data.sources.chat_records import (
-    KEYS,
-    Record,
-    parse_chat,
-    parse_question,
-    with_unread,
-)
+from mmjax.data.sources.chat_records import KEYS, Record, parse_chat, parse_question, with_unread
 from mmjax.data.sources.csv_tables import LINE, to_parquet
 from mmjax.data.sources.parquet_files import ParquetFile, Stretches
 from mmjax.data.sources.record_keys import DESCRIPTIONS, READ, refused_columns, unread_keys
 from mmjax.data.storage.archives import MediaFolder
-from mmjax.data.storage.files import (
-    FileRef,
-    hash_strings,
-    is_url,
-)
+from mmjax.data.storage.files import FileRef, hash_strings, is_url
 from mmjax.data.storage.spool import Spool
 from mmjax.errors import UserError
 

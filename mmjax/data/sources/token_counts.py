@@ -18,7 +18,8 @@ from mmjax.data.sample import BadSample, Conversation
 from mmjax.data.sources.media_sizes import Progress
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import Conversations, hash_strings
-from mmjax.data.text.chat import Branching, Chat
+from mmjax.data.text.branching import Branching
+from mmjax.data.text.chat import Chat
 from mmjax.data.text.conversation_tokens import outline_tokens
 from mmjax.data.text.load_chat import load_chat
 from mmjax.disk import remove_path

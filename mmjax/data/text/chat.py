@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from mmjax.config import ChatFormat, LossConfig, Placeholder
-from mmjax.data.sample import (
-    BadSample,
-    Conversation,
-    Sample,
-    Text,
-)
+from mmjax.config import ChatFormat, Placeholder
+from mmjax.data.sample import BadSample, Conversation, Sample, Text
+from mmjax.data.text.branching import Branching, Records
 from mmjax.data.text.chat_template import (
     ASSISTANT,
     REASONING,
@@ -51,50 +46,6 @@ PROMPT_END = 32  # tokens at the end of a prompt that are compared first
 PROMPT_ENDS = 1024  # cached tokenizations of such ends
 # Not allowed in a text: halves of UTF-16 surrogate pairs, and the marks around generated text.
 _NO_TEXT = re.compile(f"[\ud800-\udfff{BEGIN}{END}]")
-
-
-class Records(Protocol):
-    """Conversations of a data set by their numbers."""
-
-    def __len__(self) -> int: ...
-
-    def conversation(self, index: int) -> Conversation:
-        """Read a record. Raises BadSample."""
-
-
-Weighted = tuple[np.ndarray, np.ndarray]  # tokens of an answer, int32 [n], and their weights
-
-
-@dataclass(frozen=True)
-class Branching(ABC):
-    """Turn a record's answers into branches of its sample, for the loss of such answers."""
-
-    loss: LossConfig
-
-    def read(self, records: Records, index: int) -> Conversation:
-        """Read a conversation, with what its sample needs of other records. Raises BadSample."""
-        return records.conversation(index)
-
-    @abstractmethod
-    def answered(self, conversation: Conversation) -> Sequence[Conversation]:
-        """Return the conversation once with each answer at its end; nothing where answers are tokens already.
-
-        Raises BadSample where it has no such answers.
-        """
-
-    @abstractmethod
-    def texts(
-        self,
-        conversation: Conversation,
-        answers: Sequence[Weighted],
-        vocab: int,
-    ) -> Sequence[Text]:
-        """Build the text of each branch, which begins with the prompt's last token, as it predicts the first of each.
-
-        answers: tokens and weights of each of those `answered`, from the prompt's last token on; of
-        the prompt alone where these are none. vocab: tokens of the tokenizer. Raises BadSample
-        where what the loss reads is missing.
-        """
 
 
 @dataclass(frozen=True)
@@ -192,9 +143,8 @@ class Chat:
         for conversation in conversations:
             lines = _or_bad(self._lines, conversation)
             batch.append((conversation, lines))
-            characters += (
-                0 if isinstance(lines, BadSample) else sum(len(line.text) for line in lines)
-            )
+            if not isinstance(lines, BadSample):
+                characters += sum(len(line.text) for line in lines)
             if len(batch) >= BATCH or characters >= BATCH_CHARACTERS:
                 counts += self._counts(batch)
                 batch, characters = [], 0
@@ -406,11 +356,7 @@ class Chat:
         A token that straddles the boundary of an answer is trained on if any of its characters
         inside the answer is not white space.
         """
-        media = (
-            np.flatnonzero(np.isin(encoded.ids, list(self.token.values())))
-            if self.token
-            else np.empty(0, np.int64)
-        )
+        media = np.flatnonzero(np.isin(encoded.ids, list(self.token.values())))
         if len(media) != len(line.media):
             raise BadSample(f"its tokens have {len(media)} places for {len(line.media)} media")
         # Multimodal processors tokenize with special tokens, except where the template has written
