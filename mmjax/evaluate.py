@@ -53,6 +53,7 @@ from mmjax.training.announce import score_table
 
 BATCH_LIMITS = BatchLimits(tokens=4096)  # small enough for the logits of all of them
 DATA_SOURCE = "asked"  # the name in data.sources of what --data names
+FOLDERS = {"images": "images", "audio": "clips", "videos": "videos"}  # options, and what is there
 WRITTEN_MEASURES = ("exact_match", "anls", "vqa_accuracy")  # by default
 SPOKEN_MEASURES = ("exact_match", "wer")  # by default, for transcripts: manifests of audio
 
@@ -106,22 +107,17 @@ def _judge_pictures(
     for name, images in evaluator.pictures(params).items():
         source = evaluator.sources[name]
         scores = []
+        numbered = [(n, image) for n, of_sample in images.items() for image in of_sample]
         if isinstance(source, DrawnDigits):
             prompt_of = source.partner if swapped else int
-            scores = [
-                source.judge(prompt_of(n), image)
-                for n, of_sample in images.items()
-                for image in of_sample
-            ]
+            scores = [source.judge(prompt_of(n), image) for n, image in numbered]
         judged += scores
         if swapped:
             continue
         folder = RunFolder(run).pictures
         folder.mkdir(exist_ok=True)
         path = folder / f"{name.replace('/', '-')}-{step}.png"
-        write_image(
-            contact_sheet([image for of_sample in images.values() for image in of_sample]), path
-        )
+        write_image(contact_sheet([image for _, image in numbered]), path)
         sheet = {
             "source": name,
             "step": step,
@@ -250,7 +246,7 @@ def _open_questions(
     if args.data:
         cache = cache_folder(config.data)
         cache.mkdir(parents=True, exist_ok=True)
-        folders = {"images": args.images, "audio": args.audio, "videos": args.videos}
+        folders = {option: getattr(args, option) for option in FOLDERS}
         source = source_of(args.data, "--data", cache, **folders)
         # The loss says which answers are branches.
         loss = loss_of_source(source, config.loss)
@@ -421,15 +417,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--data", default="", metavar="FILE", help="questions to ask; docs/data.md has the formats"
     )
-    parser.add_argument(
-        "--images", default="", metavar="FOLDER", help="that their images are relative to"
-    )
-    parser.add_argument(
-        "--audio", default="", metavar="FOLDER", help="that their clips are relative to"
-    )
-    parser.add_argument(
-        "--videos", default="", metavar="FOLDER", help="that their videos are relative to"
-    )
+    for option, media in FOLDERS.items():
+        about = f"that their {media} are relative to"
+        parser.add_argument(f"--{option}", default="", metavar="FOLDER", help=about)
     parser.add_argument(
         "--measures",
         type=_parse_measures,

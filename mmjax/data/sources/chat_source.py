@@ -50,7 +50,6 @@ from mmjax.data.sources.token_counts import (
     TokenCounts,
     content_hash,
     count_text,
-    open_token_counts,
 )
 from mmjax.data.storage.files import FileRef, Unreadable
 from mmjax.data.text.chat import Chat
@@ -190,20 +189,14 @@ class ChatSource:
 
     def fingerprint(self) -> str:
         """Hash the records, the sizes of their media, the template, how media are prepared, and their limits."""
-        digest = hashlib.sha256()
-        for part in (
-            self.media_fingerprint(),
-            self.chat.fingerprint(),
-            repr(self._processors.encoders),
-        ):
-            digest.update(part.encode())
-        return digest.hexdigest()[:16]
+        encoders = repr(self._processors.encoders)
+        parts = self.media_fingerprint() + self.chat.fingerprint() + encoders
+        return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
     def media_fingerprint(self) -> str:
         """Hash the records, the sizes of their media, and their limits: all but how a model takes them."""
-        digest = hashlib.sha256()
-        for part in (self.conversations.fingerprint(), repr(self._limits)):
-            digest.update(part.encode())
+        records = self.conversations.fingerprint() + repr(self._limits)
+        digest = hashlib.sha256(records.encode())
         # Resized media change tokens, so that a batch of the same index would have another content.
         for array in (self._facts.start, self._facts.size, self._facts.bad):
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -249,12 +242,7 @@ class ChatSource:
 
     @cached_property
     def _text(self) -> TokenCounts:
-        known = open_token_counts(self.conversations, self.chat, self._cache)
-        return (
-            count_text(self.conversations, self._reopen, self.chat, self._cache)
-            if known is None
-            else known
-        )
+        return count_text(self.conversations, self._reopen, self.chat, self._cache)
 
     @cached_property
     def _bad(self) -> dict[int, str]:
