@@ -345,12 +345,12 @@ class _Specs(NamedTuple):
 
     def mask(self, lists: BlockLists) -> list[pl.BlockSpec]:
         """Return the mask's fields of the row's queries and keys, and the lists of the block."""
-        lengths = self.queries_length, self.keys_length
+        fields = [
+            pl.BlockSpec((None, _FIELDS, length), lambda i, head, row: (row, 0, 0))
+            for length in (self.queries_length, self.keys_length)
+        ]
         return [
-            *(
-                pl.BlockSpec((None, _FIELDS, length), lambda i, head, row: (row, 0, 0))
-                for length in lengths
-            ),
+            *fields,
             pl.BlockSpec((None, None, lists.order.shape[2]), lambda i, head, row: (row, i, 0)),
             pl.BlockSpec((None, None, 2), lambda i, head, row: (row, i, 0)),
         ]
