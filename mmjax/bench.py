@@ -38,7 +38,7 @@ from mmjax.benchmarks import (
 )
 from mmjax.benchmarks.harness import Measurement, add_options, check_options
 from mmjax.console import print_lines, table
-from mmjax.errors import CommandParser, check_output, exit_process, run_command
+from mmjax.errors import check_output, command_parser, exit_process, run_command
 
 # Benchmarks whose run() returns a list of rows, one per variant.
 COMPARISONS: dict[str, Any] = {
@@ -75,7 +75,7 @@ MEASUREMENTS: dict[str, Any] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = CommandParser(prog="python -m mmjax.bench", description=__doc__, allow_abbrev=False)
+    parser = command_parser("bench", __doc__)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, benchmark in sorted((COMPARISONS | MEASUREMENTS).items()):
         options = names.add_parser(

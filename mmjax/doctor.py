@@ -26,7 +26,7 @@ from typing import Literal
 
 from mmjax import __version__
 from mmjax.disk import user_cache
-from mmjax.errors import CommandParser, exit_process, run_command
+from mmjax.errors import command_parser, exit_process, run_command
 
 GIB = 2**30
 CUDA13_DRIVER = 580  # the oldest major version that runs CUDA 13
@@ -241,7 +241,13 @@ def check_network(gpus: Gpus) -> Iterator[Finding]:
             "NCCL is missing, which several GPUs need",
             'pip install "nvidia-nccl-cu13"',
         )
-    active = [a for a in adapters if any("ACTIVE" in _read(p) for p in _ports(a))]
+    active = [
+        a
+        for a in adapters
+        if any(
+            "ACTIVE" in _read(p) for p in Path("/sys/class/infiniband", a, "ports").glob("*/state")
+        )
+    ]
     if active and os.environ.get("NCCL_IB_DISABLE", "0") != "0":
         yield Finding(
             "nccl",
@@ -350,7 +356,7 @@ def check_limits() -> Iterator[Finding]:
     """Check the limits of open files, and of locked memory where network adapters need it."""
     # the hard one, to which every command raises it
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if _within(soft, LEAST_FILES):
+    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
         remedy = (
             "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf  # then log in again"
         )
@@ -430,10 +436,6 @@ def _output(command: Sequence[str], seconds: float, without: str = "") -> tuple[
     return "", complaints or [f"exit code {ended.returncode}"]
 
 
-def _ports(adapter: str) -> list[Path]:
-    return list(Path("/sys/class/infiniband", adapter, "ports").glob("*/state"))
-
-
 def _nccl_matches(setting: str, name: str) -> bool:
     """Return whether NCCL takes `name` for one of the list `setting`: by its beginning, or exactly behind `=`."""
     exact = setting.startswith("=")
@@ -470,17 +472,13 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:4])
 
 
-def _within(limit: int, bound: int) -> bool:
-    return limit != resource.RLIM_INFINITY and limit < bound
-
-
 def _size(n: float) -> str:
     return f"{n / GIB:.1f} GiB" if n >= GIB else f"{n / 2**20:.0f} MiB"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = CommandParser(prog="python -m mmjax.doctor", description=__doc__, allow_abbrev=False)
+    parser = command_parser("doctor", __doc__)
     parser.add_argument(
         "folder", nargs="?", type=Path, default=Path("runs"), help="where runs are to be written"
     )

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # characters of a very long message that are shown: the place, and the remedy
 MESSAGE_BEGIN, MESSAGE_END = 800, 350
@@ -61,6 +61,12 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (all arguments: {self.prog} --help)")
+
+
+def command_parser(command: str, description: str | None, **options: Any) -> CommandParser:
+    """Make the parser of `python -m mmjax.<command>`. options: others that `ArgumentParser` takes."""
+    prog = f"python -m mmjax.{command}"
+    return CommandParser(prog=prog, description=description, allow_abbrev=False, **options)
 
 
 class StoppedBySignal(BaseException):

@@ -33,12 +33,13 @@ from mmjax.data.toy.dataset import EmbeddedDataset, SwappedItems
 from mmjax.data.toy.drawing import DrawnDigits
 from mmjax.disk import atomic_write
 from mmjax.distributed import coordination
-from mmjax.errors import CommandParser, UserError, exit_process, run_command
+from mmjax.errors import UserError, command_parser, exit_process, run_command
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.evaluation import Evaluator, evaluation_sources
 from mmjax.inference.generator import DEFAULT_MAX_TOKENS
 from mmjax.inference.image_sampler import contact_sheet, write_image
-from mmjax.inference.prompts import BatchLimits, QuestionSource
+from mmjax.inference.prompt_rows import BatchLimits
+from mmjax.inference.prompts import QuestionSource
 from mmjax.inference.scores import MEASURES, Answered, Replies, Scores, chance, exact_match_by_group
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model
@@ -52,6 +53,7 @@ from mmjax.training.outcome import score_table
 
 BATCH_LIMITS = BatchLimits(tokens=4096)  # small enough for the logits of all of them
 DATA_SOURCE = "asked"  # the name in data.sources of what --data names
+FOLDERS = {"images": "images", "audio": "clips", "videos": "videos"}  # options, and what is there
 WRITTEN_MEASURES = ("exact_match", "anls", "vqa_accuracy")  # by default
 SPOKEN_MEASURES = ("exact_match", "wer")  # by default, for transcripts: manifests of audio
 
@@ -105,22 +107,17 @@ def _judge_pictures(
     for name, images in evaluator.pictures(params).items():
         source = evaluator.sources[name]
         scores = []
+        numbered = [(n, image) for n, of_sample in images.items() for image in of_sample]
         if isinstance(source, DrawnDigits):
             prompt_of = source.partner if swapped else int
-            scores = [
-                source.judge(prompt_of(n), image)
-                for n, of_sample in images.items()
-                for image in of_sample
-            ]
+            scores = [source.judge(prompt_of(n), image) for n, image in numbered]
         judged += scores
         if swapped:
             continue
         folder = RunFolder(run).pictures
         folder.mkdir(exist_ok=True)
         path = folder / f"{name.replace('/', '-')}-{step}.png"
-        write_image(
-            contact_sheet([image for of_sample in images.values() for image in of_sample]), path
-        )
+        write_image(contact_sheet([image for _, image in numbered]), path)
         sheet = {
             "source": name,
             "step": step,
@@ -234,15 +231,23 @@ def answer(
         return make_evaluator(progress=lambda done: line.show(done, str)).answer(params)
 
 
-def _with_questions(
-    served: CheckpointModel, data: str, folders: Mapping[str, str], overrides: Sequence[str]
-) -> Config:
-    """Make the file of --data the only source of a config. Raises UserError where there is nothing to ask."""
+def _open_questions(
+    args: argparse.Namespace,
+) -> tuple[CheckpointModel, Config, dict[str, ChatSource]]:
+    """Open a model and its sources of conversations, of which the file of --data is the only one where it is named.
+
+    Raises UserError where there is nothing to ask.
+    """
+    # Overrides of the source that --data makes apply once it is in the config.
+    of_data = [word for word in args.overrides if word.startswith(f"data.sources.{DATA_SOURCE}.")]
+    of_model = [word for word in args.overrides if word not in of_data]
+    served = CheckpointModel.open(args.model, of_model, args.step, args.trust)
     config = served.config
-    if data:
+    if args.data:
         cache = cache_folder(config.data)
         cache.mkdir(parents=True, exist_ok=True)
-        source = source_of(data, "--data", cache, **folders)
+        folders = {option: getattr(args, option) for option in FOLDERS}
+        source = source_of(args.data, "--data", cache, **folders)
         # The loss says which answers are branches.
         loss = loss_of_source(source, config.loss)
         config = replace(
@@ -252,7 +257,9 @@ def _with_questions(
         raise UserError(
             f"{served.path} is a checkpoint, which has no data of its own; name questions with --data"
         )
-    return apply_overrides(config, overrides)
+    config = apply_overrides(config, of_data)
+    opened = open_sources(config, "train" if args.data else args.split, args.model)
+    return served, config, {n: s for n, s in opened.items() if isinstance(s, ChatSource)}
 
 
 def _swap_items(name: str, source: QuestionSource, swap: str, config: Config) -> QuestionSource:
@@ -267,28 +274,9 @@ def _swap_items(name: str, source: QuestionSource, swap: str, config: Config) ->
     return SwappedItems(source, (swap,))
 
 
-def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split overrides into those of the source that --data makes, which apply once it is in the config, and others."""
-    of_data = [word for word in overrides if word.startswith(f"data.sources.{DATA_SOURCE}.")]
-    return of_data, [word for word in overrides if word not in of_data]
-
-
 def evaluate_conversations(args: argparse.Namespace) -> None:
     """Answer questions in conversations, and print or write the answers' scores."""
-    of_data, of_model = _split_overrides(args.overrides)
-    served = CheckpointModel.open(args.model, of_model, args.step, args.trust)
-    config = _with_questions(
-        served,
-        args.data,
-        {"images": args.images, "audio": args.audio, "videos": args.videos},
-        of_data,
-    )
-    split: Split = "train" if args.data else args.split
-    sources = {
-        n: s
-        for n, s in open_sources(config, split, args.model).items()
-        if isinstance(s, ChatSource)
-    }
+    served, config, sources = _open_questions(args)
     if not sources:
         raise UserError(
             f"{args.model}: none of its sources has a {args.split} split to ask; name questions with --data"
@@ -344,16 +332,8 @@ def evaluate_conversations(args: argparse.Namespace) -> None:
 
 def write_log_probs(args: argparse.Namespace) -> None:
     """Write every record of answers again, with the model's log-probabilities of each: a run's stored reference."""
-    of_data, of_model = _split_overrides(args.overrides)
-    served = CheckpointModel.open(args.model, of_model, args.step, args.trust)
-    folders = {"images": args.images, "audio": args.audio, "videos": args.videos}
-    config = _with_questions(served, args.data, folders, of_data)
-    sources = open_sources(config, "train" if args.data else args.split, args.model)
-    sources = {
-        n: s
-        for n, s in sources.items()
-        if isinstance(s, ChatSource) and isinstance(s.conversations, ChatFiles)
-    }
+    served, config, sources = _open_questions(args)
+    sources = {n: s for n, s in sources.items() if isinstance(s.conversations, ChatFiles)}
     if len(sources) != 1:
         raise UserError(
             "--log-probs writes the answers of one file of JSON records; name it with --data"
@@ -368,10 +348,8 @@ def write_log_probs(args: argparse.Namespace) -> None:
     config = replace(config, loss=form.measured_by)
     check_loss(config)
     source.chat = with_loss(source.chat, config.loss)
-    mesh, rules = (
-        make_mesh(config.mesh, choose_devices(config.device)),
-        ShardingRules.of(config.mesh),
-    )
+    mesh = make_mesh(config.mesh, choose_devices(config.device))
+    rules = ShardingRules.of(config.mesh)
     model, params = served.load(mesh, rules)
     evaluator = Evaluator(
         model, mesh, rules, sources, config, max_tokens=1, batch_limits=BATCH_LIMITS, loss_chunks=1
@@ -414,7 +392,7 @@ def _parse_measures(text: str) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = CommandParser(prog="python -m mmjax.evaluate", description=__doc__, allow_abbrev=False)
+    parser = command_parser("evaluate", __doc__)
     parser.add_argument(
         "model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint"
     )
@@ -439,15 +417,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--data", default="", metavar="FILE", help="questions to ask; docs/data.md has the formats"
     )
-    parser.add_argument(
-        "--images", default="", metavar="FOLDER", help="that their images are relative to"
-    )
-    parser.add_argument(
-        "--audio", default="", metavar="FOLDER", help="that their clips are relative to"
-    )
-    parser.add_argument(
-        "--videos", default="", metavar="FOLDER", help="that their videos are relative to"
-    )
+    for option, media in FOLDERS.items():
+        about = f"that their {media} are relative to"
+        parser.add_argument(f"--{option}", default="", metavar="FOLDER", help=about)
     parser.add_argument(
         "--measures",
         type=_parse_measures,

@@ -19,7 +19,7 @@ from mmjax.config.codec import did_you_mean, encode
 from mmjax.config.model import adapted_modules, module_names, stacked_towers, with_changes
 from mmjax.console import print_lines, table
 from mmjax.disk import atomic_folder, remove_path
-from mmjax.errors import CommandParser, UserError, exit_process, run_command
+from mmjax.errors import UserError, command_parser, exit_process, run_command
 from mmjax.hf.families import module_names_of
 from mmjax.hf.folder import SINGLE, HfFolder
 from mmjax.hf.layout import TRANSPOSED
@@ -39,7 +39,8 @@ from mmjax.hub import checkpoint_folder
 from mmjax.models.model import Model
 from mmjax.runtime.checkpoint import SavedParameters, checkpoint_step
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.runtime.weights import Exporter, Piece, modules_by_folder
+from mmjax.runtime.trained_weights import Exporter, Piece
+from mmjax.runtime.weights import modules_by_folder
 
 PARTS = "parts.json"  # the folder of each module of a model that is exported in parts
 
@@ -332,7 +333,7 @@ def _adapter_tensors(exporter: Exporter, piece: Piece, path: str) -> dict[str, N
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = CommandParser(prog="python -m mmjax.export", description=__doc__, allow_abbrev=False)
+    parser = command_parser("export", __doc__)
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument(

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders
 from mmjax.data.sample import BadSample, Medium
 from mmjax.data.sources.processors import PROBES, MediaProcessors
-from mmjax.errors import BadMedia, CommandParser, UserError, exit_process, run_command
+from mmjax.errors import BadMedia, UserError, command_parser, exit_process, run_command
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.generator import DEFAULT_MAX_TOKENS, Answer, Sampling
 from mmjax.inference.image_sampler import ImageSampler, ImageSampling, contact_sheet, write_image
@@ -143,7 +144,7 @@ def check_medium(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = CommandParser(prog="python -m mmjax.generate", description=__doc__, allow_abbrev=False)
+    parser = command_parser("generate", __doc__)
     parser.add_argument(
         "model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint"
     )
@@ -158,15 +159,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="a.b=value",
         help="changes to the config, such as device=cpu",
     )
-    parser.add_argument(
-        "--image", type=Path, action="append", default=[], metavar="FILE", help="may be given again"
-    )
-    parser.add_argument(
-        "--audio", type=Path, action="append", default=[], metavar="FILE", help="may be given again"
-    )
-    parser.add_argument(
-        "--video", type=Path, action="append", default=[], metavar="FILE", help="may be given again"
-    )
+    kinds = get_args(Medium)
+    for kind in kinds:  # --image, --audio and --video
+        about = "may be given again"
+        parser.add_argument(
+            f"--{kind}", type=Path, action="append", default=[], metavar="FILE", help=about
+        )
     parser.add_argument(
         "--step", type=int, metavar="N", help="of a run's checkpoint; by default the newest"
     )
@@ -221,12 +219,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--max-tokens={args.max_tokens}: choose 1 or more")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     served = CheckpointModel.open(args.model, args.overrides, args.step, args.trust)
-    files: dict[Medium, list[Path]] = {
-        "image": args.image,
-        "audio": args.audio,
-        "video": args.video,
-    }
-    media = read_media(files, served.config.model.encoders, served.config.data.limits)
+    media = read_media(
+        {kind: getattr(args, kind) for kind in kinds},
+        served.config.model.encoders,
+        served.config.data.limits,
+    )
     prompt = make_prompt(args.question, media, args.system)
     if args.out is not None:
         if args.count < 1:

@@ -28,7 +28,7 @@ from mmjax.data.loading.replay import (
     seen_by_layers,
 )
 from mmjax.data.plan.length_index import index_key
-from mmjax.errors import CommandParser, UserError, exit_process, run_command
+from mmjax.errors import UserError, command_parser, exit_process, run_command
 from mmjax.reporting.rows import item_image
 from mmjax.runtime.run_dir import RunFolder, logged_records
 from mmjax.runtime.run_trust import HELP as TRUST_HELP
@@ -42,7 +42,7 @@ MASK_SHADES = np.array([255, 160, 0], np.uint8)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = CommandParser(prog="python -m mmjax.inspect", description=__doc__, allow_abbrev=False)
+    parser = command_parser("inspect", __doc__)
     parser.add_argument("run", type=Path, help="the folder that mmjax.train printed")
     shown = parser.add_mutually_exclusive_group(required=True)
     shown.add_argument("--step", type=int, help="as the log counts them, from 1")

@@ -24,7 +24,7 @@ from mmjax.autotune.layer_profile import MeasureSpeed, Shapes
 from mmjax.autotune.memory_plan import apply_memory_plan, device_speed, in_units
 from mmjax.config import Config
 from mmjax.config.codec import key_of
-from mmjax.config.loading import config_parameters, copy_config, default_config, find_config, load
+from mmjax.config.loading import config_of_words, config_parameters, copy_config, load
 from mmjax.config.other_names import parse_words
 from mmjax.console import print_lines
 from mmjax.data.plan.length_index import (
@@ -42,6 +42,7 @@ from mmjax.errors import (
     CommandParser,
     UserError,
     check_output,
+    command_parser,
     exit_process,
     run_command,
 )
@@ -77,10 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if key in COMMAND_KEYS
     }
     words = [word for word in args.words if word.partition("=")[0] not in COMMAND_KEYS]
-    named = next((word for word in words if "=" not in word), "")
-    path = find_config(named) if named else default_config()
+    path, overrides = config_of_words([word for word in words if word != AUTO])
     chooses = AUTO in words
-    overrides = [word for word in words if word not in (named, AUTO)]
     config = load(path, overrides)
     if not options.get("cluster"):
         raise UserError(
@@ -216,7 +215,7 @@ def _write_plan(
 
 def _parser() -> CommandParser:
     """Make the parser of the command line."""
-    parser = CommandParser(prog="python -m mmjax.plan", description=__doc__, allow_abbrev=False)
+    parser = command_parser("plan", __doc__)
     words = (
         "a config's file or name (default: tiny_omni); cluster=DEVICExNODESxCOUNT, or here: this machine; price=N, of "
         "a device for an hour"

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmjax.console import print_lines, size
-from mmjax.errors import CommandParser, check_output, exit_process, run_command
+from mmjax.errors import check_output, command_parser, exit_process, run_command
 from mmjax.runtime.run_trust import HELP as TRUST_HELP
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = CommandParser(prog="python -m mmjax.report", description=__doc__, allow_abbrev=False)
+    parser = command_parser("report", __doc__)
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="folders that mmjax.train printed"
     )

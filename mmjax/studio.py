@@ -35,7 +35,7 @@ import jax
 from mmjax.console import print_lines, print_note
 from mmjax.data.loading.replay import spoken
 from mmjax.data.sample import Medium, Question, Source, Text
-from mmjax.errors import CommandParser, UserError, exit_process, run_command
+from mmjax.errors import UserError, command_parser, exit_process, run_command
 from mmjax.generate import check_medium
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.evaluation import evaluation_sources
@@ -464,7 +464,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = CommandParser(prog="python -m mmjax.studio", description=__doc__, allow_abbrev=False)
+    parser = command_parser("studio", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder that mmjax.train printed")
     parser.add_argument(
         "--port",

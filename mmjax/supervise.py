@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from mmjax.disk import PROGRESS
-from mmjax.errors import CommandParser, UserError, exit_process, run_command
+from mmjax.errors import UserError, command_parser, exit_process, run_command
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PASSED_ON = (*STOPPING, signal.SIGUSR2)
@@ -190,11 +190,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     argv = list(sys.argv[1:] if argv is None else argv)
     end_of_options = argv.index("--") if "--" in argv else len(argv)
-    parser = CommandParser(
-        prog="python -m mmjax.supervise",
-        usage="%(prog)s [--most N] [--wait SECONDS] -- COMMAND ...",
-        description=__doc__,
-        allow_abbrev=False,
+    parser = command_parser(
+        "supervise", __doc__, usage="%(prog)s [--most N] [--wait SECONDS] -- COMMAND ..."
     )
     parser.add_argument(
         "--most", type=int, default=3, metavar="N", help="restarts in a row without progress (3)"

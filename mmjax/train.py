@@ -32,7 +32,7 @@ from mmjax.config.other_names import parse_words
 from mmjax.console import mute, print_lines, print_note
 from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
-from mmjax.errors import CommandParser, UserError, exit_process, run_command
+from mmjax.errors import UserError, command_parser, exit_process, run_command
 from mmjax.planning.plan_file import Plan, read_plan
 from mmjax.runtime.devices import set_gpu_memory_fraction
 from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, RunFolder, run_folder_of
@@ -172,14 +172,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     end_loading()
     configs = shipped_configs()
     width = max(map(len, configs))
-    parser = CommandParser(
-        prog="python -m mmjax.train",
-        description=__doc__,
+    parser = command_parser(
+        "train",
+        __doc__,
         epilog="\n".join(
             ["configs:", *(f"  {name:<{width}}  {about}" for name, about in configs.items())]
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", metavar="CONFIG | a.b=value", help=WORDS)
     parser.add_argument(

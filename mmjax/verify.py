@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,9 +23,9 @@ import numpy as np
 import optax
 
 from mmjax.autotune.memory_plan import fit_run
-from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
+from mmjax.batch import PADDING, Microbatch
 from mmjax.config import Config, NoBalance
-from mmjax.config.loading import copy_config, default_config, find_config, load, resolve_callbacks
+from mmjax.config.loading import config_of_words, copy_config, load, resolve_callbacks
 from mmjax.config.model import stacked_towers, with_changes
 from mmjax.config.other_names import parse_words
 from mmjax.config.towers import Attention
@@ -39,12 +38,21 @@ from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.disk import user_cache
-from mmjax.errors import CommandParser, UserError, exit_process, run_command
-from mmjax.losses.cross_entropy import losses_in_chunks
-from mmjax.models.layer_stacks import Params, key_names, stack_layers, unstack_layers
-from mmjax.models.layers import Context
+from mmjax.errors import UserError, command_parser, exit_process, run_command
+from mmjax.inference.layer_states import (
+    INPUTS,
+    LOSSES,
+    Differences,
+    Place,
+    States,
+    compare_gradients,
+    compare_states,
+    input_states,
+    layer_states,
+)
+from mmjax.models.layer_stacks import Params, stack_layers, unstack_layers
 from mmjax.models.model import Model, parameter_group
-from mmjax.parallel.sharding import ShardingRules, activations_on, encoding, make_mesh
+from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh
 from mmjax.runtime.compiler_options import quick_compiler_options
 from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache, set_gpu_memory_fraction
@@ -67,38 +75,6 @@ DENSE_ROW = 4096  # positions of a row: all scores of longer ones fill the memor
 INTERPRETED_ROW = 512
 VIRTUAL_RANKS = 4  # that one device stands for, so that there is something to balance
 STEPS = 2  # whose samples are taken by default
-# kinds of places that are no layers
-INPUTS, LOSSES, GRADIENTS = "inputs", "token losses", "gradients"
-# of a text, whatever its neighbours are
-FIELDS = ("token", "target", "weight", "position", "kind", "sees")
-
-
-class Place(NamedTuple):
-    """A place in the computation, in its order; one check is of all places of a kind."""
-
-    number: int
-    name: str
-    kind: str
-
-
-class State(NamedTuple):
-    """Values at all positions of a place, with the sample of each (-1: none), and its index among the sample's."""
-
-    owner: Any  # int32 [R, L]
-    offset: Any  # int32 [R, L]
-    value: Any  # [R, L, *]
-
-    def by_sample(self) -> dict[int, np.ndarray]:
-        """Return the values of every sample in its own order, `[n, *]`."""
-        owner = np.ravel(self.owner)
-        order = np.lexsort((np.ravel(self.offset), owner))
-        order = order[owner[order] != PADDING]
-        samples, first = np.unique(owner[order], return_index=True)
-        values = np.reshape(self.value, (len(owner), -1))
-        return {
-            int(k): values[rows]
-            for k, rows in zip(samples, np.split(order, first[1:]), strict=False)
-        }
 
 
 class Check(NamedTuple):
@@ -117,129 +93,8 @@ class Check(NamedTuple):
         return self.difference <= self.tolerance
 
 
-States = dict[Place, State]
-# the largest relative difference at a place, and the sample that has it
-Differences = dict[Place, tuple[float, str]]
-
 # --------------------------------------------------------------------------------------------------
 # what is compared
-
-
-def input_states(batch: Microbatch) -> States:
-    """Return what the towers read."""
-    fields = [("llm", batch.text, name) for name in FIELDS]
-    fields += [
-        (encoder, items, name)
-        for encoder, items in batch.items.items()
-        for name in ("values", "coordinates")
-    ]
-    return {
-        Place(number - len(fields), f"{tower} {name}", INPUTS): State(
-            rows.owner, rows.offset, getattr(rows, name)
-        )
-        for number, (tower, rows, name) in enumerate(fields)
-    }
-
-
-def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: int) -> States:
-    """Compute the output of every layer and the loss of every token; the model's stacks are single layers."""
-    module = model.module(params)
-    states: States = {}
-
-    def record(
-        name: str, kind: str, tower: Any, rows: TextBatch | ItemBatch, context: Context, value: Any
-    ) -> None:
-        owner, offset = tower.origin(rows)
-        owner = jnp.where(context.mask.sample >= 0, owner, PADDING)
-        group = owner.shape[1] // value.shape[1]  # positions that a connector merges
-        states[Place(len(states), name, kind)] = State(owner[:, ::group], offset[:, ::group], value)
-
-    def layers(
-        name: str, tower: Any, rows: Any, context: Context, x: Any, add: Sequence[Any] = ()
-    ) -> Iterator[Any]:
-        if context.rotation is not None:
-            angles = jnp.concatenate(context.rotation, axis=-1)
-            record(f"{name} rotary positions", f"{name} positions", tower, rows, context, angles)
-        record(f"{name} embedding", f"{name} embedding", tower, rows, context, x)
-        for i in range(tower.config.layers):
-            x = tower.layers(x, context, i, i + 1, add[i : i + 1])
-            kind = "windowed" if i in getattr(tower.config, "windowed", ()) else "full"
-            record(f"{name} layer {i} ({kind})", f"{name} layers, {kind}", tower, rows, context, x)
-            yield x
-
-    features = {}
-    for name, encoder in module.encoders.items():
-        items, connector = batch.items[name], module.connectors[name]
-        with encoding():
-            context = module.context(name, items, None)
-            outputs = list(layers(name, encoder, items, context, encoder.embedded(items)))
-            deeper = {n: outputs[i] for n, i in enumerate(connector.deepstack)}
-            features[name] = module.connected(name, outputs[-1], deeper, items)
-        tokens = features[name][:, : features[name].shape[1] - (connector.newline is not None)]
-        record(f"{name} connector", f"{name} connector", encoder, items, context, tokens)
-    x, add = module.embedded(batch.text, features)
-    context = module.context("llm", batch.text, None)
-    *_, x = layers("llm", module.llm, batch.text, context, x, add)
-    hidden, output_table = module.llm.hidden_and_table(x)
-    record("llm final norm", "llm final norm", module.llm, batch.text, context, hidden)
-    losses = losses_in_chunks(
-        hidden, output_table, batch.text, loss_chunks, model.config.llm.logit_cap
-    )
-    record(LOSSES, LOSSES, module.llm, batch.text, context, losses)
-    for name, errors in module.generator_errors(hidden, batch.text, batch.items, None).items():
-        items = batch.items[name]
-        owner = jnp.where(items.item >= 0, items.owner, PADDING)
-        states[Place(len(states), f"{name} errors", f"{name} errors")] = State(
-            owner, items.offset, errors
-        )
-    return states
-
-
-def relative_difference(actual: np.ndarray, expected: np.ndarray, floor: float = 0.0) -> float:
-    """Return the largest difference over the largest expected value, or over `floor` if that is larger; Inf for NaN."""
-    if actual.shape != expected.shape:
-        return math.inf
-    actual, expected = (x.astype(np.float64) for x in (actual, expected))
-    difference = float(np.abs(actual - expected).max(initial=0.0))
-    scale = max(float(np.abs(expected).max(initial=0.0)), floor) or 1.0
-    return math.inf if math.isnan(difference) else difference / scale
-
-
-def compare_states(
-    actual: Sequence[States], expected: Sequence[States], index: LengthIndex
-) -> Differences:
-    """Compare the values of every sample in some microbatches with those that it has in others."""
-    differences = {}
-    for place in actual[0]:
-        ours, theirs = (
-            {k: x for s in states for k, x in s[place].by_sample().items()}
-            for states in (actual, expected)
-        )
-        # one nat: smaller losses are small differences of large logits
-        floor = float(place.kind == LOSSES)
-        missing = np.empty((0, 0))
-        by_sample = [
-            (relative_difference(ours.get(k, missing), theirs.get(k, missing), floor), k)
-            for k in ours | theirs
-        ]
-        relative, sample = max(by_sample, default=(0.0, 0))
-        differences[place] = relative, index.name(sample)
-    return differences
-
-
-def compare_gradients(actual: Sums, expected: Sums) -> Differences:
-    """Compare every leaf of the gradients, of whole lists of microbatches."""
-    leaves = jax.tree.leaves_with_path(expected.gradients)
-    # Some are 0 but for the rounding of what cancels in them, as those of key biases.
-    floor = 1e-3 * max((float(np.abs(leaf).max(initial=0.0)) for _, leaf in leaves), default=0.0)
-    pairs = zip(leaves, jax.tree.leaves(actual.gradients), strict=True)
-    return {
-        Place(sys.maxsize, ".".join(key_names(path)), GRADIENTS): (
-            relative_difference(one_device, leaf, floor),
-            "",
-        )
-        for (path, leaf), one_device in pairs
-    }
 
 
 def checks_of(differences: Differences, backend: str, rounding: float) -> Iterator[Check]:
@@ -305,9 +160,8 @@ class Verifier:
         config = replace(config, units={})
         copy_config(source, path)  # where a FunctionSource looks its function up
         folder = RunFolder(path)
-        self.mesh = make_mesh(
-            config.mesh, choose_devices(config.device) if devices is None else devices
-        )
+        devices = choose_devices(config.device) if devices is None else devices
+        self.mesh = make_mesh(config.mesh, devices)
         check_layout("mesh", replace(config.mesh, **self.mesh.shape), config.model)
         self.compiler_options = quick_compiler_options(config.compiler, self.mesh.local_devices[0])
         self.data = open_data(config, folder, 0, NO_CHANGES, self.mesh)
@@ -321,9 +175,8 @@ class Verifier:
             self.config.model, jnp.dtype(config.training.precision), functions=functions
         )
         self.loss_chunks = plan.loss_chunks
-        self.state = RunCheckpoints(
-            config, folder, self.data, self.executor(self.model)
-        ).init_state()
+        executor = self.executor(self.model)
+        self.state = RunCheckpoints(config, folder, self.data, executor).init_state()
 
     def executor(self, model: Model) -> Executor:
         """Return the run's own programs of a model, without an optimizer's state."""
@@ -520,24 +373,21 @@ def verify(
             programs = Programs(run, backend)
             first = first or programs
             yield from checks_of(programs.packed_is_alone(batches, apart), backend, rounding)
-            gradients = (
-                programs.gradients(batches),
-                programs.gradients([batch for singles in apart for batch in singles]),
-            )
-            yield from checks_of(compare_gradients(*gradients), backend, rounding)
+            packed = programs.gradients(batches)
+            single = programs.gradients([batch for singles in apart for batch in singles])
+            yield from checks_of(compare_gradients(packed, single), backend, rounding)
     balance = run.config.batch.balance
     if first and balance.moves_samples:
         with activity("comparing balanced with unbalanced"):
             differences, about = first.balanced_is_unbalanced(len(steps))
             kind = f"balance {balance.kind}: {about}"
-            yield from checks_of(
-                {p._replace(kind=kind): d for p, d in differences.items()}, backends[0], rounding
-            )
+            differences = {p._replace(kind=kind): d for p, d in differences.items()}
+            yield from checks_of(differences, backends[0], rounding)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 1 where something leaks."""
-    parser = CommandParser(prog="python -m mmjax.verify", description=__doc__, allow_abbrev=False)
+    parser = command_parser("verify", __doc__)
     words = "a config's file or name (default: tiny_omni), and changes to it; init_from=RUN takes a run's weights"
     parser.add_argument("words", nargs="*", metavar="CONFIG | a.b=value", help=words)
     about = f"at least so many, in whole steps (default: those of {STEPS} steps)"
@@ -552,9 +402,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_words(parser, argv)
     if args.samples is not None and args.samples < 1:
         raise UserError(f"--samples {args.samples}: give 1 or more")
-    named = next((word for word in args.words if "=" not in word), "")
-    path = find_config(named) if named else default_config()
-    config = load(path, [word for word in args.words if word is not named])
+    path, overrides = config_of_words(args.words)
+    config = load(path, overrides)
     if not config.data.sources:
         raise UserError(
             f"{config.name} names no data to compute: name yours in data.sources (docs/data.md)"
@@ -586,18 +435,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for c in checks
     ]
-    print_lines(
-        *table(
-            [("", "check", "backend", "difference", "tolerance", "in", "of sample"), *rows],
-            indent="",
-        )
-    )
+    head = ("", "check", "backend", "difference", "tolerance", "in", "of sample")
+    print_lines(*table([head, *rows], indent=""))
     if not leaks:
         print_lines("nothing leaks: samples compute in the run's rows what they compute alone")
         return 0
-    first = min(
-        (leak for leak in leaks if leak.backend == leaks[0].backend), key=lambda leak: leak.place
-    )
+    of_backend = [leak for leak in leaks if leak.backend == leaks[0].backend]
+    first = min(of_backend, key=lambda leak: leak.place)
     into = f" into {first.sample}" if first.sample else ""
     print_lines(f"LEAK{into}, first in {first.place.name}, with {first.backend} attention")
     return 1

@@ -8,7 +8,8 @@ import numpy as np
 
 from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import Sample, Text
-from mmjax.inference.prompts import PromptRows, QuestionPrompts, Selection
+from mmjax.inference.prompt_rows import PromptRows
+from mmjax.inference.prompts import QuestionPrompts, Selection
 
 
 class WithRoom(QuestionPrompts):

@@ -36,7 +36,7 @@ class Fault:
 FAULTS = (
     Fault(
         "a dictionary of Parquet that is unpacked whole",
-        "data/sources/parquet.py",
+        "data/sources/parquet_files.py",
         "if size + total <= MAX_UNPACKED:",
         "if size <= MAX_UNPACKED:",
         (
@@ -133,7 +133,7 @@ FAULTS = (
     ),
     Fault(
         "a convolution that reads into the next clip",
-        "models/encoders.py",
+        "models/audio_encoder.py",
         "same = (neighbour == centre) & (centre >= 0)",
         "same = (neighbour >= 0) & (centre >= 0)",
         ("models/test_audio.py::test_taps_of_packed_clips_are_each_clips_own_convolution",),
@@ -231,7 +231,7 @@ FAULTS = (
     ),
     Fault(
         "a stage without its connector",
-        "models/stage.py",
+        "models/piece.py",
         '{"connectors": {self.tower: selected}} if selected else {}',
         "{}",
         (
@@ -267,7 +267,7 @@ FAULTS = (
     ),
     Fault(
         "a recomputed layer that is not the layer itself",
-        "models/layer_stacks.py",
+        "models/stack_scan.py",
         'if run.remat != "none" and not with_kv:',
         'if run.remat == "full":\n        x = x * 1.001\n    if run.remat != "none" and not with_kv:',
         ("models/test_layer_stacks.py::test_every_mix_of_remat_policies_gives_equal_gradients",),
@@ -410,7 +410,7 @@ FAULTS = (
     ),
     Fault(
         "a generator's loss of latents that its last stage mixes anew",
-        "models/stage.py",
+        "models/piece.py",
         "clean = values[self._clean[0]]",
         "clean = values[self._clean[0]] + draws.posterior",
         ("runtime/test_encoded_image_units.py::test_gradients_are_those_of_one_mesh",),
@@ -465,7 +465,7 @@ FAULTS = (
     ),
     Fault(
         "a gradient norm that counts a stage's devices each",
-        "runtime/executor.py",
+        "runtime/step_settlement.py",
         "norm = jnp.sqrt(jnp.sum(norms * self._counts))",
         "norm = jnp.sqrt(jnp.sum(norms))",
         ("runtime/test_executor.py::test_gradients_are_those_of_one_program",),
@@ -479,7 +479,7 @@ FAULTS = (
     ),
     Fault(
         "a gradient norm that counts a tied table twice",
-        "runtime/executor.py",
+        "runtime/step_settlement.py",
         "return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(sums)), jnp.float32(0)).reshape(1)",
         'twice = (sums, sums.get("llm", {}).get("embed", {}))\n    '
         "return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(twice)), jnp.float32(0)).reshape(1)",

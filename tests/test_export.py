@@ -33,7 +33,7 @@ from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
 from mmjax.models.quantization import dequantize, quantize
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.runtime import weights
+from mmjax.runtime import trained_weights
 from mmjax.runtime.checkpoint import SavedParameters, checkpoint_step, restore_parameters
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import parameter_shardings
@@ -251,7 +251,7 @@ def test_parameters_are_read_a_few_at_a_time(source, tuned, tmp_path, monkeypatc
         held.append(sum(x.nbytes for path, x in found.items() if "lora" not in path))
         return found
 
-    monkeypatch.setattr(weights, "GROUP_BYTES", 12_000)
+    monkeypatch.setattr(trained_weights, "GROUP_BYTES", 12_000)
     monkeypatch.setattr(SavedParameters, "read", counted)
     export.export(tuned, tmp_path / "in turns")
     assert len(held) > 8

@@ -236,7 +236,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "absl": ("mmjax.data.loading.workers",),
     "ray": ("mmjax.data.loading.ray_pool",),
     "array_record": ("mmjax.data.sources.array_records", "mmjax.data.sources.array_record_writing"),
-    "pyarrow": ("mmjax.data.sources.parquet", "mmjax.data.sources.csv_tables"),
+    "pyarrow": ("mmjax.data.sources.parquet_files", "mmjax.data.sources.csv_tables"),
     "orbax": ("mmjax.runtime.checkpoint",),
     "matplotlib": (
         "mmjax.reporting.plots",

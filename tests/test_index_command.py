@@ -24,14 +24,15 @@ from files_made import asked, clip, lines, picture, served, write
 
 from mmjax import index
 from mmjax.config import ArrayRecordSource
-from mmjax.config.loading import load
+from mmjax.config.loading import find_config, load
 from mmjax.data.sources.array_record_writing import write_array_records
 from mmjax.data.sources.array_records import ArrayRecords
-from mmjax.data.sources.chat_source import open_token_counts
 from mmjax.data.sources.media_sizes import open_facts, read_facts
 from mmjax.data.sources.opening import look_again, notes_of, open_conversations, open_sources
+from mmjax.data.sources.token_counts import open_token_counts
 from mmjax.errors import UserError
 from mmjax.index import PROBES
+from mmjax.reporting.data_report import split_place
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_with_a_checkpoints_template_lengths_are_in_tokens_and_training_counts_n
     out = told(capsys, *words, f"--out={tmp_path}/out")
     rows = {tuple(line.split())[:-1] for line in out.splitlines()}
     assert ("chat", "12", "1", "12") in rows
-    config = index.load(index.find_config("llava_style"), words[1:])
+    config = index.load(find_config("llava_style"), words[1:])
     source = open_sources(config, "train", tmp_path)["chat"]
     lengths = [source.facts(i).text_tokens for i in range(12) if i != 5]
     (text,) = (line.split() for line in out.splitlines() if "text, tokens" in line)
@@ -382,7 +383,7 @@ def test_json_has_the_bad_records_by_line_and_the_keys_that_nothing_reads_by_sou
     again = told(capsys, *words)
     assert "ignored keys of photos: `mood` in 2 records, `note` in 5 records" in again
     for name, place in (("a.json[3]", ("a.json", "[3]")), ("s-0.tar::00012", ("s-0.tar", "00012"))):
-        assert index.split_place(name) == place
+        assert split_place(name) == place
 
 
 def test_training_names_the_keys_that_nothing_reads_before_its_first_step(tmp_path, capsys) -> None:

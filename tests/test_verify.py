@@ -12,8 +12,8 @@ import pytest
 from commands import TINY, TINY_MEDIA, run
 
 import mmjax.data.loading.packing as packing
+import mmjax.models.audio_encoder as encoders
 import mmjax.models.decoder as decoder
-import mmjax.models.encoders as encoders
 from mmjax import verify
 from mmjax.config import NoBalance, PostBalance
 from mmjax.config.loading import load

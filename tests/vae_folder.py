@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ sys.path.append(str(Path(__file__).parent / "data"))
 from files_made import asked, lines, picture, write
 
 from mmjax.config import VaeConfig
-from mmjax.hf.vae import write_vae
+from mmjax.hf.diffusers_folder import write_part
+from mmjax.hf.vae import CLASS, vae_tensors
 from mmjax.models.vae import VaeModel
 
 TINY = VaeConfig(widths=(4, 8), blocks=1, groups=2)
@@ -27,6 +29,34 @@ def random_parameters(model: VaeModel, seed: int = 0) -> dict[str, Any]:
     return jax.tree.map(
         lambda x: rng.normal(len(x.shape) < 2, 0.3, x.shape).astype(np.float32), model.abstract
     )
+
+
+def write_vae(
+    folder: Path, config: VaeConfig, parameters: Mapping[tuple[str, ...], np.ndarray]
+) -> None:
+    """Write a VAE as a folder that diffusers reads, from its parameters by path."""
+    write_part(folder, config_fields(config), vae_tensors(config), parameters)
+
+
+def config_fields(config: VaeConfig) -> dict[str, Any]:
+    """Return the fields of a VAE's `config.json`."""
+    c = config
+    return {
+        "_class_name": CLASS,
+        "in_channels": c.image_channels,
+        "out_channels": c.image_channels,
+        "down_block_types": ["DownEncoderBlock2D"] * len(c.widths),
+        "up_block_types": ["UpDecoderBlock2D"] * len(c.widths),
+        "block_out_channels": list(c.widths),
+        "layers_per_block": c.blocks,
+        "latent_channels": c.channels,
+        "norm_num_groups": c.groups,
+        "mid_block_add_attention": c.attention,
+        "use_quant_conv": c.encoder_product,
+        "use_post_quant_conv": c.decoder_product,
+        "scaling_factor": c.scale,
+        "shift_factor": c.shift or None,
+    }
 
 
 def save_vae(folder: Path, config: VaeConfig = TINY, seed: int = 0) -> Path:

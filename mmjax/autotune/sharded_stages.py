@@ -32,8 +32,9 @@ from mmjax.data.plan.placement import Shape, Topology
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.layer_stacks import key_names, split_scanned
 from mmjax.models.model import Model, exclude, modules_of, parameter_group, partition
+from mmjax.models.piece import Piece
 from mmjax.models.quantization import cast_frozen, parameter_shapes
-from mmjax.models.stage import Piece, Stage
+from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import AXES, RANKS, ShardingRules, row_ranks, tree_shardings
 from mmjax.planning.exchange_time import ClusterRun, overlap_pays
 from mmjax.planning.hardware import Cluster, Device

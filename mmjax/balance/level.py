@@ -135,7 +135,7 @@ def _goals(
 
 
 class _Units(NamedTuple):
-    """What is exchanged as a whole: samples, or parts of a sample that lies in several columns."""
+    """Hold what is exchanged as a whole: samples, or parts of a sample that lies in several columns."""
 
     total: np.ndarray  # int64 [u, M] positions
     seconds: np.ndarray  # float64 [u, phases]

@@ -72,4 +72,5 @@ class Waits:
 
 def mean_waits(waits: Sequence[Waits]) -> Waits:
     """Average over steps."""
-    return Waits(*np.mean([(w.wait, w.bound, w.padding) for w in waits], axis=0).tolist())
+    wait, bound, padding = np.mean([(w.wait, w.bound, w.padding) for w in waits], axis=0).tolist()
+    return Waits(wait, bound, padding)

@@ -210,6 +210,13 @@ def default_config() -> Path:
     return _shipped_folder() / "tiny_omni.py"
 
 
+def config_of_words(words: Sequence[str]) -> tuple[Path, list[str]]:
+    """Find the config that one of a command's words names, or else the default; return its file and the other words."""
+    named = next((word for word in words if "=" not in word), "")
+    path = find_config(named) if named else default_config()
+    return path, [word for word in words if word is not named]
+
+
 def shipped_configs() -> dict[str, str]:
     """List the configs that come with mmjax, with the first line of each file's docstring."""
     return {path.stem: first_line(path) for path in sorted(_shipped_folder().glob("*.py"))}

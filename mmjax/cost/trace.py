@@ -39,9 +39,10 @@ from mmjax.models.generation import (
     noised_latents,
     velocity_errors,
 )
-from mmjax.models.layer_stacks import LayerStack, Params, apply_stack
+from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, merge, parameter_group, partition, towers_of
 from mmjax.models.multimodal import MultimodalModel
+from mmjax.models.stack_scan import LayerStack, apply_stack
 from mmjax.parallel.sharding import for_no_platform
 
 # Layers of the stack that stands for a tower's: a prime, so that no other scan of a model has this

@@ -9,9 +9,18 @@ from mmjax.config import AudioConfig, ConnectorConfig, ModelConfig, StoredTable,
 from mmjax.errors import UserError
 from mmjax.hf.decoder_tensors import decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, LeafTensors, TensorNames, convolution, linear, norm, table
-from mmjax.hf.llava import PROJECTORS, text_of
-from mmjax.hf.names import ACTIVATIONS
+from mmjax.hf.layout import (
+    Layout,
+    LeafTensors,
+    TensorNames,
+    convolution,
+    linear,
+    linears,
+    norm,
+    table,
+)
+from mmjax.hf.llava import find_projector, text_of
+from mmjax.hf.names import ACTIVATIONS, ATTENTION, PROJECTIONS
 from mmjax.hf.processors import has_processor, read_audio_processing
 
 TOWERS = ("model.audio_tower.", "audio_tower.", "model.encoder.", "encoder.", "")
@@ -86,9 +95,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     name = _name(folder, model)
     tower = find_tower(folder)
     inner, output = find_decoder(folder)
-    projector = next(
-        (p for p in PROJECTORS if f"{p}linear.weight" in folder.tensors), PROJECTORS[-1]
-    )
+    projector = find_projector(folder, "linear")
     return Layout(
         {
             "llm": decoder_parts(model.llm, folder),
@@ -139,10 +146,7 @@ def encoder_parts(tower: str, head: str = "layer_norm") -> TensorNames:
         "embed.second": convolution(f"{tower}conv2", taps_first),
         "embed.positions": table(f"{tower}embed_positions"),
         "layers.*.attention_norm": norm(f"{layer}self_attn_layer_norm"),
-        "layers.*.attention.query": linear(f"{layer}self_attn.q_proj"),
-        "layers.*.attention.key": linear(f"{layer}self_attn.k_proj"),
-        "layers.*.attention.value": linear(f"{layer}self_attn.v_proj"),
-        "layers.*.attention.output": linear(f"{layer}self_attn.out_proj"),
+        **linears(ATTENTION, f"{layer}self_attn", **PROJECTIONS, output="out_proj"),
         "layers.*.mlp_norm": norm(f"{layer}final_layer_norm"),
         "layers.*.mlp.up": linear(f"{layer}fc1"),
         "layers.*.mlp.down": linear(f"{layer}fc2"),

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from mmjax.config import (
-    DecoderConfig,
-    DeltaNetConfig,
-    ExpertsConfig,
-)
+from mmjax.config import DecoderConfig, DeltaNetConfig, ExpertsConfig, ModelConfig
 from mmjax.errors import UserError
 from mmjax.hf import gpt
 from mmjax.hf.folder import HfFolder, note
 from mmjax.hf.internlm2 import internlm2_parts
 from mmjax.hf.layout import (
     TRANSPOSED,
+    Layout,
     LeafTensors,
     TensorNames,
     TensorSlice,
+    below,
     fused_parts,
     linear,
+    linears,
     norm,
     table,
 )
+from mmjax.hf.names import ATTENTION, GATED_MLP, PROJECTIONS
 
 BODIES = (
-    *(
-        "model.language_model.",
-        "model.text_model.",
-        "language_model.model.",
-        "model.",
-        "language_model.",
-    ),
-    *("language_model.model.decoder.", "model.decoder.", "decoder.", "transformer.", ""),
-    *("thinker.model.language_model.", "thinker.model."),  # Qwen2.5-Omni, whole
+    "model.language_model.",
+    "model.text_model.",
+    "language_model.model.",
+    "model.",
+    "language_model.",
+    "language_model.model.decoder.",
+    "model.decoder.",
+    "decoder.",
+    "transformer.",
+    "",
+    "thinker.model.language_model.",  # Qwen2.5-Omni, whole
+    "thinker.model.",
 )
 EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings")
 OUTPUTS = (
@@ -77,6 +80,13 @@ def unused_in_decoder(folder: HfFolder) -> tuple[str, ...]:
     return (f"{PREDICTION}*",)
 
 
+def decoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
+    """Locate the decoder of a checkpoint."""
+    inner, output = find_decoder(folder)
+    unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
+    return Layout({"llm": decoder_parts(model.llm, folder)}, {"llm": (inner, output)}, unused)
+
+
 def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     """Locate a decoder's parameters. Raises UserError where there is no decoder."""
     inner, output = find_decoder(folder)
@@ -85,8 +95,6 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     if f"{inner}tok_embeddings.weight" in folder.tensors:
         return internlm2_parts(config, inner, output)
     layer = f"{inner}layers.*."
-    attention = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-    mlp = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2 and 3, where it
     # comes after attention.
     gemma = f"{inner}layers.0.pre_feedforward_layernorm.weight" in folder.tensors
@@ -95,15 +103,12 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     parts = {
         "embed": table(f"{inner}embed_tokens"),
         "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
-        **{
-            f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{theirs}")
-            for ours, theirs in attention.items()
-        },
+        **linears(ATTENTION, f"{layer}self_attn", **PROJECTIONS, output="o_proj"),
         "layers.*.attention.query_norm": norm(f"{layer}self_attn.q_norm"),
         "layers.*.attention.key_norm": norm(f"{layer}self_attn.k_norm"),
         "layers.*.attention_after": norm(f"{layer}{post_norms[0]}"),
         "layers.*.mlp_norm": norm(f"{layer}{before_mlp}"),
-        **{f"layers.*.mlp.{ours}": linear(f"{layer}mlp.{theirs}") for ours, theirs in mlp.items()},
+        **linears("layers.*.mlp", f"{layer}mlp", **GATED_MLP),
         "layers.*.mlp_after": norm(f"{layer}{post_norms[1]}"),
         "head.norm": norm(f"{inner}norm"),
         "head.table": table(output),
@@ -111,13 +116,12 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     if f"{inner}layers.0.self_attn.qkv_proj.weight" in folder.tensors:  # Phi-3
         heads = {"query": config.heads, "key": config.kv_heads, "value": config.kv_heads}
         widths = {name: count * config.head_width for name, count in heads.items()}
-        qkv = fused_parts(linear(f"{layer}self_attn.qkv_proj"), **widths)
-        parts |= {f"layers.*.attention.{name}": part for name, part in qkv.items()}
+        parts |= below(ATTENTION, fused_parts(linear(f"{layer}self_attn.qkv_proj"), **widths))
     if f"{inner}layers.0.mlp.gate_up_proj.weight" in folder.tensors:  # Phi-3 and GLM-4
         gates = fused_parts(
             linear(f"{layer}mlp.gate_up_proj"), gate=config.mlp_width, up=config.mlp_width
         )
-        parts |= {f"layers.*.mlp.{name}": part for name, part in gates.items()}
+        parts |= below("layers.*.mlp", gates)
     if config.delta_net:
         parts |= _delta_parts(config.delta_net, layer)
     if config.experts:
@@ -141,15 +145,10 @@ def _delta_parts(config: DeltaNetConfig, layer: str) -> dict[str, LeafTensors]:
         },
         f"{delta_net}.norm": norm(f"{hf_layer}.norm"),
     }
-    for name, hf_name in {
-        "gate": "in_proj_z",
-        "beta": "in_proj_b",
-        "decay": "in_proj_a",
-        "output": "out_proj",
-    }.items():
-        parts[f"{delta_net}.{name}"] = linear(f"{hf_layer}.{hf_name}")
+    names = {"gate": "in_proj_z", "beta": "in_proj_b", "decay": "in_proj_a", "output": "out_proj"}
     widths = {"query": keys, "key": keys, "value": values}
-    parts |= {f"{delta_net}.{name}": part for name, part in fused_parts(matrix, **widths).items()}
+    parts |= linears(delta_net, hf_layer, **names)
+    parts |= below(delta_net, fused_parts(matrix, **widths))
     parts |= {
         f"{delta_net}.{name}_filter": part
         for name, part in fused_parts(channel_filter, **widths).items()
@@ -167,13 +166,9 @@ def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[s
     first = layer.replace("*", str(config.layers[0]))
     mixtral = f"{first}block_sparse_moe.gate.weight" in folder.tensors
     block = f"{layer}block_sparse_moe" if mixtral else f"{layer}mlp"
-    hf_names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    names = dict(zip(("gate", "up", "down"), hf_names, strict=True))
+    names = {"gate": "w1", "up": "w3", "down": "w2"} if mixtral else GATED_MLP
     parts: dict[str, LeafTensors] = {f"{experts}.router": linear(f"{block}.gate")}
-    parts |= {
-        f"{experts}.shared.{ours}": linear(f"{block}.shared_expert.{name}")
-        for ours, name in names.items()
-    }
+    parts |= linears(f"{experts}.shared", f"{block}.shared_expert", **names)
     parts[f"{experts}.shared_gate"] = linear(f"{block}.shared_expert_gate")
     fused = folder.tensors.get(f"{first}mlp.experts.gate_up_proj")
     if fused is None:

@@ -2,73 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
-from mmjax.config import (
-    Biased,
-    DecoderConfig,
-    DeltaNetConfig,
-    DynamicRope,
-    ExpertsConfig,
-    LinearRope,
-    Llama3Rope,
-    LongRope,
-    PlainRope,
-    RopeScaling,
-    YarnRope,
-)
+from mmjax.config import Biased, DecoderConfig, DeltaNetConfig, ExpertsConfig
 from mmjax.errors import UserError
 from mmjax.hf import gpt
 from mmjax.hf.class_defaults import class_rule
-from mmjax.hf.folder import Fields, note
+from mmjax.hf.folder import Fields
 from mmjax.hf.names import ACTIVATIONS, QKV
-
-ROPE = {  # what a config may say of RoPE beside its base
-    "default": (),
-    "mrope": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": (
-        "factor",
-        "short_factor",
-        "long_factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-    ),
-}
-ROPE_ALWAYS = {
-    "rope_type",
-    "type",
-    "rope_theta",
-    "mrope_section",
-    "mrope_interleaved",
-    "partial_rotary_factor",
-}
-LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-
-@dataclass(frozen=True)
-class Family:
-    """A kind of decoder, and what sets it apart."""
-
-    adapt: Callable[[Fields, DecoderConfig], DecoderConfig]  # adds what only this family has
-    activation: str = "hidden_act"  # the field that names it
-    partial_rope: bool = False  # configs may say that RoPE turns a part of a head's channels
-    local_rope: bool = False  # layers with windows have a RoPE of their own
+from mmjax.hf.rope import LAYER_TYPES, Family, rope_of
 
 
 def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
@@ -134,17 +76,22 @@ def tables_are_tied(fields: Fields) -> bool:
     )
 
 
+def _attention_biases(fields: Fields, name: str = "attention_bias") -> tuple[Biased, ...]:
+    """Name the layers of attention that have biases, all or none, as this field says."""
+    return (*QKV, "output") if fields.get(name, bool) else ()
+
+
 def _qwen2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return _late_windows(fields, replace(plain, biases=QKV))
 
 
 def _qwen3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    biases = (*QKV, "output") if fields.get("attention_bias", bool) else ()
+    biases = _attention_biases(fields)
     return _late_windows(fields, replace(plain, biases=biases, qk_norm="head"))
 
 
 def _qwen3_5(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    biases = (*QKV, "output") if fields.get("attention_bias", bool) else ()
+    biases = _attention_biases(fields)
     # What published configs say beside the fields that transformers reads.
     fields.refuse("attn_output_gate", True)
     fields.refuse("output_gate_type", "swish", "silu")
@@ -168,19 +115,18 @@ def _qwen3_5(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
             f"{fields.where}: linear_num_value_heads={delta_net.value_heads} is no multiple of "
             f"linear_num_key_heads={delta_net.key_heads}"
         )
-    delta_net = delta_net if delta_net.layers else None
     return replace(
         plain,
         biases=biases,
         qk_norm="head",
         norm_offset=1.0,
         attention_gate=True,
-        delta_net=delta_net,
+        delta_net=delta_net if delta_net.layers else None,
     )
 
 
 def _qwen3_moe(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    biases = (*QKV, "output") if fields.get("attention_bias", bool) else ()
+    biases = _attention_biases(fields)
     step = fields.size("decoder_sparse_step")
     dense = fields.get("mlp_only_layers", list[int], [])
     experts = _experts(
@@ -243,21 +189,17 @@ def _experts(
 
 
 def _llama(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    attention: tuple[Biased, ...] = (*QKV, "output") if fields.get("attention_bias", bool) else ()
+    attention = _attention_biases(fields)
     mlp: tuple[Biased, ...] = ("gate", "up", "down") if fields.get("mlp_bias", bool) else ()
     return replace(plain, biases=attention + mlp)
 
 
 def _internlm2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    return replace(plain, biases=(*QKV, "output") if fields.get("bias", bool) else ())
+    return replace(plain, biases=_attention_biases(fields, "bias"))
 
 
 def _mistral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     fields.refuse("layer_types")
-    return _everywhere(fields, plain)
-
-
-def _phi3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return _everywhere(fields, plain)
 
 
@@ -273,7 +215,7 @@ def _glm4(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 
 def _gemma(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    biases = (*QKV, "output") if fields.get("attention_bias", bool) else ()
+    biases = _attention_biases(fields)
     return replace(plain, biases=biases, norm_offset=1.0, embedding_scale=plain.width**0.5)
 
 
@@ -340,139 +282,6 @@ def _layer_types(fields: Fields, default: list[str], known: set[str]) -> list[st
     return types
 
 
-class Rope(NamedTuple):
-    """The rotary embedding of a config."""
-
-    theta: float
-    scaling: RopeScaling
-    share: float  # partial_rotary_factor
-    sections: tuple[int, ...]  # mrope_section
-    interleaved: bool  # whether the sections take turns
-    window_theta: float  # base of the layers with windows, unscaled; 0: as the others
-
-
-def rope_of(fields: Fields, family: Family) -> Rope:
-    """Read `rope_parameters`, or `rope_scaling` beside `rope_theta`, as older versions write it.
-
-    transformers reads `rope_scaling` alone where a config has both. Raises UserError where the two
-    differ.
-    """
-    places = [name for name in ("rope_scaling", "rope_parameters") if fields.get(name, dict, {})]
-    ropes = [_rope_in(fields, name, family) for name in places or ["rope_parameters"]]
-    # One or two places: with one, this compares it with itself.
-    if ropes[0] != ropes[-1]:
-        raise UserError(
-            f"{fields.where}: rope_scaling and rope_parameters differ, and transformers reads rope_scaling alone, with "
-            "the rope_theta beside it; remove the one that is not meant"
-        )
-    return ropes[0]
-
-
-def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
-    values = {
-        name: value for name, value in fields.get(place, dict, {}).items() if value is not None
-    }
-    near = values.get("sliding_attention") or {}
-    if (
-        family.local_rope
-        and place == "rope_parameters"
-        and values
-        and not set(values) & LAYER_TYPES
-    ):
-        raise UserError(
-            f"{fields.where}: {place} must say full_attention and sliding_attention; transformers ignores the rest"
-        )
-    if family.local_rope and set(values) & LAYER_TYPES:
-        values = values.get("full_attention") or {}
-    rope = Fields(
-        {"rope_theta": fields.values.get("rope_theta"), **values}, f"{fields.where}: {place}"
-    )
-    kind = rope.get("rope_type", str, rope.get("type", str, "default"))
-    if kind not in ROPE:
-        raise UserError(
-            f"{rope.where}: rope_type={kind!r} is not supported; known: {', '.join(ROPE)}"
-        )
-    if nested := sorted(set(values) & LAYER_TYPES):
-        raise UserError(f"{rope.where}: {nested[0]}: RoPE by the type of a layer is not supported")
-    # Not an error: transformers ignores them, and published checkpoints have some.
-    if unread := sorted(set(values) - set(ROPE[kind]) - ROPE_ALWAYS):
-        note(
-            f"{rope.where}: {', '.join(unread)}: not read for rope_type={kind!r}, as in transformers"
-        )
-    share = 1.0
-    if family.partial_rope:
-        share = rope.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float))
-    else:
-        for where in (rope, fields):
-            where.refuse("partial_rotary_factor", 1, 1.0)
-    return Rope(
-        theta=rope.get("rope_theta", float),
-        share=share,
-        scaling=_scaling(kind, rope, fields),
-        sections=tuple(rope.get("mrope_section", list[int], [])),
-        interleaved=rope.get("mrope_interleaved", bool, False),
-        window_theta=_window_theta(
-            fields, Fields(near, f"{fields.where}: {place}: sliding_attention"), family
-        ),
-    )
-
-
-def _window_theta(fields: Fields, rope: Fields, family: Family) -> float:
-    """Read the base of the layers with windows; older versions write `rope_local_base_freq`."""
-    rope.refuse("rope_type", "default")
-    return (
-        rope.get("rope_theta", float, fields.get("rope_local_base_freq", float))
-        if family.local_rope
-        else 0.0
-    )
-
-
-def _scaling(kind: str, rope: Fields, fields: Fields) -> RopeScaling:
-    max_positions = fields.size("max_position_embeddings")
-    # The field beside RoPE's own, as Phi-3 has it, wins in transformers.
-    name = "original_max_position_embeddings"
-    trained_positions = fields.get(name, int, rope.get(name, int, max_positions))
-    match kind:
-        case "linear":
-            return LinearRope(rope.get("factor", float))
-        case "dynamic":
-            return DynamicRope(rope.get("factor", float), max_positions)
-        case "llama3":
-            low, high = rope.get("low_freq_factor", float), rope.get("high_freq_factor", float)
-            return Llama3Rope(rope.get("factor", float), low, high, trained_positions)
-        case "yarn":
-            factor = rope.get("factor", float, max_positions / trained_positions)
-            attention = rope.get("attention_factor", float, _yarn_attention(rope, factor))
-            # As in the paper's code, 0 stands for its default too.
-            fast = rope.get("beta_fast", float, 32.0) or 32.0
-            slow = rope.get("beta_slow", float, 1.0) or 1.0
-            truncate = rope.get("truncate", bool, True)
-            return YarnRope(factor, trained_positions, attention, fast, slow, whole=truncate)
-        case "longrope":
-            factor = rope.get("factor", float, max_positions / trained_positions)
-            # Phi-3's scale of attention for positions beyond the pretraining's.
-            grown = (
-                math.sqrt(1 + math.log(factor) / math.log(trained_positions)) if factor > 1 else 1.0
-            )
-            short, long = (
-                tuple(map(float, rope.get(f"{regime}_factor", list[float])))
-                for regime in ("short", "long")
-            )
-            return LongRope(
-                short, long, trained_positions, rope.get("attention_factor", float, grown)
-            )
-    return PlainRope()
-
-
-def _yarn_attention(rope: Fields, factor: float) -> float:
-    def grown(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-    over = rope.get("mscale", float, 0.0)
-    under = rope.get("mscale_all_dim", float, 0.0)
-    return grown(over) / grown(under) if over and under else grown(1.0)
-
-
 FAMILIES = {
     "qwen2": Family(_qwen2),
     "qwen3": Family(_qwen3),
@@ -483,7 +292,7 @@ FAMILIES = {
     "llama": Family(_llama),
     "mistral": Family(_mistral),
     "internlm2": Family(_internlm2),
-    "phi3": Family(_phi3, partial_rope=True),
+    "phi3": Family(_everywhere, partial_rope=True),
     "glm4": Family(_glm4, partial_rope=True),
     "gemma": Family(_gemma),
     "gemma2": Family(_gemma2, activation="hidden_activation"),

@@ -27,7 +27,7 @@ from mmjax.hf import (
     qwen_vl,
     vision,
 )
-from mmjax.hf.decoder_tensors import decoder_parts, embedding_of, find_decoder, unused_in_decoder
+from mmjax.hf.decoder_tensors import decoder_layout, embedding_of, find_decoder
 from mmjax.hf.decoders import decoder_of
 from mmjax.hf.folder import CLASS_NAME, Fields, HfFolder
 from mmjax.hf.generators import generator_layout
@@ -56,16 +56,10 @@ def _decoder(folder: HfFolder, fields: Fields) -> ModelConfig:
     return ModelConfig(replace(decoder_of(fields), rope_sections=(), rope_interleaved=False))
 
 
-def _decoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
-    inner, output = find_decoder(folder)
-    unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
-    return Layout({"llm": decoder_parts(model.llm, folder)}, {"llm": (inner, output)}, unused)
-
-
 CHECKPOINTS = {
     **dict.fromkeys(
         (*decoders.FAMILIES, *gpt.FAMILIES),
-        Checkpoints(_decoder, _decoder_layout, modules="decoder"),
+        Checkpoints(_decoder, decoder_layout, modules="decoder"),
     ),
     **dict.fromkeys(llava.FAMILIES, Checkpoints(llava.read, llava.layout)),
     **dict.fromkeys(glm4v.FAMILIES, Checkpoints(glm4v.read, glm4v.layout)),

@@ -13,13 +13,23 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.errors import UserError
-from mmjax.hf.decoder_tensors import decoder_parts, find_decoder, unused_in_decoder
+from mmjax.hf.decoder_tensors import decoder_layout
 from mmjax.hf.decoders import decoder_of, tables_are_tied
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
-from mmjax.hf.names import ACTIVATIONS, QKV
+from mmjax.hf.layout import (
+    Layout,
+    TensorNames,
+    below,
+    convolution,
+    fused_parts,
+    linear,
+    linears,
+    norm,
+    table,
+)
+from mmjax.hf.names import ACTIVATIONS, ATTENTION, GATED_MLP, QKV
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_videos
-from mmjax.hf.qwen_vl import VISION_FIRST, in_sections
+from mmjax.hf.qwen_vl import find_visual, in_sections
 from mmjax.hf.vision import axial_theta, with_images
 from mmjax.hf.vision_tensors import PATCHES
 
@@ -96,25 +106,20 @@ def _llm(fields: Fields) -> DecoderConfig:
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of such a checkpoint."""
-    inner, output = find_decoder(folder)
-    first = next((p for p in VISION_FIRST if f"{p}patch_embed.proj.weight" in folder.tensors), None)
-    if first is None:
-        raise UserError(
-            f"{folder.path} has no vision tower: no tensor is called [...]visual.patch_embed.proj.weight"
-        )
+    decoder = decoder_layout(folder, model)
+    first = find_visual(folder)
     begins = f"{first}downsample.", f"{first}merger."
     tower = tuple(
         key for key in folder.tensors if key.startswith(first) and not key.startswith(begins)
     )
-    unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
     return Layout(
         {
-            "llm": decoder_parts(model.llm, folder),
+            **decoder.modules,
             "vision": _vision_parts(first, model.encoders["vision"]),
             "vision.connector": _connector_parts(first),
         },
-        {"llm": (inner, output), "vision": tower, "vision.connector": begins},
-        unused,
+        {**decoder.prefixes, "vision": tower, "vision.connector": begins},
+        decoder.unused,
     )
 
 
@@ -128,13 +133,10 @@ def _vision_parts(first: str, config: VisionConfig) -> TensorNames:
             "embed.positions": table(f"{first}embeddings.position_embedding"),
             "embed.norm": norm(f"{first}post_conv_layernorm"),
             "layers.*.attention_norm": norm(f"{layer}.norm1"),
-            **{f"layers.*.attention.{name}": third for name, third in thirds.items()},
+            **below(ATTENTION, thirds),
             "layers.*.attention.output": linear(f"{layer}.attn.proj"),
             "layers.*.mlp_norm": norm(f"{layer}.norm2"),
-            **{
-                f"layers.*.mlp.{name}": linear(f"{layer}.mlp.{name}_proj")
-                for name in ("gate", "up", "down")
-            },
+            **linears("layers.*.mlp", f"{layer}.mlp", **GATED_MLP),
             "head": norm(f"{first}post_layernorm"),
         }
     )
@@ -147,6 +149,6 @@ def _connector_parts(first: str) -> TensorNames:
             "merger": convolution(f"{first}downsample", PATCHES),
             "projection": linear(f"{merger}.proj"),
             "projection_norm": norm(f"{merger}.post_projection_norm"),
-            **{f"mlp.{name}": linear(f"{merger}.{name}_proj") for name in ("gate", "up", "down")},
+            **linears("mlp", merger, **GATED_MLP),
         }
     )

@@ -14,10 +14,11 @@ from mmjax.hf.layout import (
     fused_columns,
     fused_parts,
     linear,
+    linears,
     norm,
     table,
 )
-from mmjax.hf.names import ACTIVATIONS, QKV
+from mmjax.hf.names import ACTIVATIONS, ATTENTION, PROJECTIONS, QKV
 
 BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
 OPT_OFFSET = 2  # entries of its table of positions before that of the first token
@@ -94,16 +95,12 @@ def gpt_parts(config: DecoderConfig, folder: HfFolder, body: str, output: str) -
     if f"{body}wte.weight" in folder.tensors:
         return TensorNames(_gpt2_parts(config, body, output))
     layer = f"{body}layers.*."
-    attention = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
     return TensorNames(
         {
             "embed": table(f"{body}embed_tokens"),
             "positions": table(f"{body}embed_positions"),
             "layers.*.attention_norm": norm(f"{layer}self_attn_layer_norm"),
-            **{
-                f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{name}")
-                for ours, name in attention.items()
-            },
+            **linears(ATTENTION, f"{layer}self_attn", **PROJECTIONS, output="out_proj"),
             "layers.*.mlp_norm": norm(f"{layer}final_layer_norm"),
             "layers.*.mlp.up": linear(f"{layer}fc1"),
             "layers.*.mlp.down": linear(f"{layer}fc2"),

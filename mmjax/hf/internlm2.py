@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mmjax.config import DecoderConfig
-from mmjax.hf.layout import TensorNames, TensorSlice, linear, norm, table
+from mmjax.hf.layout import TensorNames, TensorSlice, linear, linears, norm, table
 
 
 def internlm2_parts(config: DecoderConfig, inner: str, output: str) -> TensorNames:
@@ -25,7 +25,6 @@ def internlm2_parts(config: DecoderConfig, inner: str, output: str) -> TensorNam
         }
         for name, span in rows.items()
     }
-    mlp = {"gate": "w1", "up": "w3", "down": "w2"}
     return TensorNames(
         {
             "embed": table(f"{inner}tok_embeddings"),
@@ -33,10 +32,7 @@ def internlm2_parts(config: DecoderConfig, inner: str, output: str) -> TensorNam
             **attention,
             "layers.*.attention.output": linear(f"{layer}attention.wo"),
             "layers.*.mlp_norm": norm(f"{layer}ffn_norm"),
-            **{
-                f"layers.*.mlp.{ours}": linear(f"{layer}feed_forward.{theirs}")
-                for ours, theirs in mlp.items()
-            },
+            **linears("layers.*.mlp", f"{layer}feed_forward", gate="w1", up="w3", down="w2"),
             "head.norm": norm(f"{inner}norm"),
             "head.table": table(output),
         }

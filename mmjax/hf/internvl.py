@@ -9,7 +9,7 @@ from mmjax.errors import UserError
 from mmjax.hf.decoders import decoder_of
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, linear, norm
-from mmjax.hf.llava import PROJECTORS, text_of, whole_layout
+from mmjax.hf.llava import feature_layer, find_projector, text_of, whole_layout
 from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.processors import read_videos
 from mmjax.hf.vision import vision_of, with_images
@@ -21,11 +21,7 @@ OPEN = "mlp1."  # OpenGVLab's projector
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a config of transformers' layout says."""
     llm = text_of(fields)
-    layer = fields.get("vision_feature_layer", (int, list[int]))
-    if isinstance(layer, list):
-        raise UserError(
-            f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported"
-        )
+    layer = feature_layer(fields)
     fields.refuse("vision_feature_select_strategy", "default")
     connector = _connector(fields, llm.width, fields.choice("projector_hidden_act", ACTIVATIONS))
     vision = vision_of(fields.inner("vision_config"), layer, layer == -1, connector)
@@ -37,9 +33,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of transformers' layout."""
-    projector = next(
-        (p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1]
-    )
+    projector = find_projector(folder)
     parts = {
         "norm": norm(f"{projector}layer_norm"),
         "mlp.up": linear(f"{projector}linear_1"),

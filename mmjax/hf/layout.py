@@ -84,7 +84,22 @@ def norm(key: str) -> LeafTensors:
 
 def table(key: str) -> LeafTensors:
     """Locate a table with one row per entry."""
-    return {"weight": TensorSlice(f"{key}.weight")}
+    return array(f"{key}.weight")
+
+
+def array(key: str, order: tuple[int, ...] | None = None) -> LeafTensors:
+    """Locate an array that is no module's in the checkpoint; `order` as in `TensorSlice`."""
+    return {"weight": TensorSlice(key, order)}
+
+
+def linears(path: str, key: str, /, **names: str) -> dict[str, LeafTensors]:
+    """Locate linear layers of a module, by our names those of the checkpoint below `key`."""
+    return below(path, {ours: linear(f"{key}.{theirs}") for ours, theirs in names.items()})
+
+
+def below(path: str, parts: Mapping[str, LeafTensors]) -> dict[str, LeafTensors]:
+    """Return parts of a module by their paths in the tower."""
+    return {f"{path}.{name}": leaves for name, leaves in parts.items()}
 
 
 def convolution(key: str, order: tuple[int, ...]) -> LeafTensors:

@@ -57,11 +57,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a config of one of `FAMILIES` says. Raises UserError for what is missing or not supported."""
     family = FAMILIES[fields.get("model_type", str)]
     llm = text_of(fields)
-    layer = fields.get("vision_feature_layer", (int, list[int]))
-    if isinstance(layer, list):
-        raise UserError(
-            f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported"
-        )
+    layer = feature_layer(fields)
     biased = fields.get("multimodal_projector_bias", bool)
     connector = ConnectorConfig(
         merge=1,
@@ -148,9 +144,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of such a checkpoint."""
     fields = folder.fields
     family = FAMILIES[fields.get("model_type", str)]
-    projector = next(
-        (p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1]
-    )
+    projector = find_projector(folder)
     connector = {
         "mlp.up": linear(f"{projector}linear_1"),
         "mlp.down": linear(f"{projector}linear_2"),
@@ -161,6 +155,21 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         connector["newline"] = {"weight": TensorSlice(newline, (0,))}
         begins += (newline,)
     return whole_layout(folder, model, TensorNames(connector), *begins)
+
+
+def find_projector(folder: HfFolder, first: str = "linear_1") -> str:
+    """Find what the tensors of a projector begin with; the last known where there are none. first: its first layer."""
+    return next((p for p in PROJECTORS if f"{p}{first}.weight" in folder.tensors), PROJECTORS[-1])
+
+
+def feature_layer(fields: Fields) -> int:
+    """Read the number of the tower's layer whose output the LLM sees. Raises UserError for several."""
+    layer = fields.get("vision_feature_layer", (int, list[int]))
+    if isinstance(layer, list):
+        raise UserError(
+            f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported"
+        )
+    return layer
 
 
 def text_of(fields: Fields) -> DecoderConfig:

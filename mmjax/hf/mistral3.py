@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mmjax.config import ConnectorConfig, ModelConfig
-from mmjax.errors import UserError
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, linear, merging_linear, norm
-from mmjax.hf.llava import PROJECTORS, text_of, whole_layout
+from mmjax.hf.llava import feature_layer, find_projector, text_of, whole_layout
 from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.vision import vision_of, with_pixtral_images
 
@@ -16,11 +15,7 @@ from mmjax.hf.vision import vision_of, with_pixtral_images
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that the config of a Mistral 3 says. Raises UserError for what is missing or not supported."""
     llm = text_of(fields)
-    layer = fields.get("vision_feature_layer", (int, list[int]))
-    if isinstance(layer, list):
-        raise UserError(
-            f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported"
-        )
+    layer = feature_layer(fields)
     tower_fields = fields.inner("vision_config")
     tower_fields.refuse("model_type", "pixtral")
     tower = vision_of(tower_fields, layer, False, ConnectorConfig())
@@ -41,9 +36,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of such a checkpoint."""
     vision = model.encoders["vision"]
-    projector = next(
-        (p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1]
-    )
+    projector = find_projector(folder)
     merger = f"{projector}patch_merger.merging_layer"
     parts = {
         "norm": norm(f"{projector}norm"),

@@ -1,4 +1,4 @@
-"""Names that Hugging Face gives activations, and layers that may have biases."""
+"""Names that Hugging Face gives activations and linear layers, and layers that may have biases."""
 
 from __future__ import annotations
 
@@ -17,3 +17,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 QKV: tuple[Biased, ...] = ("query", "key", "value")
+# Our names of linear layers, and those that most checkpoints have.
+ATTENTION = "layers.*.attention"
+PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
+GATED_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}

@@ -18,11 +18,21 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.errors import UserError
-from mmjax.hf.decoder_tensors import decoder_parts, find_decoder, unused_in_decoder
+from mmjax.hf.decoder_tensors import decoder_layout
 from mmjax.hf.decoders import decoder_of, tables_are_tied
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
-from mmjax.hf.names import ACTIVATIONS, QKV
+from mmjax.hf.layout import (
+    Layout,
+    TensorNames,
+    below,
+    convolution,
+    fused_parts,
+    linear,
+    linears,
+    norm,
+    table,
+)
+from mmjax.hf.names import ACTIVATIONS, ATTENTION, GATED_MLP, QKV
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_videos
 from mmjax.hf.vision import axial_theta, with_images
 
@@ -238,17 +248,23 @@ FAMILIES["qwen3_5_moe"] = replace(FAMILIES["qwen3_5"], decoder="qwen3_5_moe_text
 # tensors
 
 
-def layout(folder: HfFolder, model: ModelConfig) -> Layout:
-    """Locate the tensors. "llm" may be another's; an encoder that takes its weights from here may have any name."""
-    inner, output = find_decoder(folder)
+def find_visual(folder: HfFolder) -> str:
+    """Find what the tensors of a vision tower begin with. Raises UserError where there is none."""
     first = next((p for p in VISION_FIRST if f"{p}patch_embed.proj.weight" in folder.tensors), None)
     if first is None:
         raise UserError(
             f"{folder.path} has no vision tower: no tensor is called [...]visual.patch_embed.proj.weight"
         )
-    parts = {"llm": decoder_parts(model.llm, folder)}
-    prefixes = {"llm": (inner, output)}
-    unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
+    return first
+
+
+def layout(folder: HfFolder, model: ModelConfig) -> Layout:
+    """Locate the tensors. "llm" may be another's; an encoder that takes its weights from here may have any name."""
+    decoder = decoder_layout(folder, model)
+    first = find_visual(folder)
+    parts = dict(decoder.modules)
+    prefixes = dict(decoder.prefixes)
+    unused = decoder.unused
     # Without the prefix in Qwen3-Omni.
     deepstack = (
         "merger_list."
@@ -282,12 +298,8 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
 def _vision_parts(first: str, config: VisionConfig, fused: bool) -> TensorNames:
     layer = f"{first}blocks.*"
     # Qwen2-VL's MLP is called `fc1` and `fc2`; what tells it from Qwen3-VL's are its positions.
-    plain = (
-        ("", "fc1", "fc2")
-        if isinstance(config.positions, RotaryGrid)
-        else ("", "linear_fc1", "linear_fc2")
-    )
-    names = ("gate_proj", "up_proj", "down_proj") if config.gated else plain
+    named = "" if isinstance(config.positions, RotaryGrid) else "linear_"
+    mlp = GATED_MLP if config.gated else {"up": f"{named}fc1", "down": f"{named}fc2"}
     parts = {
         # Stored [width, channel, frame, row, column].
         # Ours: frame, row, column, channel.
@@ -300,10 +312,7 @@ def _vision_parts(first: str, config: VisionConfig, fused: bool) -> TensorNames:
     thirds = {name: linear(f"{layer}.attn.{name[0]}") for name in QKV}  # of Qwen2.5-Omni
     if fused:
         thirds = fused_parts(linear(f"{layer}.attn.qkv"), **dict.fromkeys(QKV, config.width))
-    for name, third in thirds.items():
-        parts[f"layers.*.attention.{name}"] = third
-    for ours, theirs in zip(("gate", "up", "down"), names, strict=True):
-        parts[f"layers.*.mlp.{ours}"] = linear(f"{layer}.mlp.{theirs}")
+    parts |= below(ATTENTION, thirds) | linears("layers.*.mlp", f"{layer}.mlp", **mlp)
     return TensorNames(parts)
 
 

@@ -38,8 +38,6 @@ FIELDS = ("dtype", "shape", "data_offsets")
 METADATA = "__metadata__"
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
-Pairs = tuple[tuple[str, Any], ...]  # a JSON object, whose keys may repeat; lists are lists
-
 
 @dataclass(frozen=True)
 class Stored:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from mmjax.config import UnetConfig, VaeLatents
 from mmjax.config.generators import UNET_MLP_FACTOR
@@ -121,27 +120,6 @@ def _attending(fields: Fields) -> tuple[bool, ...]:
             f"{fields.where}: up_block_types={up} do not mirror down_block_types, which is not supported"
         )
     return attending
-
-
-def to_fields(config: UnetConfig) -> dict[str, Any]:
-    """Return the fields of a UNet's `config.json`."""
-    c = config
-    names = {attending: name for name, attending in ATTENDING.items()}
-    names_up = {attending: name for name, attending in ATTENDING_UP.items()}
-    return {
-        "_class_name": CLASS,
-        "in_channels": c.latents.channels,
-        "out_channels": c.latents.channels,
-        "sample_size": c.size[0] if c.size[0] == c.size[1] else list(c.size),
-        "block_out_channels": list(c.widths),
-        "down_block_types": [names[attending] for attending in c.attending],
-        "up_block_types": [names_up[attending] for attending in reversed(c.attending)],
-        "layers_per_block": c.blocks,
-        "norm_num_groups": c.groups,
-        "cross_attention_dim": c.condition_width,
-        "attention_head_dim": list(c.heads),
-        "use_linear_projection": c.linear_projections,
-    }
 
 
 def parts(config: UnetConfig) -> TensorNames:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from mmjax.config import VaeConfig, VaeLatents
 from mmjax.errors import UserError
-from mmjax.hf.diffusers_folder import open_part, write_part
+from mmjax.hf.diffusers_folder import open_part
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import LeafTensors, TensorNames, convolution, linear, norm
+from mmjax.hf.layout import LeafTensors, TensorNames, convolution, linears, norm
 
 CLASS = "AutoencoderKL"
 PART = "vae"
@@ -129,33 +125,4 @@ def _block(path: str, key: str) -> dict[str, LeafTensors]:
 
 def _attention(path: str, key: str, folder: HfFolder | None) -> dict[str, LeafTensors]:
     old = folder is not None and f"{key}.{NAMES[1]['query']}.weight" in folder.tensors
-    parts = {f"{path}.{ours}": linear(f"{key}.{name}") for ours, name in NAMES[old].items()}
-    return {f"{path}.norm": norm(f"{key}.group_norm"), **parts}
-
-
-def config_fields(config: VaeConfig) -> dict[str, Any]:
-    """Return the fields of a VAE's `config.json`."""
-    c = config
-    return {
-        "_class_name": CLASS,
-        "in_channels": c.image_channels,
-        "out_channels": c.image_channels,
-        "down_block_types": ["DownEncoderBlock2D"] * len(c.widths),
-        "up_block_types": ["UpDecoderBlock2D"] * len(c.widths),
-        "block_out_channels": list(c.widths),
-        "layers_per_block": c.blocks,
-        "latent_channels": c.channels,
-        "norm_num_groups": c.groups,
-        "mid_block_add_attention": c.attention,
-        "use_quant_conv": c.encoder_product,
-        "use_post_quant_conv": c.decoder_product,
-        "scaling_factor": c.scale,
-        "shift_factor": c.shift or None,
-    }
-
-
-def write_vae(
-    folder: Path, config: VaeConfig, parameters: Mapping[tuple[str, ...], np.ndarray]
-) -> None:
-    """Write a VAE as a folder that diffusers reads, from its parameters by path."""
-    write_part(folder, config_fields(config), vae_tensors(config), parameters)
+    return {f"{path}.norm": norm(f"{key}.group_norm"), **linears(path, key, **NAMES[old])}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mmjax.config import (
     AlternatingGrid,
@@ -151,14 +151,10 @@ def _idefics3(fields: Fields) -> VisionConfig:
 
 def _two_norms(fields: Fields, class_token: bool) -> VisionConfig:
     patch, grid = _patches(fields)
-    return VisionConfig(
-        attention="auto",
-        layers=fields.size("num_hidden_layers"),
-        width=fields.size("hidden_size"),
-        heads=fields.size("num_attention_heads"),
+    return _tower(
+        fields,
         mlp_width=fields.size("intermediate_size"),
         patch=patch,
-        channels=fields.size("num_channels"),
         positions=grid,
         class_token=class_token,
         embed_bias=not class_token,
@@ -166,6 +162,18 @@ def _two_norms(fields: Fields, class_token: bool) -> VisionConfig:
         norm_eps=fields.get("layer_norm_eps", float),
         activation=fields.choice("hidden_act", ACTIVATIONS),
         biases=ALL_BIASES,
+    )
+
+
+def _tower(fields: Fields, **settings: Any) -> VisionConfig:
+    """Build the config of a tower from the fields that all have, and these settings."""
+    return VisionConfig(
+        attention="auto",
+        layers=fields.size("num_hidden_layers"),
+        width=fields.size("hidden_size"),
+        heads=fields.size("num_attention_heads"),
+        channels=fields.size("num_channels"),
+        **settings,
     )
 
 
@@ -207,16 +215,12 @@ def axial_theta(fields: Fields, head_width: int) -> float:
 
 
 def _pixtral(fields: Fields) -> VisionConfig:
-    width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    return VisionConfig(
-        attention="auto",
-        layers=fields.size("num_hidden_layers"),
-        width=width,
-        heads=heads,
+    head_width = fields.size("hidden_size") // fields.size("num_attention_heads")
+    return _tower(
+        fields,
         mlp_width=fields.size("intermediate_size"),
         patch=fields.size("patch_size"),
-        channels=fields.size("num_channels"),
-        positions=AlternatingGrid(axial_theta(fields, width // heads)),
+        positions=AlternatingGrid(axial_theta(fields, head_width)),
         embed_bias=False,
         embed_norm=True,
         head_norm=False,
@@ -246,14 +250,10 @@ def _intern(fields: Fields) -> VisionConfig:
 def _intern_vit(fields: Fields, biased: bool, normed: bool) -> VisionConfig:
     """Read the fields that both layouts share."""
     patch, grid = _patches(fields)
-    return VisionConfig(
-        attention="auto",
-        layers=fields.size("num_hidden_layers"),
-        width=fields.size("hidden_size"),
-        heads=fields.size("num_attention_heads"),
+    return _tower(
+        fields,
         mlp_width=fields.size("intermediate_size"),
         patch=patch,
-        channels=fields.size("num_channels"),
         positions=grid,
         class_token=True,
         norm=fields.choice("norm_type", {"layer_norm": "layer", "rms_norm": "rms"}),
@@ -286,22 +286,17 @@ def _dinov2_with_registers(fields: Fields) -> VisionConfig:
 def _self_distilled(
     fields: Fields, interpolation: Literal["bicubic", "antialiased"], registers: int
 ) -> VisionConfig:
-    width = fields.size("hidden_size")
     patch, grid = _patches(fields)
     if grid.rows != grid.columns:
         raise UserError(f"{fields.where}: image_size={fields.get('image_size', (int, list))} is no square, whose "
                         "positions are not supported")  # fmt: skip
     gated = fields.get("use_swiglu_ffn", bool)
-    mlp_width = int(width * fields.get("mlp_ratio", (int, float)))
-    return VisionConfig(
-        attention="auto",
-        layers=fields.size("num_hidden_layers"),
-        width=width,
-        heads=fields.size("num_attention_heads"),
+    mlp_width = int(fields.size("hidden_size") * fields.get("mlp_ratio", (int, float)))
+    return _tower(
+        fields,
         # Two thirds with a gate, rounded up to a multiple of 8.
         mlp_width=-(-int(mlp_width * 2 / 3) // 8) * 8 if gated else mlp_width,
         patch=patch,
-        channels=fields.size("num_channels"),
         positions=replace(grid, interpolation=interpolation),
         class_token=True,
         registers=registers,

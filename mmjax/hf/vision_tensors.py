@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from mmjax.config import (
-    VisionConfig,
+from mmjax.config import VisionConfig
+from mmjax.hf.layout import (
+    TensorNames,
+    TensorSlice,
+    array,
+    below,
+    convolution,
+    fused_parts,
+    linear,
+    linears,
+    norm,
 )
-from mmjax.hf.layout import TensorNames, TensorSlice, convolution, fused_parts, linear, norm
-from mmjax.hf.names import QKV
+from mmjax.hf.names import ATTENTION, GATED_MLP, PROJECTIONS, QKV
 
 # A convolution of stride = kernel is a product over the pixels of a patch.
 PATCHES = (2, 3, 1, 0)  # from [width, channel, row, column]; ours: row, column, channel
@@ -15,25 +23,17 @@ PATCHES = (2, 3, 1, 0)  # from [width, channel, row, column]; ours: row, column,
 def clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
     """Name the tensors of CLIP, EVA-CLIP, SigLIP and Idefics3."""
     layer = f"{prefix}encoder.layers.*."
-    named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
     place = "norm" if config.norm_place == "before" else "after"
     return TensorNames(
         {
             "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
             # Stored `[width]`, ours is a table of one row: an order with a reshape turns one into
             # the other.
-            "embed.class_token": {
-                "weight": TensorSlice(f"{prefix}embeddings.class_embedding", (0,))
-            },
-            "embed.positions": {
-                "weight": TensorSlice(f"{prefix}embeddings.position_embedding.weight")
-            },
+            "embed.class_token": array(f"{prefix}embeddings.class_embedding", (0,)),
+            "embed.positions": array(f"{prefix}embeddings.position_embedding.weight"),
             "embed.norm": norm(f"{prefix}pre_layrnorm"),
             f"layers.*.attention_{place}": norm(f"{layer}layer_norm1"),
-            **{
-                f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{name}")
-                for ours, name in named.items()
-            },
+            **linears(ATTENTION, f"{layer}self_attn", **PROJECTIONS, output="out_proj"),
             f"layers.*.mlp_{place}": norm(f"{layer}layer_norm2"),
             "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
             "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
@@ -45,21 +45,14 @@ def clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
 def pixtral_parts(config: VisionConfig, prefix: str) -> TensorNames:
     """Name the tensors of Pixtral."""
     layer = f"{prefix}transformer.layers.*."
-    named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
     return TensorNames(
         {
             "embed.patches": convolution(f"{prefix}patch_conv", PATCHES),
             "embed.norm": norm(f"{prefix}ln_pre"),
             "layers.*.attention_norm": norm(f"{layer}attention_norm"),
-            **{
-                f"layers.*.attention.{ours}": linear(f"{layer}attention.{name}")
-                for ours, name in named.items()
-            },
+            **linears(ATTENTION, f"{layer}attention", **PROJECTIONS, output="o_proj"),
             "layers.*.mlp_norm": norm(f"{layer}ffn_norm"),
-            **{
-                f"layers.*.mlp.{name}": linear(f"{layer}feed_forward.{name}_proj")
-                for name in ("gate", "up", "down")
-            },
+            **linears("layers.*.mlp", f"{layer}feed_forward", **GATED_MLP),
         }
     )
 
@@ -67,23 +60,15 @@ def pixtral_parts(config: VisionConfig, prefix: str) -> TensorNames:
 def intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
     """Name the tensors of InternViT as transformers has it."""
     layer = f"{prefix}encoder.layer.*."
-    named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "projection_layer"}
     return TensorNames(
         {
             "embed.patches": convolution(
                 f"{prefix}embeddings.patch_embeddings.projection", PATCHES
             ),
-            "embed.class_token": {
-                "weight": TensorSlice(f"{prefix}embeddings.cls_token", (0, 1, 2))
-            },
-            "embed.positions": {
-                "weight": TensorSlice(f"{prefix}embeddings.position_embeddings", (0, 1, 2))
-            },
+            "embed.class_token": array(f"{prefix}embeddings.cls_token", (0, 1, 2)),
+            "embed.positions": array(f"{prefix}embeddings.position_embeddings", (0, 1, 2)),
             "layers.*.attention_norm": norm(f"{layer}layernorm_before"),
-            **{
-                f"layers.*.attention.{ours}": linear(f"{layer}attention.{name}")
-                for ours, name in named.items()
-            },
+            **linears(ATTENTION, f"{layer}attention", **PROJECTIONS, output="projection_layer"),
             "layers.*.attention.query_norm": norm(f"{layer}attention.q_norm"),
             "layers.*.attention.key_norm": norm(f"{layer}attention.k_norm"),
             "layers.*.attention_after": {"scale": TensorSlice(f"{layer}lambda_1")},
@@ -103,14 +88,10 @@ def open_intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
     return TensorNames(
         {
             "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
-            "embed.class_token": {
-                "weight": TensorSlice(f"{prefix}embeddings.class_embedding", (0, 1, 2))
-            },
-            "embed.positions": {
-                "weight": TensorSlice(f"{prefix}embeddings.position_embedding", (0, 1, 2))
-            },
+            "embed.class_token": array(f"{prefix}embeddings.class_embedding", (0, 1, 2)),
+            "embed.positions": array(f"{prefix}embeddings.position_embedding", (0, 1, 2)),
             "layers.*.attention_norm": norm(f"{layer}norm1"),
-            **{f"layers.*.attention.{name}": third for name, third in thirds.items()},
+            **below(ATTENTION, thirds),
             "layers.*.attention.output": linear(f"{layer}attn.proj"),
             "layers.*.attention.query_norm": norm(f"{layer}attn.q_norm"),
             "layers.*.attention.key_norm": norm(f"{layer}attn.k_norm"),
@@ -126,9 +107,7 @@ def open_intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
 def dinov2_parts(config: VisionConfig, prefix: str) -> TensorNames:
     """Name the tensors of DINOv2, with and without registers."""
     layer = f"{prefix}encoder.layer.*."
-    named = {name: f"attention.attention.{name}" for name in QKV} | {
-        "output": "attention.output.dense"
-    }
+    named = {name: f"attention.{name}" for name in QKV}
     mlp = {"up": linear(f"{layer}mlp.fc1"), "down": linear(f"{layer}mlp.fc2")}
     if config.gated:
         mlp = fused_parts(
@@ -140,23 +119,14 @@ def dinov2_parts(config: VisionConfig, prefix: str) -> TensorNames:
             "embed.patches": convolution(
                 f"{prefix}embeddings.patch_embeddings.projection", PATCHES
             ),
-            "embed.class_token": {
-                "weight": TensorSlice(f"{prefix}embeddings.cls_token", (0, 1, 2))
-            },
-            "embed.registers": {
-                "weight": TensorSlice(f"{prefix}embeddings.register_tokens", (0, 1, 2))
-            },
-            "embed.positions": {
-                "weight": TensorSlice(f"{prefix}embeddings.position_embeddings", (0, 1, 2))
-            },
+            "embed.class_token": array(f"{prefix}embeddings.cls_token", (0, 1, 2)),
+            "embed.registers": array(f"{prefix}embeddings.register_tokens", (0, 1, 2)),
+            "embed.positions": array(f"{prefix}embeddings.position_embeddings", (0, 1, 2)),
             "layers.*.attention_norm": norm(f"{layer}norm1"),
-            **{
-                f"layers.*.attention.{ours}": linear(f"{layer}{theirs}")
-                for ours, theirs in named.items()
-            },
+            **linears(ATTENTION, f"{layer}attention", **named, output="output.dense"),
             "layers.*.attention_after": {"scale": TensorSlice(f"{layer}layer_scale1.lambda1")},
             "layers.*.mlp_norm": norm(f"{layer}norm2"),
-            **{f"layers.*.mlp.{name}": leaves for name, leaves in mlp.items()},
+            **below("layers.*.mlp", mlp),
             "layers.*.mlp_after": {"scale": TensorSlice(f"{layer}layer_scale2.lambda1")},
             "head": norm(f"{prefix}layernorm"),
         }
@@ -165,7 +135,9 @@ def dinov2_parts(config: VisionConfig, prefix: str) -> TensorNames:
 
 _POOLED = ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
 POOLING_HEAD = (
-    *("head.probe", "head.attention.in_proj_weight", "head.attention.in_proj_bias"),
+    "head.probe",
+    "head.attention.in_proj_weight",
+    "head.attention.in_proj_bias",
     *(f"head.{module}.{kind}" for module in _POOLED for kind in ("weight", "bias")),
 )
 MASK_TOKEN = ("embeddings.mask_token",)  # of pretraining

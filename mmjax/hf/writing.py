@@ -115,8 +115,16 @@ def _most_common(values: list[float]) -> float:
 
 # Weights in other formats, or of others: nobody who reads the folder must find old ones.
 WEIGHTS = (
-    *("*.safetensors", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt"),
-    *("*.h5", "*.msgpack", "*.onnx*", "*.gguf"),
+    "*.safetensors",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx*",
+    "*.gguf",
 )
 ALIGNED = 8  # bytes: a header's length is a multiple, as of the library's own
 

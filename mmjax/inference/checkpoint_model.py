@@ -23,9 +23,9 @@ from mmjax.config import (
 from mmjax.config.loading import apply_overrides, resolve_callbacks
 from mmjax.config.model import module_names
 from mmjax.data.sources.opening import chat_for, open_sources
+from mmjax.data.text.alphabet import AlphabetFormat
 from mmjax.data.text.chat import Chat
 from mmjax.data.text.load_chat import load_prompt_chat
-from mmjax.data.text.tokenizer import AlphabetFormat
 from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.disk import read_json, user_cache
 from mmjax.errors import UserError

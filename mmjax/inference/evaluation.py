@@ -28,9 +28,8 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.inference.generator import Answer, Generator
 from mmjax.inference.image_sampler import ImageSampler, ImageSampling
+from mmjax.inference.prompt_rows import BatchLimits, PromptRows
 from mmjax.inference.prompts import (
-    BatchLimits,
-    PromptRows,
     QuestionPrompts,
     QuestionSource,
     Selection,

@@ -16,7 +16,8 @@ from mmjax.batch import Microbatch
 from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import Source
 from mmjax.errors import UserError
-from mmjax.inference.prompts import BatchLimits, PromptRows, Selection
+from mmjax.inference.prompt_rows import BatchLimits, PromptRows
+from mmjax.inference.prompts import Selection
 from mmjax.models.dropout import IMPL
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model

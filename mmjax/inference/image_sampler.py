@@ -20,7 +20,7 @@ from mmjax.config.model import tower_key
 from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import Source
 from mmjax.errors import UserError
-from mmjax.inference.prompts import BatchLimits, PromptRows
+from mmjax.inference.prompt_rows import BatchLimits, PromptRows
 from mmjax.models.generation import pixels_of
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model

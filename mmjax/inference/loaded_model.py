@@ -19,7 +19,8 @@ from mmjax.data.sample import BadSample, Source
 from mmjax.errors import UserError
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.generator import DEFAULT_MAX_TOKENS, Answer, Generator, Sampling
-from mmjax.inference.prompts import PromptRows, UserPrompt, UserPromptSource
+from mmjax.inference.prompt_rows import PromptRows
+from mmjax.inference.prompts import UserPrompt, UserPromptSource
 from mmjax.parallel.sharding import ShardingRules, make_mesh, mesh_sizes
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache
 

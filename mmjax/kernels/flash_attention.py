@@ -359,12 +359,12 @@ class _Specs(NamedTuple):
 
     def mask(self, lists: BlockLists) -> list[pl.BlockSpec]:
         """Return the mask's fields of the row's queries and keys, and the lists of the block."""
-        lengths = self.queries_length, self.keys_length
+        fields = [
+            pl.BlockSpec((None, _FIELDS, length), lambda i, head, row: (row, 0, 0))
+            for length in (self.queries_length, self.keys_length)
+        ]
         return [
-            *(
-                pl.BlockSpec((None, _FIELDS, length), lambda i, head, row: (row, 0, 0))
-                for length in lengths
-            ),
+            *fields,
             pl.BlockSpec((None, None, lists.order.shape[2]), lambda i, head, row: (row, i, 0)),
             pl.BlockSpec((None, None, 2), lambda i, head, row: (row, i, 0)),
         ]
@@ -422,29 +422,23 @@ def padded_gradients(
     rows, length, heads, width = q.shape
     specs = _specs(q, k)
     tiles = scores.tiles.d_query
-    per_token = specs.per_token(tiles.q)
     # A program for each block of queries of each query head, which goes over the keys.
+    block, keys, per_token = specs.block(tiles.q), specs.keys(), specs.per_token(tiles.q)
     d_q = pl.pallas_call(
         partial(_d_query_kernel, scores=scores, width=width),
         grid=(length // tiles.q, heads, rows),
-        in_specs=[
-            *(specs.block(tiles.q), specs.keys(), specs.keys(), *specs.mask(plan.d_query)),
-            *(specs.block(tiles.q), per_token, per_token),
-        ],
-        out_specs=specs.block(tiles.q),
+        in_specs=[block, keys, keys, *specs.mask(plan.d_query), block, per_token, per_token],
+        out_specs=block,
         out_shape=jax.ShapeDtypeStruct(q.shape, dtype),
         **_launch(tiles, scores, "flash_attention_d_query"),
     )(q, k, v, plan.q_fields, plan.k_fields, *plan.d_query, d_out, lse, delta)
     # A program for each block of keys of each key head, which goes over the queries of its group.
     tiles = scores.tiles.d_key
-    block = specs.block(tiles.k)
+    block, queries, per_query = specs.block(tiles.k), specs.queries(), specs.per_query()
     d_k, d_v = pl.pallas_call(
         partial(_d_key_kernel, scores=scores, width=width, group=specs.group),
         grid=(k.shape[1] // tiles.k, k.shape[2], rows),
-        in_specs=[
-            *(specs.queries(), block, block, *specs.mask(plan.d_key)),
-            *(specs.queries(), specs.per_query(), specs.per_query()),
-        ],
+        in_specs=[queries, block, block, *specs.mask(plan.d_key), queries, per_query, per_query],
         out_specs=[block, block],
         out_shape=[jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)],
         **_launch(tiles, scores, "flash_attention_d_key"),
@@ -460,11 +454,13 @@ def _flash(q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores) -> Arr
 def _flash_forward(
     q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores
 ) -> tuple[Array, tuple]:
-    out, lse = padded_forward(q, k, v, plan, scores, q.dtype)
-    # The names that remat policies save, so that these do not run the kernel again.
-    out = checkpoint_name(out, "attention_output")
-    lse = checkpoint_name(lse, "attention_logsumexp")
+    out, lse = name_outputs(*padded_forward(q, k, v, plan, scores, q.dtype))
     return out, (q, k, v, plan, out, lse)
+
+
+def name_outputs(out: Array, lse: Array) -> tuple[Array, Array]:
+    """Give the names that remat policies save, so that these do not run the kernel again."""
+    return checkpoint_name(out, "attention_output"), checkpoint_name(lse, "attention_logsumexp")
 
 
 _flash.defvjp(_flash_forward, _backward)

@@ -12,33 +12,41 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from mmjax.kernels.flash_attention import Scores, padded_forward, padded_gradients
-from mmjax.kernels.masked_tiles import (
-    COMPUTING,
-    KEYS,
-    QUERIES,
-    ROWS,
-    TILE,
-    WORDS,
-    TileLists,
-    TilePlan,
+from mmjax.kernels.flash_attention import Scores, name_outputs, padded_forward, padded_gradients
+from mmjax.kernels.hopper_blocks import (
+    LOG2_E,
+    PER_COLUMN,
+    PER_ROW,
+    TILED,
+    Program,
+    Ring,
+    across,
+    add_product,
+    cap_scores,
+    divide_work,
+    filled,
+    hopper_kernel,
+    product,
+    ring_slot,
+    score_gradients,
+    shared_blocks,
+    softmax_weights,
+    stream,
+    stream_keys,
+    unpack_bits,
 )
+from mmjax.kernels.masked_tiles import COMPUTING, KEYS, QUERIES, ROWS, TILE, TileLists, TilePlan
 from mmjax.kernels.masks import select_mask
 
-_LOG2_E = math.log2(math.e)
-_STAGES = 2  # of a ring of blocks in shared memory
 # of a block in the gradient of queries: a half of what is listed, for its accumulators' sake
 _D_KEYS = 64
 
@@ -72,10 +80,7 @@ def _attend(q: Array, k: Array, v: Array, plan: TilePlan, scores: Scores) -> Arr
 def _attend_forward(
     q: Array, k: Array, v: Array, plan: TilePlan, scores: Scores
 ) -> tuple[Array, tuple]:
-    out, lse = _run(_forward, padded_forward, plan, scores, q, k, v)
-    # The names that remat policies save, so that these do not run the kernel again.
-    out = checkpoint_name(out, "attention_output")
-    lse = checkpoint_name(lse, "attention_logsumexp")
+    out, lse = name_outputs(*_run(_forward, padded_forward, plan, scores, q, k, v))
     return out, (q, k, v, plan, out, lse)
 
 
@@ -112,211 +117,6 @@ def _run(
 # --------------------------------------------------------------------------------------------------
 # kernels
 
-_TILED = plgpu.Layout.WGMMA  # of an accumulator over the threads of a warpgroup
-_PER_ROW = _TILED.reduce(1)
-_PER_COLUMN = _TILED.reduce(0)
-
-
-class _Program(NamedTuple):
-    """The work of a warpgroup: row, head and tile of the grid, its number, and the blocks that the tile visits."""
-
-    row: Array
-    head: Array
-    tile: Array
-    warpgroup: Array
-    lists: Any  # refs of a TileLists
-    parts: int  # in which a listed block is visited
-    unmasked: Array  # parts that are allowed as a whole
-    live: Array  # and all
-
-    @classmethod
-    def of(cls, order: Any, count: Any, first: Any, bits: Any, parts: int = 1) -> _Program:
-        row, head, tile, warpgroup = (
-            lax.axis_index(name) for name in ("row", "head", "tile", "warpgroup")
-        )
-        unmasked, live = (parts * count[row, tile, i] for i in range(2))
-        return cls(row, head, tile, warpgroup, (order, first, bits), parts, unmasked, live)
-
-    def block(self, step: Array) -> Array:
-        """Return which block of the size of a part is visited in this step."""
-        listed = self.lists[0][self.row, self.tile, lax.div(step, jnp.int32(self.parts))]
-        return self.parts * listed + lax.rem(step, jnp.int32(self.parts))
-
-    def rows(self) -> Any:
-        """Slice the rows of this warpgroup out of a row of tokens."""
-        return pl.ds(self.tile * TILE + self.warpgroup * ROWS, ROWS)
-
-    def words(self, step: Array, columns: int) -> Array:
-        """Load the bits of this warpgroup's rows of a block that is allowed in part."""
-        _, first, bits = self.lists
-        number = first[self.row, self.tile] + lax.div(step - self.unmasked, jnp.int32(self.parts))
-        index = (self.row, number, pl.ds(self.warpgroup * ROWS, ROWS))
-        words = plgpu.load(bits.at[index], layout=_TILED, optimized=False)
-        if self.parts == 1:
-            return words
-        return lax.shift_right_logical(
-            words, lax.rem(step, jnp.int32(self.parts)) * (columns // WORDS)
-        )
-
-    def visit(self, body: Callable[[bool, Array, Any], Any], carry: Any) -> Any:
-        """Fold `body(masked, step, carry)` over the blocks allowed as a whole, then over those allowed in part."""
-        carry = lax.fori_loop(0, self.unmasked, partial(body, False), carry)
-        return lax.fori_loop(self.unmasked, self.live, partial(body, True), carry)
-
-
-class _Ring(NamedTuple):
-    """Blocks in shared memory, each in turn filled by the loading warpgroup and used by the others."""
-
-    blocks: Any
-    loaded: Any  # barriers
-    free: Any
-    numbers: Any = None  # float32, one for each token of a block
-
-    @classmethod
-    def types(cls, tokens: int, width: int, dtype: jnp.dtype, numbers: bool = False) -> _Ring:
-        """Describe a ring of blocks of so many tokens, in shared memory."""
-        loaded = plgpu.Barrier(num_arrivals=1 + numbers, num_barriers=_STAGES)
-        free = plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=_STAGES)
-        per_token = plgpu.SMEM((_STAGES, tokens), jnp.float32) if numbers else None
-        return cls(_shared(_STAGES, tokens, width, dtype), loaded, free, per_token)
-
-    def load(self, slot: Array, block: Any, numbers: Any = None) -> None:
-        """Begin to fill a block."""
-        plgpu.copy_gmem_to_smem(block, self.blocks.at[slot], self.loaded.at[slot])
-        if numbers is not None:
-            plgpu.copy_gmem_to_smem(numbers, self.numbers.at[slot], self.loaded.at[slot])
-
-
-def _slot(step: Array) -> Array:
-    return lax.rem(step, jnp.int32(_STAGES))
-
-
-def _stream(steps: Array, *rings: tuple[_Ring, Callable[[Array], tuple[Any, ...]]]) -> None:
-    """Fill a block of every ring in each step, as soon as it is free, from what a function of the step names."""
-    plgpu.set_max_registers(40, action="decrease")
-
-    @pl.loop(0, steps)
-    def _(step: Array) -> None:
-        slot = _slot(step)
-        for ring, source in rings:
-
-            @pl.when(step >= _STAGES)
-            def _(ring: _Ring = ring) -> None:
-                plgpu.barrier_wait(ring.free.at[slot])
-
-            ring.load(slot, *source(step))
-
-    # a barrier must not be left behind with an arrival that nobody waited for
-    for slot in range(_STAGES):
-
-        @pl.when(steps > slot)
-        def _(slot: int = slot) -> None:
-            for ring, _ in rings:
-                plgpu.barrier_wait(ring.free.at[slot])
-
-
-def _stream_keys(program: _Program, size: int, group: int, *rings: tuple[_Ring, Any]) -> None:
-    """Fill rings with the blocks of keys and of values, of this size, that a tile of queries visits."""
-
-    def of(ref: Any) -> Callable[[Array], tuple[Any, ...]]:
-        head = lax.div(program.head, jnp.int32(group))
-        return lambda step: (ref.at[program.row, pl.ds(program.block(step) * size, size), head],)
-
-    _stream(program.live, *((ring, of(ref)) for ring, ref in rings))
-
-
-def _allowed(words: Array, columns: int, interpret: bool) -> Array:
-    """Unpack the bits of rows into a mask, laid out as an accumulator."""
-    shape = (ROWS, columns)
-    if interpret:
-        shifts = jnp.arange(columns // WORDS)[None, :, None]
-        return (((words[:, None, :] >> shifts) & 1) != 0).reshape(shape)
-
-    @plgpu.inline_mgpu(
-        arg_types=(_TILED,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.bool_, _TILED)
-    )
-    def unpack(_: Any, words: Any) -> Any:
-        registers = np.empty(_TILED.to_mgpu().registers_shape(shape), dtype=object)
-        for bit in range(columns // WORDS):
-            registers[:, bit] = ((words & (1 << bit)) != 0).registers[:, 0]
-        return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=False)
-
-    return unpack(words)
-
-
-def _product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
-    """Multiply matrices in shared memory into a new accumulator."""
-
-    def multiply(ref: Any) -> Array:
-        plgpu.wgmma(ref, a, b)
-        return ref[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-
-
-def _add_product(
-    total: Array, a: Array, b: Any, interpret: bool, meanwhile: Callable[[], None] = lambda: None
-) -> Array:
-    """Add to an accumulator the product of a matrix in registers with one in shared memory.
-
-    meanwhile: is done while it is computed.
-    """
-    if interpret:
-        meanwhile()
-        return total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
-
-    def multiply(ref: Any) -> None:
-        plgpu.wgmma(ref, a, b)
-        meanwhile()
-
-    return pl.run_state(multiply)(plgpu.ACC.init(total))
-
-
-def _zeros(shape: tuple[int, ...], layout: Any, value: float = 0.0) -> Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def _across(x: Array, shape: tuple[int, int], axis: int = 0) -> Array:
-    """Repeat a number of each row, or with axis 1 of each column."""
-    return lax.broadcast_in_dim(x, shape, [axis])
-
-
-def _capped(products: Array, scores: Scores) -> tuple[Array, float, Array | None]:
-    """Return scores over a factor, that factor, in units of log 2, and d score / d scaled product if not 1."""
-    if not scores.cap:
-        return products, scores.scale * _LOG2_E, None
-    # The hardware's tanh has 11 bits.
-    bent = 1.0 - 2.0 / (jnp.exp2(products * (2 * _LOG2_E * scores.scale / scores.cap)) + 1.0)
-    return bent, scores.cap * _LOG2_E, 1.0 - bent * bent
-
-
-def _shared(blocks: int, rows: int, width: int, dtype: jnp.dtype) -> Any:
-    """Describe blocks in shared memory, in the order in which products and TMA read and write them."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(8 * width * itemsize)
-    tiling = plgpu.TilingTransform((8, swizzle // itemsize))
-    return plgpu.SMEM(
-        (blocks, rows, width), dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle))
-    )
-
-
-def _kernel(
-    body: Callable[..., None], name: str, grid: tuple[int, ...], scores: Scores, **types: Any
-) -> Callable:
-    """Make a kernel of a grid of (heads, tiles, rows), each of two warpgroups that multiply and one that loads."""
-    return plgpu.kernel(
-        body,
-        **types,
-        grid=grid,
-        grid_names=("head", "tile", "row"),
-        num_threads=COMPUTING + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name=name,
-        # JAX's interpreter of these kernels, of its versions that have one.
-        **({"interpret": plgpu.InterpretGPUParams()} if scores.interpret else {}),
-    )
-
 
 def _forward(
     q: Array, k: Array, v: Array, *, plan: TilePlan, scores: Scores
@@ -329,15 +129,18 @@ def _forward(
 
     def body(q_ref, k_ref, v_ref, order, count, first, bits, out_ref, lse_ref, *scratch):
         q_smem, lse_smem, q_loaded, keys, values, turn = scratch
-        program = _Program.of(order, count, first, bits)
+        program = Program.of(order, count, first, bits)
         row, head, live = program.row, program.head, program.live
 
+        # Between its products of scores and those of the next block a warpgroup has the turn for
+        # its softmax, while the tensor cores work for the other one:
+        #   warpgroup 0   QK  softmax  PV QK          softmax
+        #   warpgroup 1            QK  softmax  PV QK
         def next_turn() -> None:
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
 
         def compute() -> None:
-            plgpu.set_max_registers(232, action="increase")
             warpgroup = program.warpgroup
             q_tile = q_smem.at[warpgroup]
             plgpu.copy_gmem_to_smem(
@@ -355,7 +158,7 @@ def _forward(
                 masked: bool, step: Array, carry: tuple[Array, Array, Array]
             ) -> tuple[Array, Array, Array]:
                 out, row_max, total = carry
-                slot = _slot(step)
+                slot = ring_slot(step)
 
                 def multiply(ref: Any) -> tuple[Array, Array | None]:
                     plgpu.wgmma(ref, q_tile, keys.blocks.at[slot].transpose((1, 0)))
@@ -365,16 +168,16 @@ def _forward(
 
                 products, words = pl.run_scoped(multiply, plgpu.ACC(pairs, jnp.float32))
                 plgpu.barrier_arrive(keys.free.at[slot])
-                s, factor, _ = _capped(products, scores)
+                s, factor, _ = cap_scores(products, scores)
                 if masked:
-                    s = jnp.where(_allowed(words, KEYS, scores.interpret), s, -jnp.inf)
+                    s = jnp.where(unpack_bits(words, KEYS, scores.interpret), s, -jnp.inf)
                 new_max = jnp.maximum(row_max, s.max(axis=1) * factor)
                 # Queries that have seen nothing yet have the maximum -inf, and -inf - -inf would be
                 # NaN.
                 base = jnp.where(new_max == -jnp.inf, 0.0, new_max) if masked else new_max
                 rescale = jnp.exp2(row_max - base)
-                weights = jnp.exp2(s * factor - _across(base, pairs))
-                out = out * _across(rescale, out.shape)
+                weights = jnp.exp2(s * factor - across(base, pairs))
+                out = out * across(rescale, out.shape)
                 total = total * rescale + weights.sum(axis=1)
                 weights = weights.astype(dtype)
                 if not scores.interpret:  # all of this in this warpgroup's turn
@@ -388,35 +191,34 @@ def _forward(
                 def await_keys() -> None:
                     @pl.when(step + 1 < live)
                     def _() -> None:
-                        plgpu.barrier_wait(keys.loaded.at[_slot(step + 1)])
+                        plgpu.barrier_wait(keys.loaded.at[ring_slot(step + 1)])
 
-                out = _add_product(
+                out = add_product(
                     out, weights, values.blocks.at[slot], scores.interpret, await_keys
                 )
                 plgpu.barrier_arrive(values.free.at[slot])
                 return out, new_max, total
 
             start = (
-                _zeros((ROWS, width), _TILED),
-                _zeros((ROWS,), _PER_ROW, -jnp.inf),
-                _zeros((ROWS,), _PER_ROW),
+                filled((ROWS, width), TILED),
+                filled((ROWS,), PER_ROW, -jnp.inf),
+                filled((ROWS,), PER_ROW),
             )
             out, row_max, total = program.visit(visit, start)
             pl.when(warpgroup == 0)(next_turn)
             total = jnp.where(total > 0, total, 1.0)
-            q_tile[...] = (out * _across(1.0 / total, out.shape)).astype(dtype)
-            lse_smem[warpgroup] = row_max + jnp.log(total) * _LOG2_E
+            q_tile[...] = (out * across(1.0 / total, out.shape)).astype(dtype)
+            lse_smem[warpgroup] = row_max + jnp.log(total) * LOG2_E
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_tile, out_ref.at[row, program.rows(), head])
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[row, head, program.rows()])
             plgpu.wait_smem_to_gmem(0)
 
-        pl.when(program.warpgroup < COMPUTING)(compute)
-        load = partial(_stream_keys, program, KEYS, group, (keys, k_ref), (values, v_ref))
-        pl.when(program.warpgroup == COMPUTING)(load)
+        load = partial(stream_keys, program, KEYS, group, (keys, k_ref), (values, v_ref))
+        divide_work(program, compute, load)
 
-    ring = _Ring.types(KEYS, width, dtype)
-    return _kernel(
+    ring = Ring.types(KEYS, width, dtype)
+    return hopper_kernel(
         body,
         "hopper_attention_forward",
         (heads, length // TILE, rows),
@@ -426,13 +228,12 @@ def _forward(
             jax.ShapeDtypeStruct((rows, heads, length), jnp.float32),
         ),
         scratch_types=[
-            *(_shared(COMPUTING, ROWS, width, dtype), plgpu.SMEM((COMPUTING, ROWS), jnp.float32)),
-            *(
-                plgpu.Barrier(num_barriers=COMPUTING),
-                ring,
-                ring,
-                plgpu.Barrier(num_arrivals=COMPUTING),
-            ),
+            shared_blocks(COMPUTING, ROWS, width, dtype),
+            plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
+            plgpu.Barrier(num_barriers=COMPUTING),
+            ring,
+            ring,
+            plgpu.Barrier(num_arrivals=COMPUTING),
         ],
     )(q, k, v, *_operands(plan.by_query))
 
@@ -441,19 +242,8 @@ def _operands(lists: TileLists) -> tuple[Array, ...]:
     return *lists.blocks, lists.first, lists.bits
 
 
-def _gradients(
-    q: Array,
-    k: Array,
-    v: Array,
-    d_out: Array,
-    lse: Array,
-    delta: Array,
-    *,
-    plan: TilePlan,
-    scores: Scores,
-) -> tuple[Array, Array, Array]:
-    """Compute the gradients of q, k and v."""
-    arrays = q, k, v, d_out, lse, delta
+def _gradients(*arrays: Array, plan: TilePlan, scores: Scores) -> tuple[Array, Array, Array]:
+    """Compute the gradients of q, k and v. arrays: these, and d_out, lse and delta."""
     return _d_query(*arrays, plan.by_query, scores), *_d_key(*arrays, plan.by_key, scores)
 
 
@@ -488,25 +278,24 @@ def _d_query(
         *scratch,
     ):
         q_smem, d_out_smem, tile_loaded, keys, values = scratch
-        program = _Program.of(order, count, first, bits, KEYS // _D_KEYS)
+        program = Program.of(order, count, first, bits, KEYS // _D_KEYS)
         row, head = program.row, program.head
 
         def compute() -> None:
-            plgpu.set_max_registers(232, action="increase")
             warpgroup = program.warpgroup
             q_tile = q_smem.at[warpgroup]
             d_out_tile = d_out_smem.at[warpgroup]
             index = row, program.rows(), head
-            plgpu.copy_gmem_to_smem(q_ref.at[index], q_tile, tile_loaded.at[warpgroup])
-            plgpu.copy_gmem_to_smem(d_out_ref.at[index], d_out_tile, tile_loaded.at[warpgroup])
+            for ref, tile in ((q_ref, q_tile), (d_out_ref, d_out_tile)):
+                plgpu.copy_gmem_to_smem(ref.at[index], tile, tile_loaded.at[warpgroup])
             lse, delta = (
-                plgpu.load(ref.at[row, head, program.rows()], layout=_PER_ROW, optimized=False)
+                plgpu.load(ref.at[row, head, program.rows()], layout=PER_ROW, optimized=False)
                 for ref in (lse_ref, delta_ref)
             )
             plgpu.barrier_wait(tile_loaded.at[warpgroup])
 
             def visit(masked: bool, step: Array, d_q: Array) -> Array:
-                slot = _slot(step)
+                slot = ring_slot(step)
                 plgpu.barrier_wait(keys.loaded.at[slot])
 
                 def multiply(products: Any, d_weights: Any) -> tuple[Array, Array, Array | None]:
@@ -524,32 +313,26 @@ def _d_query(
                 accumulator = plgpu.ACC(pairs, jnp.float32)
                 products, d_weights, words = pl.run_scoped(multiply, accumulator, accumulator)
                 plgpu.barrier_arrive(values.free.at[slot])
-                s, factor, slope = _capped(products, scores)
-                weights = jnp.exp2(s * factor - _across(lse, pairs))
-                if masked:
-                    weights = jnp.where(_allowed(words, _D_KEYS, scores.interpret), weights, 0.0)
-                d_scores = weights * (d_weights - _across(delta, pairs))
-                if slope is not None:
-                    d_scores = d_scores * slope
-                d_q = _add_product(
+                weights, slope = softmax_weights(products, lse, words, scores)
+                d_scores = score_gradients(weights, d_weights, delta, slope)
+                d_q = add_product(
                     d_q, d_scores.astype(dtype), keys.blocks.at[slot], scores.interpret
                 )
                 plgpu.barrier_arrive(keys.free.at[slot])
                 return d_q
 
-            d_q = program.visit(visit, _zeros((ROWS, width), _TILED))
+            d_q = program.visit(visit, filled((ROWS, width), TILED))
             q_tile[...] = (d_q * scores.scale).astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_tile, d_q_ref.at[index])
             plgpu.wait_smem_to_gmem(0)
 
-        pl.when(program.warpgroup < COMPUTING)(compute)
-        load = partial(_stream_keys, program, _D_KEYS, group, (keys, k_ref), (values, v_ref))
-        pl.when(program.warpgroup == COMPUTING)(load)
+        load = partial(stream_keys, program, _D_KEYS, group, (keys, k_ref), (values, v_ref))
+        divide_work(program, compute, load)
 
-    tile = _shared(COMPUTING, ROWS, width, dtype)
-    ring = _Ring.types(_D_KEYS, width, dtype)
-    return _kernel(
+    tile = shared_blocks(COMPUTING, ROWS, width, dtype)
+    ring = Ring.types(_D_KEYS, width, dtype)
+    return hopper_kernel(
         body,
         "hopper_attention_d_query",
         (heads, length // TILE, rows),
@@ -597,17 +380,16 @@ def _d_key(
         *scratch,
     ):
         k_smem, v_smem, tile_loaded, queries, gradients = scratch
-        program = _Program.of(order, count, first, bits)
+        program = Program.of(order, count, first, bits)
         row, live = program.row, program.live
 
         def compute() -> None:
-            plgpu.set_max_registers(232, action="increase")
             warpgroup = program.warpgroup
             k_tile = k_smem.at[warpgroup]
             v_tile = v_smem.at[warpgroup]
             index = row, program.rows(), program.head
-            plgpu.copy_gmem_to_smem(k_ref.at[index], k_tile, tile_loaded.at[warpgroup])
-            plgpu.copy_gmem_to_smem(v_ref.at[index], v_tile, tile_loaded.at[warpgroup])
+            for ref, tile in ((k_ref, k_tile), (v_ref, v_tile)):
+                plgpu.copy_gmem_to_smem(ref.at[index], tile, tile_loaded.at[warpgroup])
             plgpu.barrier_wait(tile_loaded.at[warpgroup])
 
             def of_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -615,32 +397,25 @@ def _d_key(
                     masked: bool, step: Array, carry: tuple[Array, Array]
                 ) -> tuple[Array, Array]:
                     d_k, d_v = carry
-                    slot = _slot(head * live + step)
+                    slot = ring_slot(head * live + step)
                     plgpu.barrier_wait(queries.loaded.at[slot])
 
                     def multiply(ref: Any) -> tuple[Array, Array | None, Array]:
                         plgpu.wgmma(ref, k_tile, queries.blocks.at[slot].transpose((1, 0)))
                         words = program.words(step, QUERIES) if masked else None
-                        lse = plgpu.load(queries.numbers.at[slot], layout=_PER_COLUMN)
+                        lse = plgpu.load(queries.numbers.at[slot], layout=PER_COLUMN)
                         return ref[...], words, lse
 
                     products, words, lse = pl.run_scoped(multiply, plgpu.ACC(pairs, jnp.float32))
-                    s, factor, slope = _capped(products, scores)
-                    weights = jnp.exp2(s * factor - _across(lse, pairs, 1))
-                    if masked:
-                        weights = jnp.where(
-                            _allowed(words, QUERIES, scores.interpret), weights, 0.0
-                        )
+                    weights, slope = softmax_weights(products, lse, words, scores, axis=1)
                     plgpu.barrier_wait(gradients.loaded.at[slot])
                     d_v, d_weights = add_and_multiply(
                         d_v, weights.astype(dtype), gradients.blocks.at[slot]
                     )
-                    delta = plgpu.load(gradients.numbers.at[slot], layout=_PER_COLUMN)
-                    d_scores = weights * (d_weights - _across(delta, pairs, 1))
-                    if slope is not None:
-                        d_scores = d_scores * slope
+                    delta = plgpu.load(gradients.numbers.at[slot], layout=PER_COLUMN)
+                    d_scores = score_gradients(weights, d_weights, delta, slope, axis=1)
                     plgpu.barrier_arrive(gradients.free.at[slot])
-                    d_k = _add_product(
+                    d_k = add_product(
                         d_k, d_scores.astype(dtype), queries.blocks.at[slot], scores.interpret
                     )
                     plgpu.barrier_arrive(queries.free.at[slot])
@@ -651,18 +426,18 @@ def _d_key(
             def add_and_multiply(d_v: Array, weights: Array, d_out: Any) -> tuple[Array, Array]:
                 """Add to the gradient of values, and compute that of the weights, at the same time."""
                 if scores.interpret:
-                    d_weights = _product(v_tile, d_out.transpose((1, 0)), pairs)
-                    return _add_product(d_v, weights, d_out, interpret=True), d_weights
+                    d_weights = product(v_tile, d_out.transpose((1, 0)), pairs)
+                    return add_product(d_v, weights, d_out, interpret=True), d_weights
 
                 def multiply(refs: tuple[Any, Any]) -> None:
                     plgpu.wgmma(refs[1], v_tile, d_out.transpose((1, 0)))
                     plgpu.wgmma(refs[0], weights, d_out)
 
                 return pl.run_state(multiply)(
-                    (plgpu.ACC.init(d_v), plgpu.ACC.init(_zeros(pairs, _TILED)))
+                    (plgpu.ACC.init(d_v), plgpu.ACC.init(filled(pairs, TILED)))
                 )
 
-            zeros = _zeros((ROWS, width), _TILED)
+            zeros = filled((ROWS, width), TILED)
             d_k, d_v = lax.fori_loop(0, group, of_head, (zeros, zeros))
             k_tile[...] = (d_k * scores.scale).astype(dtype)
             v_tile[...] = d_v.astype(dtype)
@@ -681,16 +456,15 @@ def _d_key(
 
                 return source
 
-            _stream(
+            stream(
                 group * live, (queries, of(q_ref, lse_ref)), (gradients, of(d_out_ref, delta_ref))
             )
 
-        pl.when(program.warpgroup < COMPUTING)(compute)
-        pl.when(program.warpgroup == COMPUTING)(load)
+        divide_work(program, compute, load)
 
-    tile = _shared(COMPUTING, ROWS, width, dtype)
-    ring = _Ring.types(QUERIES, width, dtype, numbers=True)
-    return _kernel(
+    tile = shared_blocks(COMPUTING, ROWS, width, dtype)
+    ring = Ring.types(QUERIES, width, dtype, numbers=True)
+    return hopper_kernel(
         body,
         "hopper_attention_d_key",
         (k.shape[2], length // TILE, rows),

@@ -66,10 +66,10 @@ class BlockLists(NamedTuple):
     count: Array
 
     @classmethod
-    def of(cls, whole: Bool[Array, "*b x y"], live: Bool[Array, "*b x y"]) -> BlockLists:
+    def of(cls, unmasked: Bool[Array, "*b x y"], live: Bool[Array, "*b x y"]) -> BlockLists:
         """Sort every row of pairs by class. [live, not, whole] gives the order [2, 0, 1] and the counts [1, 2]."""
-        order = jnp.argsort(jnp.where(whole, 0, jnp.where(live, 1, 2)), axis=-1, stable=True)
-        count = jnp.stack([whole.sum(-1), live.sum(-1)], axis=-1)
+        order = jnp.argsort(jnp.where(unmasked, 0, jnp.where(live, 1, 2)), axis=-1, stable=True)
+        count = jnp.stack([unmasked.sum(-1), live.sum(-1)], axis=-1)
         return cls(order.astype(jnp.int32), count.astype(jnp.int32))
 
 

@@ -23,7 +23,8 @@ from mmjax.losses.cross_entropy import losses_in_chunks
 from mmjax.models.dropout import Noise
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, Outputs, restrict
-from mmjax.models.stage import REFERENCE, Stage, Values
+from mmjax.models.piece import Values
+from mmjax.models.stage import REFERENCE, Stage
 
 Measures = dict[str, jax.Array]  # float32 [R, T], times the tokens' loss weights; TRL's names
 

@@ -20,7 +20,7 @@ from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up
 from mmjax.models.experts import Experts
 from mmjax.models.gated_delta_net import GatedDeltaNet
-from mmjax.models.layer_stacks import LayerStack, LayerStacks
+from mmjax.models.layer_stacks import LayerStacks
 from mmjax.models.layers import (
     Context,
     LayerConfig,
@@ -31,6 +31,7 @@ from mmjax.models.layers import (
 )
 from mmjax.models.matmul import as_matrix, sum_outer_products
 from mmjax.models.rope import text_rotation
+from mmjax.models.stack_scan import LayerStack
 from mmjax.parallel.sharding import constrain, in_row_order
 
 # `jnp.maximum.accumulate` would be a scan over the tokens.

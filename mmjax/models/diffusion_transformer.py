@@ -24,11 +24,12 @@ from mmjax.batch import ROW, ItemBatch
 from mmjax.config import DiffusionTransformerConfig
 from mmjax.config.generators import TIME_FEATURES
 from mmjax.kernels.masks import encoder_mask
-from mmjax.models.layer_stacks import LayerStack, LayerStacks
+from mmjax.models.layer_stacks import LayerStacks
 from mmjax.models.layers import MLP, Context, LayerConfig, LayerNorm, LayerOutput, SelfAttention
 from mmjax.models.linear import Linear, apply_linears
 from mmjax.models.remat import keep_inputs
 from mmjax.models.rope import max_in_item
+from mmjax.models.stack_scan import LayerStack
 from mmjax.models.time_embedding import MAX_PERIOD, TimeEmbedding, cosines_and_sines
 from mmjax.parallel.sharding import constrain
 

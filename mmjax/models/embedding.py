@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from mmjax.parallel.sharding import Axes, active, sharding, spec_axes
+from mmjax.parallel.sharding import Axes, active, partition_spec, sharding, spec_axes
 
 
 def look_up(
@@ -51,7 +51,7 @@ def look_up(
     copies = ("data",) * (table.ndim - 2)
     # Ranks along these have other tokens, and the same part of the table.
     remaining = tuple(axis for axis in (*rows, *length) if axis not in (*columns, *copies))
-    table_spec = PartitionSpec(*copies, entries or None, columns or None)
+    table_spec = partition_spec((*copies, entries or None, columns or None))
     index_spec = PartitionSpec(rows or None, length or None)
 
     def on_devices(

@@ -386,7 +386,7 @@ class TransformerLayer(nnx.Module):
         if self.attention_after is not None:
             attn_out = self.attention_after(attn_out)
         x = x + drop(attn_out, context.dropout, ATTENTION)
-        # The name that the remat policy `attention_mlp` saves (`layer_stacks.SAVED`).
+        # The name that the remat policy `attention_mlp` saves (`stack_scan.SAVED`).
         x = checkpoint_name(x, "mlp_input")
         routing = None
         mlp_in = x if self.mlp_norm is None else self.mlp_norm(x)

@@ -17,11 +17,12 @@ from mmjax.config import ModelConfig
 from mmjax.config.model import float8_linears, frozen_modules, quantized_layers
 from mmjax.models.dropout import Noise
 from mmjax.models.expert_routing import Routing
-from mmjax.models.layer_stacks import LayerStack, Params, plan_stacks, seed_accumulators
+from mmjax.models.layer_stacks import Params, plan_stacks
 from mmjax.models.lora import attach_adapters, linear_layers
 from mmjax.models.multimodal import Cache, Functions, MultimodalModel, prefill, step
 from mmjax.models.parameter_keys import ParameterKeys
 from mmjax.models.quantization import QuantizedMatrix
+from mmjax.models.stack_scan import LayerStack, seed_accumulators
 
 # branches of the parameters of what belongs to a tower
 PARTS = {"connectors": ".connector", "vaes": ".vae"}

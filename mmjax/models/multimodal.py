@@ -16,11 +16,11 @@ from mmjax.batch import PADDING, TEXT_KIND, ItemBatch, TextBatch, WeightedSlots
 from mmjax.config import ModelConfig
 from mmjax.config.model import step_vaes
 from mmjax.kernels.masks import MaskSpec
+from mmjax.models.audio_encoder import AudioEncoder
 from mmjax.models.connector import Connector
 from mmjax.models.decoder import Decoder, logits_of
 from mmjax.models.diffusion_transformer import DiffusionTransformer
 from mmjax.models.dropout import Noise, tower_dropout
-from mmjax.models.encoders import AudioEncoder, VisionEncoder
 from mmjax.models.generation import (
     Conditioner,
     LatentEncoder,
@@ -32,9 +32,10 @@ from mmjax.models.generation import (
     velocity_errors,
 )
 from mmjax.models.kv_cache import KVCacheView
-from mmjax.models.layer_stacks import KVCache, LayerStack
 from mmjax.models.layers import Context
+from mmjax.models.stack_scan import KVCache, LayerStack
 from mmjax.models.unet import Unet
+from mmjax.models.vision_encoder import VisionEncoder
 from mmjax.parallel.encoder_exchange import dispatch
 from mmjax.parallel.sharding import active, constrain, encoding
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from mmjax.parallel.sharding import Axes, active, sharding, spec_axes
+from mmjax.parallel.sharding import Axes, active, partition_spec, sharding, spec_axes
 
 
 def tensor_parallel_products(
@@ -59,7 +59,7 @@ def tensor_parallel_products(
         gathers=gathers,
         tokens=tokens,
         inner=PartitionSpec(rules.rows, rules.length or None, axis),
-        weights=tuple(PartitionSpec(*copies, *spec) for spec in specs),
+        weights=tuple(partition_spec((*copies, *spec)) for spec in specs),
         shards=tuple(name for name in spec_axes(specs[0])[uncut] if mesh.shape[name] > 1),
         ranks=tuple(
             name

@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from mmjax.parallel.sharding import EXPERT, TENSOR, active, sharding, spec_axes
+from mmjax.parallel.sharding import EXPERT, TENSOR, active, partition_spec, sharding, spec_axes
 
 Tree = TypeVar("Tree")
 # logical axes of the matrices into an expert's hidden layer
@@ -80,7 +80,7 @@ class ExpertLayout:
         replicated = PartitionSpec()
         specs = (
             self.tokens,
-            PartitionSpec(*self.tokens[:2]),
+            partition_spec(self.tokens[:2]),
             replicated,
             self.into,
             self.into,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -232,7 +232,12 @@ class ShardingRules:
             used.update(mesh_axes)
             # An empty tuple and None both replicate; None is how JAX prints it.
             entries.append(mesh_axes or None)
-        return PartitionSpec(*entries)
+        return partition_spec(entries)
+
+
+def partition_spec(axes: Iterable[Any]) -> PartitionSpec:
+    """Return the spec with these mesh axes, an entry for each dimension of an array."""
+    return PartitionSpec(*axes)
 
 
 class Active(NamedTuple):
@@ -364,7 +369,7 @@ def sharding(mesh: Mesh, rules: ShardingRules, shape: tuple[int, ...], axes: Axe
         # JAX refuses a sharding of uneven pieces at a program's borders.
         if shape[i] % math.prod(mesh.shape[name] for name in names):
             spec[i] = None
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return NamedSharding(mesh, partition_spec(spec))
 
 
 def spec_axes(spec: Sequence[Any]) -> list[tuple[str, ...]]:

@@ -36,7 +36,7 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params, key_names, stack_layers, unstack_layers
 from mmjax.models.model import Model
-from mmjax.parallel.sharding import without_shards
+from mmjax.parallel.sharding import partition_spec, without_shards
 from mmjax.runtime.bit_sums import (
     Sums,
     as_ints,
@@ -660,7 +660,7 @@ def _with_sharding(abstract: Any, shardings: Any) -> Any:
 
 def _layer_of_struct(leaf: jax.ShapeDtypeStruct, layer: int) -> jax.ShapeDtypeStruct:
     del layer  # all layers of a stack are sharded alike
-    layout = NamedSharding(leaf.sharding.mesh, PartitionSpec(*leaf.sharding.spec[1:]))
+    layout = NamedSharding(leaf.sharding.mesh, partition_spec(leaf.sharding.spec[1:]))
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=layout)
 
 

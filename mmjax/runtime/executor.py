@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from mmjax.batch import Microbatch
 from mmjax.config import CrossEntropy, LossConfig
@@ -28,7 +28,6 @@ from mmjax.config.training import Carrier
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.losses.objective import TextObjective
-from mmjax.losses.step_losses import Losses
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, merge
 from mmjax.models.stage import Stage
@@ -47,7 +46,7 @@ from mmjax.runtime.devices import check_ram
 from mmjax.runtime.passes import Gradients, Passes, PlacedStage, StagedBatch
 from mmjax.runtime.placement import put_batch
 from mmjax.runtime.program_cache import CachedProgram
-from mmjax.runtime.shared import CopiedParameters, add_on_mesh, find_shared
+from mmjax.runtime.shared import CopiedParameters, find_shared
 from mmjax.runtime.stage_program import Sums, zeros_like
 from mmjax.runtime.stage_state import StageState
 from mmjax.runtime.state import (
@@ -58,6 +57,7 @@ from mmjax.runtime.state import (
     parameter_shardings,
 )
 from mmjax.runtime.step_report import StepReport, is_valid, loss_weights, report_step
+from mmjax.runtime.step_settlement import StepSettlement, UnreadableSamples, WeighedBatches
 from mmjax.runtime.transfer import move, move_array, open_carrier, view
 
 MAX_TRIALS = 64  # of rows of a microbatch whose gradients may not be finite
@@ -78,17 +78,6 @@ class State(NamedTuple):
     def frozen(self) -> Params:
         """Return the frozen parameters of all stages."""
         return reduce(merge, (stage.frozen for stage in self.stages))
-
-
-class WeighedBatches(NamedTuple):
-    """A step's microbatches on the devices, with weight 0 where a sample is unreadable, and what its report needs."""
-
-    batches: list[StagedBatch]
-    # of the LLM's tokens, and by name of generators' patches, on the stage of the loss
-    weights: dict[str, jax.Array]
-    reports: ProcessReport  # of all processes
-    # ids and number of the samples that any process could not read
-    unreadable: tuple[jax.Array, jax.Array]
 
 
 class Executor:
@@ -164,7 +153,6 @@ class Executor:
             devices.reshape(1, -1, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES)
         )
         self.mesh = stages[0].mesh if self.is_one_stage else united
-        self.per_device = NamedSharding(self.mesh, PartitionSpec(AXES))
         self.shared = find_shared(self.stages, self.programs)
         is_copied = any(shared.united and shared.trained for shared in self.shared)
         self.copied = CopiedParameters(self.stages, self.programs) if is_copied else None
@@ -178,19 +166,9 @@ class Executor:
             open_carrier(carrier, devices[0].platform)
         # Both sides of a transfer derive its number from this count, so no process may walk the
         # passes alone.
-        self._walks = 0  # of all processes alike: it names their transfers
-        # What is replicated on a mesh counts once, by its first device.
-        firsts = {mesh.devices.flat[0] for mesh in meshes}
-        self._counts = np.array([device in firsts for device in devices], np.float32)
-        # The stages that make the losses, by tower, and the number of a device of each.
-        self._losses = {
-            tower: n for n, placed in enumerate(stages) for tower in placed.stage.losses
-        }
-        numbers = {device: number for number, device in enumerate(devices)}
-        self._loss_devices = {
-            n: numbers[stages[n].mesh.devices.flat[0]] for n in self._losses.values()
-        }
-
+        self._walks = 0
+        self.settle = StepSettlement(stages, self.passes, self.mesh, self._meet)
+        self._loss_of_text = next(n for n, s in enumerate(stages) if "llm" in s.stage.losses)
         self._sums = [
             self._own(n, program.sums.gradients) for n, program in enumerate(self.programs)
         ]
@@ -212,10 +190,6 @@ class Executor:
         on_all = replicated(self.mesh)
         self._replicate = jax.jit(lambda x: x, out_shardings=on_all)
         self.merge_unreadable = jax.jit(merge_unreadable, out_shardings=on_all)
-        self._squares = [
-            jax.jit(_square_norm, out_shardings=replicated(placed.mesh)) for placed in self.stages
-        ]
-        self._settle = jax.jit(self._settle_step, out_shardings=on_all)
         if self.is_one_stage:
             # Norm, report and validity are part of the update.
             state = self.states[0]
@@ -247,7 +221,10 @@ class Executor:
                 partial(self._update_stage, n),
                 out_shardings=(
                     state.shardings,
-                    Sums(shardings_of(sums), self.programs[n].sums_shardings.losses),
+                    Sums(
+                        jax.tree.map(lambda x: x.sharding, sums),
+                        self.programs[n].sums_shardings.losses,
+                    ),
                 ),
                 donate_argnums=(0, 1),
             )
@@ -399,7 +376,7 @@ class Executor:
         unreadable = self.passes.wait(self.merge_unreadable(reports.unreadable))
         totals = loss_weights(self.model.config, np.float32(0))
         weighed = [list(batch) for batch in batches]
-        for number in self._loss_devices:
+        for number in self.settle.loss_devices:
             if not self.local[number]:
                 continue  # the stage's processes weigh
             # Replicated on all devices, so each of the stage's has a copy: nothing is sent.
@@ -448,7 +425,7 @@ class Executor:
                 state.stages[0], gradients.sums[0], hyper, *arguments
             )
             return State((updated,)), [cleared], report
-        report, valid = self._settle_gradients(gradients, weighed)
+        report, valid = self.settle(gradients, weighed)
         states, sums = [], []
         for number, mesh in enumerate(self.meshes):
             if not self.local[number]:
@@ -470,78 +447,6 @@ class Executor:
         copies = self._copies(states, state.copies) if updated else state.copies
         return State(tuple(states), copies), sums, report
 
-    def _settle_gradients(
-        self, gradients: Gradients, weighed: WeighedBatches
-    ) -> tuple[StepReport, jax.Array]:
-        """Report a step to all devices, and whether it may update."""
-        # Squares of the stages that share a mesh are added up on it. A stage that another process
-        # has counts there.
-        squares: dict[Mesh, jax.Array] = {}
-        for mesh, local, square, sums in zip(
-            self.meshes, self.local, self._squares, gradients.sums, strict=True
-        ):
-            if not local:
-                continue
-            norm = square(sums.gradients)
-            squares[mesh] = (
-                add_on_mesh(squares[mesh], norm) if mesh in squares else self.passes.wait(norm)
-            )
-        # The arrays of all meshes become one by the shards that devices have already.
-        norms = self._on_all_devices(
-            list(squares.values()), jax.ShapeDtypeStruct((1,), jnp.float32)
-        )
-        losses = {}
-        for number in self._loss_devices:
-            parts = (gradients.sums[number].losses,) if self.local[number] else ()
-            losses[number] = jax.tree.map(
-                lambda s, *x: self._on_all_devices([y.reshape(-1) for y in x], s),
-                self.programs[number].sums.losses,
-                *parts,
-            )
-        return self.passes.wait(
-            self._settle(*self._meet((norms, losses)), weighed.reports, weighed.unreadable)
-        )
-
-    def _on_all_devices(self, parts: list[jax.Array], struct: jax.ShapeDtypeStruct) -> jax.Array:
-        """Join arrays `[n]`, each replicated on some of the devices, to `[devices * n]`, with zeros on the others.
-
-        struct: of n numbers.
-        """
-        shards = {shard.device: shard.data for part in parts for shard in part.addressable_shards}
-        zeros = np.zeros(struct.size, struct.dtype)
-        local = [
-            shards[d] if d in shards else jax.device_put(zeros, d) for d in self.mesh.local_devices
-        ]
-        return jax.make_array_from_single_device_arrays(
-            (self.mesh.size * len(zeros),), self.per_device, local
-        )
-
-    def _settle_step(
-        self,
-        norms: jax.Array,
-        losses: dict[int, Losses],
-        reports: ProcessReport,
-        unreadable: tuple[jax.Array, jax.Array],
-    ) -> tuple[StepReport, jax.Array]:
-        """Report the step, and whether it may update. norms: squares `[devices]`; losses: `[devices * n]` each."""
-        norm = jnp.sqrt(jnp.sum(norms * self._counts))
-        total = Losses()
-        images: dict[str, jax.Array] = {}
-        for number, device in self._loss_devices.items():
-            # Only the devices of the stage that makes them have the losses.
-            part = jax.tree.map(
-                lambda x, struct, device=device: x.reshape(self.mesh.size, -1)[device].reshape(
-                    struct.shape
-                ),
-                losses[number],
-                self.programs[number].sums.losses,
-            )
-            images |= part.images
-            total = part if part.loss is not None else total
-        report = report_step(total._replace(images=images), norm, reports, unreadable)
-        patches = sum(count for _, count in images.values())
-        return report, is_valid(report, total.weight.sum() + patches)
-
     def _update_whole(
         self,
         state: TrainState,
@@ -549,7 +454,7 @@ class Executor:
         hyper: Hyperparameters,
         weights: Mapping[str, jax.Array],
         reports: ProcessReport,
-        unreadable: tuple[jax.Array, jax.Array],
+        unreadable: UnreadableSamples,
     ) -> tuple[TrainState, Sums | None, StepReport]:
         def settle(norm: jax.Array) -> tuple[jax.Array, StepReport]:
             report = report_step(accumulated.losses, norm, reports, unreadable)
@@ -606,7 +511,7 @@ class Executor:
 
     def _owners(self, batch: StagedBatch) -> np.ndarray:
         """Return every token's sample, of all rows on all processes."""
-        last = self._losses["llm"]
+        last = self._loss_of_text
         # Every process bisects the same rows, so each needs the samples of all.
         owner = batch[last].text.owner
         if self.is_one_stage:
@@ -633,7 +538,7 @@ class Executor:
         single = [None if batch is None else isolated for batch in weighed.batches]
         noise = noise if self.model.is_random else None
         gradients = self.gradients(state, self.zeros(), single, weighed.weights, noise)
-        report, _ = self._settle_gradients(gradients, weighed)
+        report, _ = self.settle(gradients, weighed)
         return bool(report.finite)
 
     def compile(
@@ -681,7 +586,7 @@ class Executor:
             weighed = self.weigh_batches([put] * count)
             gradients = self.gradients(state, self.zeros(), weighed.batches, weighed.weights, noise)
         # The update is lowered and not run, which would give the state's buffers away.
-        self._settle_gradients(gradients, weighed)
+        self.settle(gradients, weighed)
         for number, mesh in enumerate(self.meshes):
             if not self.local[number]:
                 continue
@@ -700,13 +605,3 @@ class Executor:
         if trained:
             self._copies(state.stages, state.copies)
         return self.zeros()
-
-
-def shardings_of(structs: Any) -> Any:
-    """Return where arrays of these shapes lie."""
-    return jax.tree.map(lambda x: x.sharding, structs)
-
-
-def _square_norm(sums: Params) -> jax.Array:
-    """Compute the sum of squares of all gradients, float32 `[1]`."""
-    return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(sums)), jnp.float32(0)).reshape(1)

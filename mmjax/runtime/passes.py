@@ -20,7 +20,8 @@ from mmjax.batch import Microbatch
 from mmjax.losses.objective import TextObjective
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import merge, modules_of, partition
-from mmjax.models.stage import Activations, Piece, Stage
+from mmjax.models.piece import Activations, Piece
+from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import ShardingRules, without_shards
 from mmjax.planning.schedules import Action, ScheduleName, StageGraph, make_schedule
 from mmjax.planning.simulate import total_order

@@ -9,12 +9,13 @@ weight.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from mmjax.batch import Microbatch
 from mmjax.losses.objective import TextObjective, measures_of
@@ -30,10 +31,12 @@ from mmjax.losses.step_losses import (
 )
 from mmjax.models.layer_stacks import Params, key_names, split_scanned
 from mmjax.models.model import Outputs, merge, modules_of, partition
-from mmjax.models.stage import ROUTING, Activations, Stage
+from mmjax.models.piece import ROUTING, Activations
+from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import (
     ShardingRules,
     activations_on,
+    partition_spec,
     replicated,
     rows_sharding,
     tokens_sharding,
@@ -52,17 +55,18 @@ class Sums(NamedTuple):
     losses: Losses | None  # None: of a stage that makes none
 
 
-@jax.tree_util.register_pytree_node_class
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["leaves"],
+    meta_fields=["structure", "operands"],
+)
+@dataclass(frozen=True)
 class Residuals:
     """Values of a microbatch's forward pass that its backward pass needs, without those that it is given again."""
 
-    def __init__(
-        self, leaves: list[jax.Array], structure: Any, operands: tuple[int | None, ...]
-    ) -> None:
-        """operands: number of each leaf of the VJP function among backward's operands; None: it is in `leaves`."""
-        self.leaves = leaves
-        self.structure = structure
-        self.operands = operands
+    leaves: list[jax.Array]  # those leaves of the VJP function that are no operands of backward
+    structure: Any  # of that function
+    operands: tuple[int | None, ...]  # number of each leaf among the operands; None: in `leaves`
 
     @classmethod
     def of(cls, vjp: Any, operands: Any) -> Residuals:
@@ -82,15 +86,6 @@ class Residuals:
         values, stored = jax.tree.leaves(operands), iter(self.leaves)
         leaves = [next(stored) if number is None else values[number] for number in self.operands]
         return jax.tree.unflatten(self.structure, leaves)
-
-    def tree_flatten(self) -> tuple[tuple[list[jax.Array]], tuple[Any, tuple[int | None, ...]]]:
-        return (self.leaves,), (self.structure, self.operands)
-
-    @classmethod
-    def tree_unflatten(
-        cls, aux: tuple[Any, tuple[int | None, ...]], children: tuple[list[jax.Array]]
-    ) -> Residuals:
-        return cls(children[0], *aux)
 
 
 class StageProgram:
@@ -138,19 +133,19 @@ class StageProgram:
             for path, names in by_path
             if len(names) >= 2 and not {None, "vocab", "fixed"} & set(names)
         )
-        # Of matrices each rank of `data` adds up gradients of its own, which are reduced once a
-        # step. Others are small, or those of experts, whose products are computed on each rank by
-        # itself.
+        # Of matrices each rank of `data` adds up gradients of its own, [data, in, out] with the
+        # first axis over `data`, which are reduced once a step. Others are small, or those of
+        # experts, whose products are computed on each rank by itself.
         self.sums_by_rank = reduces_once and mesh.shape["data"] > 1
-        tables = [key_names(path) for path, names in by_path if names == ("vocab", "embed")]
-        inner = [
+        self._unreduced = frozenset(
             key_names(path)
             for path, names in by_path
-            if len(names) == 2 and key_names(path) in self._cast
-        ]
-        self._unreduced = frozenset([*tables, *inner]) if self.sums_by_rank else frozenset()
+            if self.sums_by_rank
+            and len(names) == 2
+            and (names == ("vocab", "embed") or key_names(path) in self._cast)
+        )
         gradients = jax.tree_util.tree_map_with_path(
-            self._sum_struct, *(part[0] for part in (self.abstract, self.shardings))
+            self._sum_struct, self.abstract[0], self.shardings[0]
         )
         on_all = replicated(mesh)
         losses = jax.tree.map(
@@ -356,7 +351,7 @@ class StageProgram:
         if key_names(path) in self._unreduced:
             shape.insert(-2, self.mesh.shape["data"])
             spec.insert(-2, "data")
-        layout = NamedSharding(self.mesh, PartitionSpec(*spec))
+        layout = NamedSharding(self.mesh, partition_spec(spec))
         return jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=layout)
 
     def _copies(self, trainable: Params) -> Params:
@@ -418,11 +413,8 @@ class StageProgram:
         outputs = jax.lax.with_sharding_constraint(
             outputs, {name: self.layouts[name] for name in outputs}
         )
-        return (
-            outputs,
-            Residuals.of(vjp, (trainable, frozen, batch, sums)),
-            add_losses(losses, part),
-        )
+        residuals = Residuals.of(vjp, (trainable, frozen, batch, sums))
+        return outputs, residuals, add_losses(losses, part)
 
     def _backward(
         self,
@@ -446,7 +438,7 @@ class StageProgram:
         """Split activations into those whose gradient is needed and the others."""
         trained = self.trained | {LOSS}
         differentiated = {name: x for name, x in activations.items() if name in trained}
-        return differentiated, {name: x for name, x in activations.items() if name not in trained}
+        return differentiated, {n: x for n, x in activations.items() if n not in trained}
 
 
 def zeros_like(structs: Params) -> Params:
@@ -455,6 +447,4 @@ def zeros_like(structs: Params) -> Params:
 
 
 def _add(sums: Params, gradients: Params) -> Params:
-    return jax.tree.map(
-        lambda total, gradient: total + gradient.astype(total.dtype), sums, gradients
-    )
+    return jax.tree.map(lambda total, new: total + new.astype(total.dtype), sums, gradients)

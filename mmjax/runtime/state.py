@@ -11,14 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from mmjax.config import Adafactor, Config, OptimizerConfig, Schedule
 from mmjax.config.model import rated_modules
 from mmjax.models.layer_stacks import Params, key_names, split_layers
 from mmjax.models.model import Model, merge, parameter_group, partition
 from mmjax.models.quantization import cast_frozen
-from mmjax.parallel.sharding import Axes, ShardingRules, replicated, spec_axes, tree_shardings
+from mmjax.parallel.sharding import (
+    Axes,
+    ShardingRules,
+    partition_spec,
+    replicated,
+    spec_axes,
+    tree_shardings,
+)
 from mmjax.runtime.moments import store_moments
 from mmjax.runtime.muon import scale_by_muon
 
@@ -260,7 +267,7 @@ def shardings_with_moments(
             spec = _over_data(spec, leaf.shape, mesh)
         moved = optimizer.offloads and like is not scalar
         return NamedSharding(
-            mesh, PartitionSpec(*spec), memory_kind="pinned_host" if moved else None
+            mesh, partition_spec(spec), memory_kind="pinned_host" if moved else None
         )
 
     return TrainState(

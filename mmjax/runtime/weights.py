@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from mmjax.config import LoraConfig, ModelConfig
-from mmjax.config.model import adapters_by_layer, lora_scale, stacked_towers, step_vaes, tower_key
+from mmjax.config import ModelConfig
+from mmjax.config.model import stacked_towers, step_vaes, tower_key
 from mmjax.config.towers import Quantization
 from mmjax.errors import UserError
 from mmjax.hf.families import layout_of
 from mmjax.hf.folder import DTYPES, HfFolder, split_entry
 from mmjax.hf.layout import TRANSPOSED, TensorNames, TensorSlice
 from mmjax.hf.vae import open_vae, read_vae
-from mmjax.hf.writing import Changed, NewTensor, rewrite_tensors
 from mmjax.models.layer_stacks import Params, named_layers
-from mmjax.models.model import ADAPTER_ATTRIBUTE, Model, module_of, parameter_group
-from mmjax.models.quantization import Quantized, dequantize, parameter_shapes, quantize
-from mmjax.runtime.checkpoint import SavedParameters
+from mmjax.models.model import Model, module_of, parameter_group
+from mmjax.models.quantization import Quantized, parameter_shapes, quantize
 
 Index = tuple[slice, ...]
 
@@ -69,8 +66,8 @@ def load_pretrained(model: Model, shardings: Params) -> Params:
                 "config.json does not describe its weights"
             )
         for names, layers in sources.items():
-            like = _get(model.abstract, names)
-            layout = _get(shardings, names)
+            like = leaf_at(model.abstract, names)
+            layout = leaf_at(shardings, names)
             parent = loaded
             for name in names[:-1]:
                 parent = parent.setdefault(name, {})
@@ -111,7 +108,7 @@ def _sources(
     for names, full_shape in parameter_shapes(model.abstract).items():
         if (module := parameter_group(names)) not in modules:
             continue  # from another folder, or an adapter
-        inside = names[1:] if names[0] == "llm" else names[2:]
+        inside = name_inside(names)
         paths = [inside]
         shape = full_shape
         # ("layers", "runs", "4:8", ..) is a stack of layers 4 to 7; ("layers", "runs", "4", ..) is
@@ -133,6 +130,8 @@ def _sources(
 
 def check_fits(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]) -> None:
     """Raise UserError where a tensor is missing, or its shape does not give our parameter's."""
+    # What is cut out of the tensor (rows, columns or groups), split into other axes (view), and put
+    # into our order must have the parameter's shape.
     have = folder.stored(part.key).shape
     cuts = [part.rows, part.columns][: len(have)]
     beyond = any(cut is not None and cut[1] > size for cut, size in zip(cuts, have, strict=False))
@@ -252,7 +251,7 @@ def _read_into(
             out[target] = chunk
 
 
-def _get(tree: Any, names: tuple[str, ...]) -> Any:
+def leaf_at(tree: Any, names: tuple[str, ...]) -> Any:
     for name in names:
         tree = tree[name]
     return tree
@@ -260,224 +259,7 @@ def _get(tree: Any, names: tuple[str, ...]) -> Any:
 
 Name = tuple[str, ...]
 
-GROUP_BYTES = 2**27  # of float32 parameters that are read from a checkpoint at once
 
-
-@dataclass(frozen=True)
-class Piece:
-    """A parameter, or one expert of it, that is a tensor of a Hugging Face checkpoint or a part of one."""
-
-    name: Name
-    part: TensorSlice
-    shape: tuple[int, ...]
-    expert: int | None = None
-
-
-@dataclass
-class Exporter:
-    """Converter of the parameters of one checkpoint of a run, read in groups to bound memory."""
-
-    model: ModelConfig
-    saved: SavedParameters
-    _loaded: dict[Name, np.ndarray] = field(default_factory=dict)
-
-    @cached_property
-    def shapes(self) -> dict[Name, tuple[int, ...]]:
-        """Return the shape of every parameter, of a quantised one that of the matrix."""
-        return parameter_shapes(self.saved.structs)
-
-    def names_of(self, modules: Sequence[str]) -> list[Name]:
-        """Return the parameters of these modules, without their adapters."""
-        return [
-            name
-            for name in self.shapes
-            if module_of(name) in modules and ADAPTER_ATTRIBUTE not in name[2:]
-        ]
-
-    def lora_of(self, name: Name) -> LoraConfig | None:
-        """Return the adapter config of a parameter, if it has one."""
-        return (
-            adapters_by_layer(self.model).get(linear_name(name)) if name[-1] == "weight" else None
-        )
-
-    def read(self, names: Sequence[Name]) -> None:
-        """Load these parameters with their adapters, in place of those loaded before."""
-        adapters = [
-            (*n[:-1], ADAPTER_ATTRIBUTE, factor)
-            for n in names
-            if self.lora_of(n)
-            for factor in ("a", "b")
-        ]
-        self._loaded = {}  # freed first: the old and the new are never in memory together
-        parts = [
-            (*name, part) for name in names if self.is_quantized(name) for part in Quantized._fields
-        ]
-        stored = self.saved.read([*names, *parts, *adapters])
-        for name in {path[:-1] for path in parts}:
-            matrix = Quantized._make(
-                jnp.asarray(stored.pop((*name, part))) for part in Quantized._fields
-            )
-            stored[name] = np.asarray(dequantize(matrix, jnp.float32))
-        self._loaded = stored
-
-    def is_quantized(self, name: Name) -> bool:
-        """Return whether a parameter is a quantised matrix."""
-        return isinstance(_get(self.saved.structs, name), dict)
-
-    def adapter(self, name: Name) -> tuple[np.ndarray, np.ndarray]:
-        """Return the factors a `[in, rank]` and b `[rank, out]` of a loaded parameter's adapter, float32."""
-        return tuple(
-            self._loaded[(*name[:-1], ADAPTER_ATTRIBUTE, factor)].astype(np.float32)
-            for factor in ("a", "b")
-        )
-
-    def merged(
-        self, name: Name, source: np.ndarray | None = None, expert: int | None = None
-    ) -> np.ndarray | None:
-        """Return a loaded parameter with its adapter added in float32; None where training has not changed `source`.
-
-        source: the tensor that it was initialised from. A frozen parameter was rounded to the
-        precision of the
-        computation: where it is still the rounded source, the source itself is used. What was
-        quantised is frozen, and adapters are added to what they were trained beside. expert: the
-        only one that counts.
-        """
-        value = self._loaded[name] if expert is None else self._loaded[name][expert]
-        lora = self.lora_of(name)
-        # By bits: NaN equals itself, and 0.0 is not -0.0.
-        same = source is not None and source.astype(value.dtype).tobytes() == value.tobytes()
-        if lora is None:
-            unchanged = same or (source is not None and self.is_quantized(name))
-            return None if unchanged else value
-        a, b = self.adapter(name)
-        change = lora_scale(lora) * (a @ b)
-        if same and not change.any():
-            return None
-        return (source if same else value).astype(np.float32) + change
-
-    # ---------------------------------------------------------------------------------------------
-    # a folder's layout
-
-    def rewrite(self, folder: HfFolder, modules: Sequence[str], out: Path) -> int:
-        """Copy a folder's tensor files with these modules as trained; return how many tensors changed."""
-        pieces = self.pieces(folder, modules)
-        files = sorted({stored.file for stored in folder.tensors.values()})
-        new = {file: self._changed(folder, file, pieces) for file in files}
-        return sum(
-            rewrite_tensors(folder, file, out / file.name, changed) for file, changed in new.items()
-        )
-
-    def pieces(self, folder: HfFolder, modules: Sequence[str]) -> dict[str, list[Piece]]:
-        """Return the parameters of these modules by the folder's tensor that they are, or are rows of."""
-        layout = layout_of(folder, self.model)
-        pieces = defaultdict(list)
-        for name in self.names_of(modules):
-            part = _part(layout.modules[module_of(name)], name, folder)
-            for number, (single, shape) in enumerate(part.split(self.shapes[name])):
-                check_fits(folder, single, shape)
-                piece = Piece(name, single, shape, number if part.experts else None)
-                pieces[split_entry(single.key)[0]].append(piece)
-        if "llm" in modules and self.model.llm.tied:
-            table, copy = (_part(layout.modules["llm"], n, folder) for n in (EMBEDDING, OUTPUT))
-            # Tied, but stored twice: the copies must stay equal.
-            if (
-                copy.key in folder.tensors
-                and folder.read(copy.key).tobytes() == folder.read(table.key).tobytes()
-            ):
-                pieces[copy.key].append(Piece(EMBEDDING, table, self.shapes[EMBEDDING]))
-        return pieces
-
-    def _changed(
-        self, folder: HfFolder, file: Path, pieces: Mapping[str, Sequence[Piece]]
-    ) -> Changed:
-        """Return a function that gives a file's new tensors in order, reading parameters in groups."""
-        keys = sorted(
-            (k for k in pieces if folder.stored(k).file == file),
-            key=lambda k: folder.stored(k).begin,
-        )
-        # By the first key of the group, at which all of its parameters are read.
-        groups: dict[str, set[Name]] = {}
-        first = ""
-        size = 0
-        for key in keys:
-            names = {name for piece in pieces[key] for name in self._read_with(piece)}
-            if first and names <= groups[first]:
-                continue
-            key_bytes = 4 * sum(math.prod(self.shapes[name]) for name in names)
-            if not first or size + key_bytes > GROUP_BYTES:
-                first = key
-                size = 0
-                groups[first] = set()
-            groups[first] |= names
-            size += key_bytes
-
-        def changed(key: str) -> np.ndarray | None:
-            if key not in pieces:
-                return None
-            if key in groups:
-                self.read(sorted(groups[key]))
-            return self.tensor(folder, key, pieces[key])
-
-        return changed
-
-    def _read_with(self, piece: Piece) -> list[Name]:
-        """Name the parameters that are read with a piece: a layer's experts take turns in a file, matrix by matrix."""
-        if piece.expert is None:
-            return [piece.name]
-        *experts, _, leaf = piece.name
-        return [
-            name
-            for part in ("gate", "up", "down")
-            if (name := (*experts, part, leaf)) in self.shapes
-        ]
-
-    def tensor(self, folder: HfFolder, key: str, pieces: Sequence[Piece]) -> np.ndarray | None:
-        """Return a tensor with its loaded parameters as trained; None where none of them has changed."""
-        tensor = folder.read(key)
-        changed = False
-        for piece in pieces:
-            source = piece.part.selected(tensor)
-            value = self.merged(piece.name, piece.part.from_hf(source, piece.shape), piece.expert)
-            if value is not None:
-                source[...] = piece.part.to_hf(value, source.shape)
-                changed = True
-        return tensor if changed else None
-
-    # ----------------------------------------------------------------------------------------------
-    # our layout
-
-    def own_layout(self, module: str) -> dict[str, NewTensor]:
-        """Return the tensors of a module that came from no folder, by our names inside it; matrices are [in, out]."""
-
-        def load(name: Name) -> np.ndarray:
-            self.read([name])
-            return self.merged(name)
-
-        return {
-            ".".join(_inside(name)): NewTensor("F32", self.shapes[name], lambda n=name: load(n))
-            for name in self.names_of([module])
-        }
-
-
-EMBEDDING = ("llm", "embed", "weight")
-OUTPUT = ("llm", "head", "table", "weight")
-
-
-def linear_name(name: Name) -> str:
-    """Return the name of a parameter's linear layer in patterns, with `*` for numbers."""
-    return ".".join(
-        [module_of(name), *("*" if part.isdigit() else part for part in _inside(name)[:-1])]
-    )
-
-
-def _inside(name: Name) -> Name:
+def name_inside(name: Name) -> Name:
     """Return a parameter's name inside its module."""
     return name[1:] if name[0] == "llm" else name[2:]
-
-
-def _part(parts: TensorNames, name: Name, folder: HfFolder) -> TensorSlice:
-    if (part := parts.find(_inside(name))) is None:
-        raise UserError(
-            f"{folder.path}: nothing there is {'.'.join(_inside(name))} of {module_of(name)}"
-        )
-    return part

@@ -19,7 +19,7 @@ from mmjax.disk import atomic_write, read_json_lines
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.inference.evaluation import Evaluator, evaluation_sources
-from mmjax.inference.prompts import BatchLimits
+from mmjax.inference.prompt_rows import BatchLimits
 from mmjax.inference.scores import Answered, Scores, exact_match_by_group
 from mmjax.planning.memory import ACTIVATION
 from mmjax.planning.remat import RunPlan

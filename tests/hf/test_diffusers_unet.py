@@ -22,10 +22,31 @@ from mmjax.config import UnetConfig
 from mmjax.errors import UserError
 from mmjax.hf.diffusers_folder import write_part
 from mmjax.hf.generators import generator_from_hf
-from mmjax.hf.unet import open_unet, parts, to_fields
+from mmjax.hf.unet import ATTENDING, ATTENDING_UP, CLASS, open_unet, parts
 from mmjax.models.unet import Unet
 
 Params = dict[tuple[str, ...], np.ndarray]
+
+
+def to_fields(config: UnetConfig) -> dict[str, Any]:
+    """Return the fields of a UNet's `config.json`."""
+    c = config
+    names = {attending: name for name, attending in ATTENDING.items()}
+    names_up = {attending: name for name, attending in ATTENDING_UP.items()}
+    return {
+        "_class_name": CLASS,
+        "in_channels": c.latents.channels,
+        "out_channels": c.latents.channels,
+        "sample_size": c.size[0] if c.size[0] == c.size[1] else list(c.size),
+        "block_out_channels": list(c.widths),
+        "down_block_types": [names[attending] for attending in c.attending],
+        "up_block_types": [names_up[attending] for attending in reversed(c.attending)],
+        "layers_per_block": c.blocks,
+        "norm_num_groups": c.groups,
+        "cross_attention_dim": c.condition_width,
+        "attention_head_dim": list(c.heads),
+        "use_linear_projection": c.linear_projections,
+    }
 
 
 def saved(folder: Path, fields: dict[str, Any], seed: int = 0) -> UNet2DConditionModel:

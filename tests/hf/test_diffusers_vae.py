@@ -13,10 +13,11 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from safetensors.numpy import load_file, save_file
+from vae_folder import write_vae
 
 from mmjax.config import VaeLatents
 from mmjax.errors import UserError
-from mmjax.hf.vae import open_vae, read_vae, vae_fingerprint, vae_latents, write_vae
+from mmjax.hf.vae import open_vae, read_vae, vae_fingerprint, vae_latents
 from mmjax.hub import DIFFUSERS_SINGLE
 from mmjax.models.vae import VaeModel
 from mmjax.runtime.vae import load_parameters, load_vae

@@ -24,7 +24,7 @@ from mmjax.config import SplitTiles
 from mmjax.data.media.preparations import split_tiles
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
-from mmjax.models.encoders import fractional_positions
+from mmjax.models.vision_encoder import fractional_positions
 
 VOCAB, IMAGE = 61, 60
 WHOLE = {

@@ -44,7 +44,8 @@ from mmjax.models.layer_stacks import plan_stacks
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.state import parameter_shardings
-from mmjax.runtime.weights import Exporter, load_pretrained
+from mmjax.runtime.trained_weights import Exporter
+from mmjax.runtime.weights import load_pretrained
 
 Path_ = tuple[str, ...]
 Tensors = dict[str, Any]  # by name

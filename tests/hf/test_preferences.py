@@ -37,7 +37,7 @@ from mmjax.config.validation import validate
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
-from mmjax.data.sources.answers import REFERENCE
+from mmjax.data.sources.answer_records import REFERENCE
 from mmjax.data.sources.opening import open_sources
 from mmjax.hf.families import frozen as with_frozen
 from mmjax.losses.dpo import CHOSEN, REJECTED

@@ -22,7 +22,8 @@ from mmjax.data.sources.opening import open_sources
 from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.errors import BadMedia, UserError
 from mmjax.inference.evaluation import Evaluator, evaluation_sources
-from mmjax.inference.prompts import BatchLimits, select_usable
+from mmjax.inference.prompt_rows import BatchLimits
+from mmjax.inference.prompts import select_usable
 from mmjax.inference.scores import exact_match_by_group
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh

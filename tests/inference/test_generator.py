@@ -18,7 +18,8 @@ from mmjax.config import Config, LoraConfig, MeshConfig
 from mmjax.config.loading import copy_config, load
 from mmjax.inference.evaluation import evaluation_sources
 from mmjax.inference.generator import Generator, Sampling
-from mmjax.inference.prompts import BatchLimits, QuestionPrompts, answer_tokens, decode_answer
+from mmjax.inference.prompt_rows import BatchLimits
+from mmjax.inference.prompts import QuestionPrompts, answer_tokens, decode_answer
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh
 from mmjax.runtime.device_batch import put_rows

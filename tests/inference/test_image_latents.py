@@ -16,7 +16,7 @@ from mmjax.data.plan.placement import Topology
 from mmjax.data.sources.opening import open_sources
 from mmjax.inference import image_sampler
 from mmjax.inference.image_sampler import ImageSampler, ImageSampling
-from mmjax.inference.prompts import PromptRows
+from mmjax.inference.prompt_rows import PromptRows
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 

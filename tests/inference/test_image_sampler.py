@@ -12,7 +12,8 @@ from mmjax.config import MeshConfig
 from mmjax.data.toy.drawing import drawings
 from mmjax.errors import UserError
 from mmjax.inference.image_sampler import ImageSampler, ImageSampling, contact_sheet
-from mmjax.inference.prompts import BatchLimits, Selection
+from mmjax.inference.prompt_rows import BatchLimits
+from mmjax.inference.prompts import Selection
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 

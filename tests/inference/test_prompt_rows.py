@@ -8,7 +8,8 @@ import pytest
 from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, VisionConfig
 from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import Item, Sample, SampleLengths, Text
-from mmjax.inference.prompts import BatchLimits, PromptRows, Selection, round_up_to_step
+from mmjax.inference.prompt_rows import BatchLimits, PromptRows, round_up_to_step
+from mmjax.inference.prompts import Selection
 
 MODEL = ModelConfig(
     DecoderConfig(1, 16, 2, 1, 8, 16, vocab=500),

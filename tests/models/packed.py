@@ -22,7 +22,8 @@ from mmjax.config.unit_stages import LayerRange
 from mmjax.models.decoder import logits_of
 from mmjax.models.layer_stacks import stack_layers, unstack_layers
 from mmjax.models.model import Model
-from mmjax.models.stage import HIDDEN, TABLE, Stage
+from mmjax.models.piece import HIDDEN, TABLE
+from mmjax.models.stage import Stage
 
 KIND = {"text": 1, "vision": 2, "audio": 4}
 VOCAB = 23

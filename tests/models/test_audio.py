@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from packed import build, pack, random_sample, tiny
 
-from mmjax.models.encoders import sinusoids, taps
+from mmjax.models.audio_encoder import sinusoids, taps
 
 
 def convolution(x, weight, stride):

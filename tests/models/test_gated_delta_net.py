@@ -27,9 +27,10 @@ from mmjax.kernels.masks import encoder_mask
 from mmjax.models import gated_delta_net
 from mmjax.models.gated_delta_net import GatedDeltaNet, gated_delta_rule
 from mmjax.models.kv_cache import KVCacheView
-from mmjax.models.layer_stacks import LayerStack, plan_stacks, unstack_layers
+from mmjax.models.layer_stacks import plan_stacks, unstack_layers
 from mmjax.models.layers import Context
 from mmjax.models.model import Model
+from mmjax.models.stack_scan import LayerStack
 from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh, rows_sharding
 from mmjax.runtime.state import parameter_shardings
 

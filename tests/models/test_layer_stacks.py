@@ -11,14 +11,9 @@ from jax.extend.core import jaxprs_in_params
 from packed import assert_trees_close, build, model_outputs, pack, random_sample, tiny, token_losses
 
 from mmjax.config import Remat
-from mmjax.models.layer_stacks import (
-    LayerStack,
-    plan_stacks,
-    split_scanned,
-    stack_layers,
-    unstack_layers,
-)
+from mmjax.models.layer_stacks import plan_stacks, split_scanned, stack_layers, unstack_layers
 from mmjax.models.model import Model
+from mmjax.models.stack_scan import LayerStack
 
 
 def test_runs_break_where_the_policy_changes_and_where_they_are_cut():

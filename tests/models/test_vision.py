@@ -6,7 +6,7 @@ import pytest
 from packed import build, pack, random_sample, tiny
 
 from mmjax.config import StretchedGrid
-from mmjax.models.encoders import interpolate_positions
+from mmjax.models.vision_encoder import interpolate_positions
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from mmjax.data.media.patches import item_input
 from mmjax.kernels.flash_attention import BlockPlan
 from mmjax.kernels.masks import MaskSpec, encoder_mask
 from mmjax.kernels.tiles import Tiles, tiles_for
-from mmjax.models.encoders import VisionEncoder
 from mmjax.models.layer_stacks import plan_stacks
 from mmjax.models.layers import Context
 from mmjax.models.rope import rotation_2d
+from mmjax.models.vision_encoder import VisionEncoder
 from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh, rows_sharding
 
 TOWER = VisionConfig(

@@ -17,7 +17,8 @@ from mmjax.disk import verify_checksum, with_checksum
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model
-from mmjax.models.stage import Piece, Stage
+from mmjax.models.piece import Piece
+from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.bit_sums import bit_sums, host_bit_sum
 from mmjax.runtime.checkpoint import (

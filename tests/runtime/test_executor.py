@@ -263,7 +263,7 @@ def assert_gradients_of_one_mesh(
     gradients = reduce(merge, (unstack_layers(jax.device_get(sums.gradients)) for sums in run.sums))
     difference, leaf = worst_leaf(gradients, unstack_layers(expected.gradients))
     assert difference <= tolerance, leaf
-    norm = pipeline._settle_gradients(run, weighed)[0].gradient_norm
+    norm = pipeline.settle(run, weighed)[0].gradient_norm
     np.testing.assert_allclose(norm, optax.tree.norm(expected.gradients), rtol=tolerance)
     losses = {
         tower: run.sums[n].losses

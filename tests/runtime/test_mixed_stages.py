@@ -19,7 +19,8 @@ from tiny_run import load_steps, one_shape
 from mmjax.config import Config, Layout
 from mmjax.data.plan.placement import Topology
 from mmjax.models.model import Model
-from mmjax.models.stage import Piece, Stage
+from mmjax.models.piece import Piece
+from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.executor import Executor
 from mmjax.runtime.passes import PlacedStage

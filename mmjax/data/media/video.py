@@ -126,13 +126,13 @@ def _frame_times(
     # the others.
     longest = (np.diff(times).max(initial=0) or 1 / float(header.rate) / unit) * unit
     if lacks - longest > max(MISSING_SHARE * header.frames, MISSING_FRAMES) / float(header.rate):
-        seconds = header.frames / float(header.rate)
+        duration = header.frames / float(header.rate)
         raise BadMedia(
-            f"truncated video: it ends {lacks:.1f} s before the {seconds:.1f} s of its header"
+            f"truncated video: it ends {lacks:.1f} s before the {duration:.1f} s of its header"
         )
-    due = times[0] + indices / float(header.rate) / unit
-    # The last frame that began by then. Half a tick: times are rounded to the time base.
-    return times[np.maximum(np.searchsorted(times, due + 0.5, side="right") - 1, 0)]
+    shown = times[0] + indices / float(header.rate) / unit
+    # Half a tick: times are rounded to the time base.
+    return times[np.maximum(np.searchsorted(times, shown + 0.5, side="right") - 1, 0)]
 
 
 def _frames_at(

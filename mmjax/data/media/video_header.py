@@ -55,11 +55,12 @@ def read_video_header(file: BinaryIO) -> tuple[int, int]:
     file.seek(0)
     if image_kind(start):
         height, width = read_image_size(file)
-        header = VideoHeader(1, height, width, rate=Fraction(0))
+        header = VideoHeader(frames=1, height=height, width=width, rate=Fraction(0))
     elif start.startswith(ZIP_START):
         with zip_frames(file) as frames:
             height, width = read_image_size(zip_frame(frames, 0))
-            header = VideoHeader(len(frames.filelist), height, width, rate=Fraction(0))
+            count = len(frames.filelist)
+            header = VideoHeader(frames=count, height=height, width=width, rate=Fraction(0))
     else:
         # By our own readers where they can tell, in a tenth of the time; else by FFmpeg.
         quick = _mp4_header(file) if start[4:8] == b"ftyp" else None

@@ -72,11 +72,11 @@ def runs_of(sample: Sample, item_tokens: Sequence[int], rules: MaskRules) -> lis
     runs = []
     for segment in sample.segments:
         if isinstance(segment, Text):
-            runs.append(Run(len(segment.tokens), *rules.text(segment.branch), 0))
+            kind, sees = rules.text(segment.branch)
+            runs.append(Run(len(segment.tokens), kind, sees, span=0))
         else:
-            runs.append(
-                Run(_tokens(segment, item_tokens), *rules.item(segment.encoder, segment.number + 1))
-            )
+            kind, sees, span = rules.item(segment.encoder, segment.number + 1)
+            runs.append(Run(_tokens(segment, item_tokens), kind, sees, span))
     if rules.items != "prefix":
         return runs
     return _with_prefix(runs, prefix_tokens(sample, [run.tokens for run in runs]))

@@ -14,14 +14,8 @@ from mmjax.data.sources.chat_records import ClipSpan, Record, Reference
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.sources.record_keys import is_absent
 from mmjax.data.storage.archives import MediaFolder, unbase64
-from mmjax.data.storage.files import (
-    AudioSegment,
-    FileRef,
-    FrameFiles,
-    InlineBytes,
-    hash_strings,
-    is_url,
-)
+from mmjax.data.storage.files import FileRef, InlineBytes, hash_strings, is_url
+from mmjax.data.storage.media_files import AudioSegment, FrameFiles
 
 
 class ChatFiles:

@@ -16,7 +16,7 @@ from mmjax.data.sample import (
     Message,
     split_markers,
 )
-from mmjax.data.sources.record_keys import FIELDS, READ, TRAINED, is_absent, unread_keys
+from mmjax.data.sources.record_keys import FIELDS, MEDIA, READ, TRAINED, is_absent, unread_keys
 
 KEYS: Mapping[Medium, tuple[str, ...]] = {
     "image": ("images", "image"),
@@ -188,13 +188,7 @@ def parse_question_record(record: Mapping[str, Any], question: str, answer: str)
     """Parse a question under one key, and its answer, or several right ones, under another. Raises BadSample."""
     media = {medium: listed_files(record, keys) for medium, keys in KEYS.items()}
     answers = value_of_one(record, (answer, f"{answer}s"))
-    read = {
-        question,
-        answer,
-        f"{answer}s",
-        "system",
-        *(key for keys in KEYS.values() for key in keys),
-    }
+    read = {question, answer, f"{answer}s", "system", *MEDIA}
     unread = unread_keys(record, "record", read)
     if record.get(question) is None:
         raise BadSample(f"has no {question}")
@@ -223,8 +217,7 @@ def messages_under(record: Mapping[str, Any], key: str, role: str) -> list[Any]:
 
 def media_beside(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a record names beside its messages: media, and a system message."""
-    keys = ("system", *(key for names in KEYS.values() for key in names))
-    return {key: record[key] for key in keys if record.get(key) is not None}
+    return {key: record[key] for key in ("system", *MEDIA) if record.get(key) is not None}
 
 
 def with_media_first(turns: Sequence[Any], media: Mapping[str, Any]) -> list[Any]:
@@ -235,7 +228,13 @@ def with_media_first(turns: Sequence[Any], media: Mapping[str, Any]) -> list[Any
     ]
     marked = any(MARKER.search(c) if isinstance(c, str) else _has_media(c) for c in contents)
     first = next(
-        (k for k, turn in enumerate(turns) if isinstance(turn, Mapping) and _is_users(turn)), None
+        (
+            number
+            for number, turn in enumerate(turns)
+            if isinstance(turn, Mapping)
+            and ROLES.get(str(turn.get("role", turn.get("from")))) == "user"
+        ),
+        None,
     )
     if not marks or marked or first is None:
         return list(turns)
@@ -257,10 +256,6 @@ def _has_media(content: Any) -> bool:
     return any(
         isinstance(part, Mapping) and part.get("type") in tuple(_PART_KEYS) for part in parts
     )
-
-
-def _is_users(turn: Mapping[str, Any]) -> bool:
-    return ROLES.get(str(turn.get("role", turn.get("from")))) == "user"
 
 
 def parse_manifest_line(record: Mapping[str, Any], prompt: str) -> Record:
@@ -366,11 +361,8 @@ def _weight(turn: Mapping[str, Any], role: str, number: int) -> float:
     key = present[0]
     value = turn[key]
     if key == "weight":
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 <= value <= MAX_WEIGHT
-        ):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= MAX_WEIGHT:
             raise BadSample(
                 f"message {number} has weight={value!r}; give a number from 0 to {MAX_WEIGHT:g}"
             )

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-import multiprocessing
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
-from mmjax.config import ChatFormat, DataConfig, MediaLimits
+from mmjax.config import DataConfig, MediaLimits
 from mmjax.data.media.patches import ItemModules
 from mmjax.data.sample import (
     PICTURE,
@@ -48,12 +45,17 @@ from mmjax.data.sources.processors import (
     text_tokens,
 )
 from mmjax.data.sources.sound import WithSound
-from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
-from mmjax.data.storage.files import Conversations, FileRef, Unreadable, hash_strings
-from mmjax.data.text.chat import Branching, Chat, outline_tokens, outlined_branches, outlined_sample
+from mmjax.data.sources.token_counts import (
+    Reopen,
+    TokenCounts,
+    content_hash,
+    count_text,
+)
+from mmjax.data.storage.files import FileRef, Unreadable
+from mmjax.data.text.chat import Chat
 from mmjax.data.text.chat_template import ASSISTANT
-from mmjax.data.text.load_chat import load_chat
-from mmjax.disk import append_json_lines, read_json_lines, remove_path
+from mmjax.data.text.conversation_tokens import outlined_branches, outlined_sample
+from mmjax.disk import append_json_lines, read_json_lines
 from mmjax.errors import BadMedia, UserError
 
 
@@ -138,141 +140,6 @@ class Quarantine:
         append_json_lines(self.path, (asdict(entry) for entry in new if entry not in written))
 
 
-# Opens the conversations in another process, so it must pickle; open files and locks do not.
-Reopen = Callable[[], Conversations]
-
-_VERSION = "7"
-_NAMES = ("tokens", "content", "codes", "outline", "bad", "reason")
-_CHUNK = 8192  # records that a killed run counts again, for each core
-_ALONE = 3 * _CHUNK  # records below which starting worker processes takes longer than counting
-
-
-@dataclass(frozen=True)
-class TokenCounts:
-    """Text tokens of all records of a data set."""
-
-    tokens: np.ndarray  # int32 [n]: of text, without media; 0 for a bad record
-    content: np.ndarray  # uint64 [n]: hash of each conversation; 0 for a bad record
-    codes: np.ndarray  # int32 [n]: codes of each record's outline
-    # int32 [c]: all of these, one record after the other, as `Chat.outlines` returns them
-    outline: np.ndarray
-    bad: np.ndarray  # int64 [b]: records whose text cannot be used, in order
-    reason: np.ndarray  # str [b]
-
-
-def open_token_counts(conversations: Conversations, chat: Chat, cache: Path) -> TokenCounts | None:
-    """Open the lengths that `count_text` cached for these records and this template; None if there are none."""
-    arrays = open_arrays_if_sound(_path(conversations, chat, cache), _NAMES)
-    return None if arrays is None else TokenCounts(**arrays)
-
-
-def count_text(
-    conversations: Conversations,
-    reopen: Reopen,
-    chat: Chat,
-    cache: Path,
-    progress: Progress = lambda done: None,
-) -> TokenCounts:
-    """Count the text tokens of all records. A killed run resumes where it was."""
-    if (known := open_token_counts(conversations, chat, cache)) is not None:
-        return known
-    path = _path(conversations, chat, cache)
-    # Each chunk is saved in a folder of its own until all are counted.
-    parts = path.with_suffix(".parts")
-    chunks = [
-        range(k, min(k + _CHUNK, len(conversations))) for k in range(0, len(conversations), _CHUNK)
-    ]
-    folders = {chunk: parts / f"{chunk.start}-{chunk.stop}" for chunk in chunks}
-    missing = [chunk for chunk in chunks if open_arrays_if_sound(folders[chunk], _NAMES) is None]
-    done = len(conversations) - sum(map(len, missing))
-    for chunk, lengths in _count_chunks(missing, conversations, reopen, chat):
-        save_arrays(folders[chunk], vars(lengths))
-        progress(done := done + len(chunk))
-    saved = [open_arrays(folders[chunk], _NAMES) for chunk in chunks]
-    joined = TokenCounts(
-        **{name: np.concatenate([part[name] for part in saved]) for name in _NAMES}
-    )
-    save_arrays(path, vars(joined))
-    remove_path(parts)
-    return joined
-
-
-def _count_chunks(
-    chunks: Sequence[range], conversations: Conversations, reopen: Reopen, chat: Chat
-) -> Iterator[tuple[range, TokenCounts]]:
-    cores = len(os.sched_getaffinity(0))
-    if cores == 1 or sum(map(len, chunks)) <= _ALONE:
-        yield from ((chunk, _lengths(chunk, conversations, chat)) for chunk in chunks)
-        return
-    # Spawned, since a fork copies JAX's locks but not the threads that would release them.
-    initializer = partial(_open_in_worker, reopen, chat.form, chat.branching)
-    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), initializer) as pool:
-        yield from zip(chunks, pool.map(_count_in_worker, chunks), strict=True)
-
-
-_opened: tuple[Conversations, Chat] | None = None  # in a worker process
-
-
-def _open_in_worker(reopen: Reopen, form: ChatFormat, branching: Branching | None) -> None:
-    global _opened
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core already
-    _opened = reopen(), replace(load_chat(form), branching=branching)
-
-
-def _count_in_worker(chunk: range) -> TokenCounts:
-    return _lengths(chunk, *_opened)
-
-
-def _lengths(chunk: range, conversations: Conversations, chat: Chat) -> TokenCounts:
-    tokens = np.zeros(len(chunk), np.int32)
-    content = np.zeros(len(chunk), np.uint64)
-    bad = {}  # reasons by index
-    readable = []  # indices
-
-    def read() -> Iterator[Conversation]:
-        for index in chunk:
-            try:
-                conversation = chat.read(conversations, index)
-            except BadSample as error:
-                bad[index] = str(error)
-                continue
-            readable.append(index)
-            content[index - chunk.start] = _content(conversation)
-            yield conversation
-
-    codes = np.zeros(len(chunk), np.int32)
-    outlines: list[int] = []
-    for position, outline in enumerate(chat.outlines(read())):
-        index = readable[position]
-        if isinstance(outline, BadSample):
-            bad[index] = str(outline)
-            content[index - chunk.start] = 0
-        else:
-            tokens[index - chunk.start] = outline_tokens(outline)
-            codes[index - chunk.start] = len(outline)
-            outlines += outline
-    indices = sorted(bad)
-    return TokenCounts(
-        tokens=tokens,
-        content=content,
-        codes=codes,
-        outline=np.array(outlines, np.int32),
-        bad=np.array(indices, np.int64),
-        reason=np.array([bad[k] for k in indices], np.str_),
-    )
-
-
-def _path(conversations: Conversations, chat: Chat, cache: Path) -> Path:
-    return cache / f"text-{hash_strings(conversations.fingerprint(), chat.fingerprint(), _VERSION)}"
-
-
-def _content(conversation: Conversation) -> int:
-    """Hash a conversation to 64 bits: its texts, weights and answers, and where its media stand."""
-    judged = "" if conversation.label is None else f"{conversation.label}"
-    encoded = f"{conversation!r}{judged}".encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
-
-
 def with_pictures(kinds: Sequence[str], conversation: Conversation) -> list[str]:
     """Tell images that a generator makes, the assistant's, from those that encoders see; the sound of videos stays."""
     roles = iter(
@@ -322,20 +189,14 @@ class ChatSource:
 
     def fingerprint(self) -> str:
         """Hash the records, the sizes of their media, the template, how media are prepared, and their limits."""
-        digest = hashlib.sha256()
-        for part in (
-            self.media_fingerprint(),
-            self.chat.fingerprint(),
-            repr(self._processors.encoders),
-        ):
-            digest.update(part.encode())
-        return digest.hexdigest()[:16]
+        encoders = repr(self._processors.encoders)
+        parts = self.media_fingerprint() + self.chat.fingerprint() + encoders
+        return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
     def media_fingerprint(self) -> str:
         """Hash the records, the sizes of their media, and their limits: all but how a model takes them."""
-        digest = hashlib.sha256()
-        for part in (self.conversations.fingerprint(), repr(self._limits)):
-            digest.update(part.encode())
+        records = self.conversations.fingerprint() + repr(self._limits)
+        digest = hashlib.sha256(records.encode())
         # Resized media change tokens, so that a batch of the same index would have another content.
         for array in (self._facts.start, self._facts.size, self._facts.bad):
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -381,12 +242,7 @@ class ChatSource:
 
     @cached_property
     def _text(self) -> TokenCounts:
-        known = open_token_counts(self.conversations, self.chat, self._cache)
-        return (
-            count_text(self.conversations, self._reopen, self.chat, self._cache)
-            if known is None
-            else known
-        )
+        return count_text(self.conversations, self._reopen, self.chat, self._cache)
 
     @cached_property
     def _bad(self) -> dict[int, str]:
@@ -466,7 +322,7 @@ class ChatSource:
         """Read a conversation. Raises UserError where it is not the one whose tokens were counted."""
         try:
             conversation = self.chat.read(self.conversations, index)
-            if index in self._bad or _content(conversation) == self._text.content[index]:
+            if index in self._bad or content_hash(conversation) == self._text.content[index]:
                 return conversation
         except BadSample as error:
             if isinstance(error, Unreadable) or index in self._bad:

@@ -13,7 +13,7 @@ from typing import Any
 from mmjax.config import Outside
 from mmjax.config.codec import did_you_mean
 from mmjax.data.sample import BadSample
-from mmjax.data.sources.answers import REFERENCE, parse_pair
+from mmjax.data.sources.answer_records import REFERENCE, parse_pair
 from mmjax.data.sources.chat_records import KEYS, Record, parse_chat, with_unread
 from mmjax.data.sources.record_keys import MEDIA, is_absent, unread_keys
 from mmjax.data.storage.files import file_inside, list_files
@@ -46,8 +46,16 @@ _ROLES = {  # tags of roles: what a record calls them by default, and the role
 # Keys of an entry that say where else the data lie, which does not matter where their files are
 # named.
 _ELSEWHERE = (
-    *("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"),
-    *("file_sha1", "subset", "folder", "load_from", "revision"),
+    "hf_hub_url",
+    "ms_hub_url",
+    "om_hub_url",
+    "script_url",
+    "cloud_file_name",
+    "file_sha1",
+    "subset",
+    "folder",
+    "load_from",
+    "revision",
 )
 _MAX_SAMPLES = 100_000_000
 _SPLIT = "train"  # the only one that LLaMA-Factory finds in a file

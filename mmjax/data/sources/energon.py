@@ -13,13 +13,7 @@ import yaml
 from mmjax.data.sample import BadSample, Split
 from mmjax.data.sources.json_records import load_json, unique_keys
 from mmjax.data.sources.webdataset_index import Member
-from mmjax.data.storage.files import (
-    MAX_TEXT,
-    check_bytes,
-    file_inside,
-    list_files,
-    one_line,
-)
+from mmjax.data.storage.files import MAX_TEXT, check_bytes, file_inside, list_files, one_line
 from mmjax.data.storage.spool import PIPE
 from mmjax.errors import UserError
 

@@ -32,17 +32,14 @@ from mmjax.data.sample import Files, Medium, Source, Split
 from mmjax.data.sources.answers import FORMS, parse_answers, with_loss
 from mmjax.data.sources.array_records import INDEX, ArrayRecords
 from mmjax.data.sources.chat_files import ChatFiles
-from mmjax.data.sources.chat_records import (
-    parse_chat,
-    parse_manifest_line,
-    parse_question_record,
-)
+from mmjax.data.sources.chat_records import parse_chat, parse_manifest_line, parse_question_record
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.csv_tables import TABLES, to_parquet
 from mmjax.data.sources.dataset_info import DatasetInfo
 from mmjax.data.sources.energon import list_shards
 from mmjax.data.sources.json_records import JsonRecords
-from mmjax.data.sources.parquet import COLUMNS, ParquetRecords, column_names
+from mmjax.data.sources.parquet import COLUMNS, ParquetRecords
+from mmjax.data.sources.parquet_files import column_names
 from mmjax.data.sources.webdataset import WebDatasetRecords
 from mmjax.data.storage.archives import ARCHIVES, COMPRESSED, MediaFolder
 from mmjax.data.storage.files import Conversations, is_url, list_files

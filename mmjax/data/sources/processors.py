@@ -40,7 +40,9 @@ from mmjax.data.sample import (
     TokenLayout,
 )
 from mmjax.data.sources.sound import Sound, interleave_sound
-from mmjax.data.storage.files import FileRef, FrameFiles
+from mmjax.data.storage.files import FileRef
+from mmjax.data.storage.media_files import FrameFiles
+from mmjax.data.text.conversation_tokens import OfMedia
 from mmjax.errors import BadMedia, UserError
 
 CACHED_SIZES = 1 << 16  # media whose items' sizes are cached
@@ -58,7 +60,7 @@ PROBES: dict[str, Probe] = {
 
 
 # Takes the encoder of each part of each medium, and the texts around its parts.
-Tokenize = Callable[[Sequence[Sequence[str]], Sequence[Sequence[str]]], Sample]
+Tokenize = Callable[[OfMedia, OfMedia], Sample]
 # Kind and header's size of each medium of a sample, where sound is read that of a video's behind
 # the video's.
 MediaSizes = Sequence[tuple[str, tuple[int, int]]]

@@ -41,6 +41,7 @@ from mmjax.data.sources.energon import (
     member_text,
     read_energon,
 )
+from mmjax.data.sources.record_keys import MEDIA as MEDIA_KEYS
 from mmjax.data.sources.webdataset_index import (
     MEDIA,
     NAMES,
@@ -53,10 +54,7 @@ from mmjax.data.sources.webdataset_index import (
 )
 from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.array_store import open_arrays
-from mmjax.data.storage.files import (
-    FileRef,
-    hash_strings,
-)
+from mmjax.data.storage.files import FileRef, hash_strings
 from mmjax.data.storage.spool import Spool, StreamFile, is_stream
 from mmjax.errors import UserError
 
@@ -124,13 +122,9 @@ class WebDatasetRecords:
             f"{os.path.basename(path)} {stamp}"
             for path, stamp in zip(self._paths, self._stamps, strict=True)
         ]
-        read = (
-            self._source.question,
-            self._source.answer,
-            self._source.prompt,
-            *self._fields,
-            *filter(None, (self._image,)),
-        )
+        source = self._source
+        image = (self._image,) if self._image else ()
+        read = (source.question, source.answer, source.prompt, *self._fields, *image)
         return hash_strings(VERSION, repr(read), *shards)
 
     def files(self) -> list[tuple[str, int]]:
@@ -222,11 +216,10 @@ class WebDatasetRecords:
             for medium in KEYS
             if (files := _in_order(record, medium, media.get(medium, [])))
         }
-        names = {name for keys in KEYS.values() for name in keys}
         if turns := next(
             (name for name in ("messages", "conversations") if record.get(name)), None
         ):
-            turn_record = {name: value for name, value in record.items() if name not in names}
+            turn_record = {name: value for name, value in record.items() if name not in MEDIA_KEYS}
             return parse_chat(
                 turn_record | {KEYS[medium][0]: files for medium, files in media.items()}, turns
             )
@@ -236,7 +229,7 @@ class WebDatasetRecords:
             raise BadSample(
                 f"has a .json with neither a conversation nor {key!r}; its keys: {keys}"
             )
-        read = {*names, self._source.question, key, f"{key}s"}
+        read = {*MEDIA_KEYS, self._source.question, key, f"{key}s"}
         beside = {name: value for name, value in record.items() if name not in read}
         return parse_question(
             record.get(self._source.question, self._source.prompt), answer, media, beside

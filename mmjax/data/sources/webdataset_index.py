@@ -18,7 +18,7 @@ import numpy as np
 
 from mmjax.data.media.decode import Probe
 from mmjax.data.sample import SOUND, BadSample, Medium
-from mmjax.data.sources.media_sizes import KnownFiles, describe_fault
+from mmjax.data.sources.known_files import KnownFiles, describe_fault
 from mmjax.data.sources.processors import PROBES
 from mmjax.data.storage.archives import ARCHIVE_FAULTS
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
@@ -199,6 +199,8 @@ def _index(
     read: Callable[[str, int, int], None] = lambda name, start, stop: None,
 ) -> dict[str, np.ndarray]:
     """Index a shard. read: is called with name, start and stop of each member, in order."""
+    # Of the members a.jpg, a.json, b.jpg: two samples, of members 0 and 1, and 2.
+    #   first 0 2 3   key a b   extension jpg json jpg   where (start, stop) of each member
     first: list[int] = []
     keys: list[bytes] = []
     where: list[tuple[int, int]] = []

@@ -8,9 +8,8 @@ import io
 import os
 import stat
 import time
-import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -18,18 +17,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 import fsspec
-import numpy as np
-import soundfile
 
-from mmjax.data.media.mp3 import decode_mp3, is_mp3, read_mp3_header
 from mmjax.data.sample import BadSample, Conversation
 from mmjax.disk import atomic_write
-from mmjax.errors import BadMedia, UserError
+from mmjax.errors import UserError
 
 HEAD = 4096  # bytes of the first read of a remote file; most headers are shorter
 MAX_BYTES = 1 << 29  # of one encoded file, also unpacked: a larger one is no image or clip
 MAX_TEXT = 1 << 26  # bytes of one record, or of a member with text
-_PIECE = 1 << 22  # bytes that are read at a time of what may be longer than it says
+PIECE = 1 << 22  # bytes that are read at a time of what may be longer than it says
 _ATTEMPTS = 4
 # What file systems call their tag or time of change: HTTP and S3, GCS, Azure, SFTP, the Hugging
 # Face Hub, ...
@@ -73,23 +69,6 @@ class FileRef(Protocol):
 
     def read(self) -> bytes:
         """Read all of it."""
-
-
-def state_of(stored: FileRef) -> str:
-    """Return the stamp of a file, of one of this machine with the time at which the system has last changed it.
-
-    No program can set that time back. But it changes with a file's name and permissions too, and
-    differs between copies, so that it serves for one start on one host.
-    """
-    if isinstance(stored, FrameFiles):
-        return hash_strings(*map(state_of, stored.files))
-    if isinstance(stored, ArchiveMember | AudioSegment):
-        return state_of(stored.file)
-    if not isinstance(stored, LocalFile):
-        return stored.stamp()
-    with _raise_unreadable(stored.name):
-        status = os.stat(stored.name)
-    return f"{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
 
 
 def check_unchanged(file: File, stamp: str) -> None:
@@ -159,7 +138,7 @@ class LocalFile:
     name: str  # its path
 
     def stamp(self) -> str:
-        with _raise_unreadable(self.name):
+        with raise_unreadable(self.name):
             status = os.stat(self.name)
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
             raise Unreadable(f"{self.name} is not a file")
@@ -167,17 +146,17 @@ class LocalFile:
 
     def open(self) -> BinaryIO:
         self.stamp()
-        with _raise_unreadable(self.name):
+        with raise_unreadable(self.name):
             return open(self.name, "rb")
 
     def read(self) -> bytes:
-        with self.open() as file, _raise_unreadable(self.name):
+        with self.open() as file, raise_unreadable(self.name):
             check_bytes(self.name, os.fstat(file.fileno()).st_size)
             return file.read()
 
     def range(self, start: int, stop: int) -> bytes:
         """Read bytes `start` to `stop` - 1."""
-        with self.open() as file, _raise_unreadable(self.name):
+        with self.open() as file, raise_unreadable(self.name):
             return os.pread(file.fileno(), stop - start, start)
 
 
@@ -277,10 +256,10 @@ class ArchiveMember:
         """Inflate piece by piece, to one byte beyond the size that the archive says at most."""
         inflate = zlib.decompressobj(-15)  # raw deflate, without zlib's header
         data = io.BytesIO()
-        for start in range(self.start, self.stop, _PIECE):
-            packed = self.file.range(start, min(start + _PIECE, self.stop))
+        for start in range(self.start, self.stop, PIECE):
+            packed = self.file.range(start, min(start + PIECE, self.stop))
             while packed and data.tell() <= self.size:
-                data.write(inflate.decompress(packed, min(_PIECE, self.size + 1 - data.tell())))
+                data.write(inflate.decompress(packed, min(PIECE, self.size + 1 - data.tell())))
                 packed = inflate.unconsumed_tail
         return data.getvalue()
 
@@ -288,7 +267,7 @@ class ArchiveMember:
 def read_bounded(file: Any, name: str, limit: int = MAX_BYTES) -> bytes:
     """Read a file to its end, piece by piece. Raises BadSample once it has more than `limit` bytes."""
     data = io.BytesIO()
-    while piece := file.read(_PIECE):
+    while piece := file.read(PIECE):
         data.write(piece)
         check_bytes(name, data.tell(), limit)
     return data.getvalue()  # which shares the buffer
@@ -308,7 +287,7 @@ class _RangeReader(io.RawIOBase):
         self._position = 0
         self._window = b""  # bytes from `_window_start` on
         self._window_start = 0
-        self._next_size = HEAD
+        self._next_size = HEAD  # bytes: 4 KB, 8 KB, ... up to 4 MB
 
     def readable(self) -> bool:
         return True
@@ -340,7 +319,7 @@ class _RangeReader(io.RawIOBase):
             stop = min(self._size, start + max(count, self._next_size))
             self._window = self._file.range(self._offset + start, self._offset + stop)
             self._window_start = start
-            self._next_size = min(2 * self._next_size, _PIECE)
+            self._next_size = min(2 * self._next_size, PIECE)
         data = self._window[start - self._window_start :][:count]
         buffer[: len(data)] = data
         self._position += len(data)
@@ -472,7 +451,7 @@ def retry(url: str, read: Callable[[], T]) -> T:
 
 
 @contextmanager
-def _raise_unreadable(path: str) -> Iterator[None]:
+def raise_unreadable(path: str) -> Iterator[None]:
     """Turn errors of the operating system into Unreadable."""
     try:
         yield
@@ -492,123 +471,3 @@ def one_line(error: Exception) -> str:
     """Describe an error in one line, for a message: libraries use several lines, or none."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split())[:200] or type(error).__name__
-
-
-_TOLERANCE = 0.02  # seconds; durations in manifests are rounded
-
-
-@dataclass(frozen=True)
-class AudioSegment:
-    """The `duration` seconds (None: to the end) of an encoded clip from `offset` on.
-
-    Name, stamp and header are the whole file's, so that the header is read once for all cuts of a
-    file.
-    """
-
-    file: FileRef
-    offset: float
-    duration: float | None
-
-    @property
-    def name(self) -> str:
-        return self.file.name
-
-    def stamp(self) -> str:
-        return self.file.stamp()
-
-    def open(self) -> BinaryIO:
-        return self.file.open()
-
-    def read(self) -> bytes:
-        """Return the file itself where this is all of it, else a WAV of the stretch with the same samples."""
-        encoded = self.file.read()
-        if is_mp3(encoded):
-            return self._cut_mp3(encoded)
-        try:
-            with soundfile.SoundFile(io.BytesIO(encoded)) as clip:
-                frames = self.frames(clip.frames, clip.samplerate)
-                if frames == clip.frames:
-                    return encoded
-                clip.seek(round(self.offset * clip.samplerate))
-                # The samples stay bit for bit: integers of at most 32 bits, or floats.
-                subtype = clip.subtype if soundfile.check_format("WAV", clip.subtype) else "FLOAT"
-                kind = "int32" if subtype.startswith("PCM") else "float64"
-                block = max(1, _PIECE // clip.channels)
-                sizes = (min(block, frames - start) for start in range(0, frames, block))
-                blocks = (clip.read(size, kind, always_2d=True) for size in sizes)
-                return self._wav(blocks, frames, clip.samplerate, clip.channels, subtype)
-        except (soundfile.LibsndfileError, RuntimeError) as error:
-            raise BadSample(f"{self.name} cannot be read: {one_line(error)}") from None
-
-    def _cut_mp3(self, encoded: bytes) -> bytes:
-        """Return the file itself, or a WAV of the stretch with its channels averaged, as they will be anyway."""
-        try:
-            total, rate = read_mp3_header(io.BytesIO(encoded))
-            if (frames := self.frames(total, rate)) == total:
-                return encoded
-            return self._wav(
-                decode_mp3(encoded, round(self.offset * rate), frames), frames, rate, 1, "FLOAT"
-            )
-        except BadMedia as error:
-            raise BadSample(f"{self.name} is a bad audio file: {error}") from None
-
-    def _wav(
-        self, blocks: Iterable[np.ndarray], frames: int, rate: int, channels: int, subtype: str
-    ) -> bytes:
-        file = io.BytesIO()
-        with soundfile.SoundFile(file, "w", rate, channels, subtype, format="WAV") as cut:
-            for block in blocks:
-                cut.write(block)
-                check_bytes(f"{self.name} from {self.offset} s", file.tell())
-            count = cut.frames
-        if count != frames:
-            raise BadSample(
-                f"{self.name} is truncated: {count} of {frames} frames from {self.offset} s"
-            )
-        return file.getvalue()
-
-    def frames(self, total: int, rate: int) -> int:
-        """Count the frames of this cut of a clip that has `total`. Raises BadSample where it reaches beyond the end."""
-        start = round(self.offset * rate)
-        if start >= total:
-            raise BadSample(
-                f"{self.name} has {total / rate:.2f} s; the clip is to start at {self.offset} s"
-            )
-        count = total - start if self.duration is None else round(self.duration * rate)
-        if count > total - start + _TOLERANCE * rate:
-            raise BadSample(
-                f"{self.name} has {total / rate:.2f} s; the clip is to last {self.duration} s from {self.offset} s"
-            )
-        # The original file is smaller and needs no decoding here.
-        is_all = start == 0 and abs(total - count) <= _TOLERANCE * rate
-        return total if is_all else max(1, min(count, total - start))
-
-
-@dataclass(frozen=True)
-class FrameFiles:
-    """A video as a list of image files in the order of time. Its header is that of its first image."""
-
-    files: tuple[FileRef, ...]
-
-    @property
-    def name(self) -> str:
-        return f"frames:{self.files[0].name}+{len(self.files) - 1}:{hash_strings(*(file.name for file in self.files))}"
-
-    def stamp(self) -> str:
-        return hash_strings(*(file.stamp() for file in self.files))
-
-    def open(self) -> BinaryIO:
-        return self.files[0].open()
-
-    def read(self) -> bytes:
-        """Return all images as one file: a ZIP that is not compressed."""
-        content = io.BytesIO()
-        with zipfile.ZipFile(content, "w") as archive:
-            for number, file in enumerate(self.files):
-                archive.writestr(f"{number:06d}", file.read())
-                check_bytes(self.name, content.tell())
-        return content.getvalue()
-
-    def counted(self, packed: int) -> int:
-        """Put the number of frames into the packed header of one image."""
-        return packed + (len(self.files) - 1 << 32)

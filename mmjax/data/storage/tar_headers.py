@@ -16,6 +16,8 @@ MAX_TAR_HEADER = 1 << 20  # bytes; extended ones hold long names
 _BLOCK = 512  # bytes
 _RECORD = 20 * _BLOCK  # bytes to a multiple of which writers fill a .tar up
 _CHECKSUM = slice(148, 156)
+# Bytes of a header: name 0, numbers 100, kind 156, name of a link's file 157, magic 257, and in
+# POSIX's the beginning of a longer name 345.
 _NUMBERS = {  # fields of every header
     "mode": slice(100, 108),
     "uid": slice(108, 116),

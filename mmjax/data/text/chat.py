@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from mmjax.config import ChatFormat, LossConfig, Placeholder
-from mmjax.data.sample import (
-    BadSample,
-    Conversation,
-    Item,
-    Medium,
-    Sample,
-    Text,
-)
+from mmjax.config import ChatFormat, Placeholder
+from mmjax.data.sample import BadSample, Conversation, Sample, Text
+from mmjax.data.text.branching import Branching, Records
 from mmjax.data.text.chat_template import (
     ASSISTANT,
     REASONING,
@@ -35,15 +28,17 @@ from mmjax.data.text.chat_template import (
     check_places,
     write_media,
 )
+from mmjax.data.text.conversation_tokens import (
+    BRANCH,
+    OfMedia,
+    Tokens,
+    number_items,
+    outline_tokens,
+)
 from mmjax.data.text.template_sandbox import BEGIN, END
 from mmjax.data.text.tokenizer import Encoded, Tokenizer
 from mmjax.errors import UserError
 
-# Codes in a conversation's outline, beside numbers of tokens, which are at least 0.
-TRAINED = -1  # the next token is the first that is trained on
-BRANCH = -2  # the next text is a branch of its own
-MEDIUM = -3  # a medium of the first kind of `_MEDIA`, and so on
-_MEDIA: tuple[Medium, ...] = ("image", "audio", "video")
 BATCH = 1024  # conversations that are tokenized at once
 # of their texts, unless one alone is longer; each takes up to 1.5 KB meanwhile
 BATCH_CHARACTERS = 1 << 18
@@ -51,76 +46,6 @@ PROMPT_END = 32  # tokens at the end of a prompt that are compared first
 PROMPT_ENDS = 1024  # cached tokenizations of such ends
 # Not allowed in a text: halves of UTF-16 surrogate pairs, and the marks around generated text.
 _NO_TEXT = re.compile(f"[\ud800-\udfff{BEGIN}{END}]")
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A conversation's tokens, one for each medium."""
-
-    ids: np.ndarray  # int32 [n]
-    weights: np.ndarray  # float32 [n]: above 0 where a token is trained on
-    media: np.ndarray  # int64 [m]: indices of the tokens that stand for media
-    kinds: tuple[str, ...]  # of these media
-    # not in `ids`: tokens that the tokenizer adds before and after
-    around: tuple[tuple[int, ...], tuple[int, ...]]
-
-    def outline(self) -> list[int]:
-        """List the tokens between media, as `Chat.outlines` does."""
-        prefix, suffix = map(len, self.around)
-        trained = int(np.argmax(self.weights > 0)) if self.weights.any() else -1
-        codes: list[int] = []
-        begin = -prefix
-        ends = [*zip(self.media.tolist(), self.kinds, strict=True), (len(self.ids) + suffix, None)]
-        for end, kind in ends:
-            if begin <= trained < end:
-                codes += [trained - begin, TRAINED]
-                begin = trained
-            codes.append(end - begin)
-            if kind is not None:
-                codes.append(MEDIUM - _MEDIA.index(kind))
-            begin = end + 1  # behind the medium's one token
-        return codes
-
-
-class Records(Protocol):
-    """Conversations of a data set by their numbers."""
-
-    def __len__(self) -> int: ...
-
-    def conversation(self, index: int) -> Conversation:
-        """Read a record. Raises BadSample."""
-
-
-@dataclass(frozen=True)
-class Branching(ABC):
-    """Turn a record's answers into branches of its sample, for the loss of such answers."""
-
-    loss: LossConfig
-
-    def read(self, records: Records, index: int) -> Conversation:
-        """Read a conversation, with what its sample needs of other records. Raises BadSample."""
-        return records.conversation(index)
-
-    @abstractmethod
-    def answered(self, conversation: Conversation) -> Sequence[Conversation]:
-        """Return the conversation once with each answer at its end; nothing where answers are tokens already.
-
-        Raises BadSample where it has no such answers.
-        """
-
-    @abstractmethod
-    def texts(
-        self,
-        conversation: Conversation,
-        answers: Sequence[tuple[np.ndarray, np.ndarray]],
-        vocab: int,
-    ) -> Sequence[Text]:
-        """Build the text of each branch, which begins with the prompt's last token, as it predicts the first of each.
-
-        answers: tokens and weights of each of those `answered`, from the prompt's last token on; of
-        the prompt alone where these are none. vocab: tokens of the tokenizer. Raises BadSample
-        where what the loss reads is missing.
-        """
 
 
 @dataclass(frozen=True)
@@ -145,8 +70,8 @@ class Chat:
     def sample(
         self,
         conversation: Conversation,
-        encoders: Sequence[Sequence[str]] = (),
-        texts: Sequence[Sequence[str]] = (),
+        encoders: OfMedia = (),
+        texts: OfMedia = (),
     ) -> Sample:
         """Tokenize a conversation for training: loss on assistant text and the end-of-turn token only.
 
@@ -160,20 +85,20 @@ class Chat:
         tokens, answers = self._branches(
             conversation, lines, [self.tokenizer.encode(line.text) for line in lines]
         )
-        items = _numbered(_kinds(conversation), encoders, texts)
+        items = number_items(_kinds(conversation), encoders, texts)
         if answers:
-            return Sample((*_sample(tokens, tokens.weights, items).segments, *answers))
+            return Sample((*tokens.sample(tokens.weights, items).segments, *answers))
         count = np.count_nonzero(tokens.weights)
         # With "sample" every sample counts alike, whatever its length; "square" lies between, as in
         # InternVL.
         share = {"token": 1.0, "sample": 1 / count, "square": count**-0.5}[self.form.loss_reduction]
-        return _sample(tokens, tokens.weights * np.float32(share), items)
+        return tokens.sample(tokens.weights * np.float32(share), items)
 
     def prompt(
         self,
         conversation: Conversation,
-        encoders: Sequence[Sequence[str]] = (),
-        texts: Sequence[Sequence[str]] = (),
+        encoders: OfMedia = (),
+        texts: OfMedia = (),
     ) -> Sample:
         """Tokenize a conversation that ends with a question, up to where the answer begins. All weights are 0.
 
@@ -181,11 +106,8 @@ class Chat:
         """
         line = self._prompt_line(conversation, texts, encoders)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
-        return _sample(
-            tokens,
-            np.zeros(len(tokens.ids), np.float32),
-            _numbered(_kinds(conversation), encoders, texts),
-        )
+        items = number_items(_kinds(conversation), encoders, texts)
+        return tokens.sample(np.zeros(len(tokens.ids), np.float32), items)
 
     def read(self, records: Records, index: int) -> Conversation:
         """Read a conversation, with what its sample needs of other records. Raises BadSample."""
@@ -221,9 +143,8 @@ class Chat:
         for conversation in conversations:
             lines = _or_bad(self._lines, conversation)
             batch.append((conversation, lines))
-            characters += (
-                0 if isinstance(lines, BadSample) else sum(len(line.text) for line in lines)
-            )
+            if not isinstance(lines, BadSample):
+                characters += sum(len(line.text) for line in lines)
             if len(batch) >= BATCH or characters >= BATCH_CHARACTERS:
                 counts += self._counts(batch)
                 batch, characters = [], 0
@@ -274,8 +195,8 @@ class Chat:
     def _lines(
         self,
         conversation: Conversation,
-        texts: Sequence[Sequence[str]] = (),
-        encoders: Sequence[Sequence[str]] = (),
+        texts: OfMedia = (),
+        encoders: OfMedia = (),
     ) -> list[TokenizerInput]:
         """Render the texts to tokenize: the conversation, or the prompt with each answer, or alone."""
         if self.branching is not None:
@@ -291,8 +212,8 @@ class Chat:
     def _prompt_line(
         self,
         conversation: Conversation,
-        texts: Sequence[Sequence[str]],
-        encoders: Sequence[Sequence[str]],
+        texts: OfMedia,
+        encoders: OfMedia,
     ) -> TokenizerInput:
         """Render a conversation that ends with a question, up to where the answer begins."""
         if not conversation.messages or conversation.messages[-1].role == ASSISTANT:
@@ -303,8 +224,8 @@ class Chat:
     def _line(
         self,
         conversation: Conversation,
-        texts: Sequence[Sequence[str]] = (),
-        encoders: Sequence[Sequence[str]] = (),
+        texts: OfMedia = (),
+        encoders: OfMedia = (),
         last_only: bool = False,
     ) -> TokenizerInput:
         """Render the text to tokenize, with the characters of the answers that are trained on."""
@@ -358,12 +279,12 @@ class Chat:
         self,
         rendered: RenderedChat,
         conversation: Conversation,
-        texts: Sequence[Sequence[str]],
-        encoders: Sequence[Sequence[str]],
+        texts: OfMedia,
+        encoders: OfMedia,
     ) -> TokenizerInput:
         # The template's placeholders become tokens, and must be as many as the conversation's
         # media.
-        kinds = [medium.kind for medium in conversation.media()]
+        kinds = _kinds(conversation)
         kind_of = {p.written: kind for kind, p in self.placeholders.items()}
         check_places([kind_of[match[0]] for match in self.written.finditer(rendered.text)], kinds)
         by_kind = {
@@ -435,11 +356,7 @@ class Chat:
         A token that straddles the boundary of an answer is trained on if any of its characters
         inside the answer is not white space.
         """
-        media = (
-            np.flatnonzero(np.isin(encoded.ids, list(self.token.values())))
-            if self.token
-            else np.empty(0, np.int64)
-        )
+        media = np.flatnonzero(np.isin(encoded.ids, list(self.token.values())))
         if len(media) != len(line.media):
             raise BadSample(f"its tokens have {len(media)} places for {len(line.media)} media")
         # Multimodal processors tokenize with special tokens, except where the template has written
@@ -527,77 +444,5 @@ def _or_bad(function: Any, *arguments: Any) -> Any:
         return bad
 
 
-def _sample(tokens: Tokens, weights: np.ndarray, items: dict[str, Iterator[list[Item]]]) -> Sample:
-    """Put text and items in order; `items` iterates over the items of each medium, by kind."""
-    prefix, suffix = tokens.around
-    ids = np.concatenate([np.array(prefix, np.int32), tokens.ids, np.array(suffix, np.int32)])
-    weights = np.pad(weights, (len(prefix), len(suffix)))
-    segments: list[Text | Item] = []
-    begin = 0
-    for end, kind in zip(
-        [*(tokens.media + len(prefix)), len(ids)], [*tokens.kinds, None], strict=True
-    ):
-        if begin < end:
-            segments.append(Text(ids[begin:end], weights[begin:end]))
-        if kind is not None:
-            segments += next(items[kind])
-        begin = end + 1  # behind the medium's one token
-    return Sample(tuple(segments))
-
-
 def _kinds(conversation: Conversation) -> list[str]:
     return [medium.kind for medium in conversation.media()]
-
-
-def outline_tokens(codes: Sequence[int]) -> int:
-    """Count the text tokens of an outline."""
-    return sum(code for code in codes if code > 0)
-
-
-def outlined_branches(codes: Sequence[int]) -> tuple[int, ...]:
-    """List the tokens of each branch of an outline."""
-    begin = codes.index(BRANCH) if BRANCH in codes else len(codes)
-    return tuple(code for code in codes[begin:] if code > 0)
-
-
-def outlined_sample(
-    codes: Sequence[int], kinds: Sequence[str], encoders: Sequence[Sequence[str]]
-) -> Sample:
-    """Make a sample of a conversation's outline: as many tokens, all of them 0, as `Chat.sample` has.
-
-    kinds: of the conversation's media in order. encoders: as in `Chat.sample`. Weights tell the
-    first token that is trained on.
-    """
-    items = _numbered(kinds, encoders)
-    segments: list[Text | Item] = []
-    branch = trained = 0
-    for code in codes:
-        if code <= MEDIUM:
-            segments += next(items[_MEDIA[MEDIUM - code]])
-        elif code > 0:
-            weights = np.zeros(code, np.float32)
-            weights[:1] = trained
-            segments.append(Text(np.zeros(code, np.int32), weights, branch))
-        trained = int(code == TRAINED)
-        branch += code == BRANCH
-    return Sample(tuple(segments))
-
-
-def _numbered(
-    kinds: Sequence[str], encoders: Sequence[Sequence[str]], texts: Sequence[Sequence[str]] = ()
-) -> dict[str, Iterator[list[Item]]]:
-    """Iterate by kind over the parts of each medium, numbered in the conversation's order (a template's may differ).
-
-    A medium with texts around its parts has a place for each of them.
-    """
-    if len(kinds) != len(encoders):
-        raise BadSample(f"it has {len(kinds)} places for media, and {len(encoders)} media")
-    items: dict[str, list[list[Item]]] = {kind: [] for kind in kinds}
-    number = 0
-    for kind, names, around in zip(kinds, encoders, texts or [()] * len(kinds), strict=True):
-        if not names:
-            raise BadSample(f"its medium {len(items[kind])} of the kind {kind} has no items")
-        placed = [Item(name, number + i) for i, name in enumerate(names)]
-        items[kind] += [[item] for item in placed] if around else [placed]
-        number += len(names)
-    return {kind: iter(items_of_kind) for kind, items_of_kind in items.items()}

@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from mmjax.config import ChatFormat, Placeholder
-from mmjax.data.sample import (
-    BadSample,
-    Conversation,
-    Medium,
-    Message,
-)
+from mmjax.data.sample import BadSample, Conversation, Medium, Message
 from mmjax.data.text.chat import Chat
 from mmjax.data.text.chat_template import (
     ASSISTANT,

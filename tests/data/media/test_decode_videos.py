@@ -21,7 +21,8 @@ from mmjax.data.media.matroska import read_matroska_header
 from mmjax.data.media.preparations import sample_video
 from mmjax.data.media.video import decode_video
 from mmjax.data.media.video_header import read_video_header
-from mmjax.data.storage.files import FrameFiles, LocalFile
+from mmjax.data.storage.files import LocalFile
+from mmjax.data.storage.media_files import FrameFiles
 from mmjax.errors import BadMedia
 
 EVERY = UniformVideo(frames=6, size=())

@@ -13,7 +13,8 @@ import soundfile
 
 from mmjax.data.media.decode_clips import decode_clip
 from mmjax.data.media.mp3 import read_mp3_header
-from mmjax.data.storage.files import AudioSegment, InlineBytes
+from mmjax.data.storage.files import InlineBytes
+from mmjax.data.storage.media_files import AudioSegment
 from mmjax.errors import BadMedia
 
 COMPLAINT = re.compile(r"error|warning|note:|illegal|skipped|giving up", re.IGNORECASE)

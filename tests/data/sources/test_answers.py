@@ -19,10 +19,12 @@ from mmjax.config.losses import Dpo, Grpo, Kto, Orpo, takes_answers
 from mmjax.config.sources import DatasetInfoSource, PreferenceSource
 from mmjax.data.plan.attended_pairs import MaskRules, runs_of
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message, Rollout, Text
-from mmjax.data.sources.answers import parse_judged, parse_preference, parse_rollouts, with_loss
+from mmjax.data.sources.answer_records import parse_judged, parse_preference, parse_rollouts
+from mmjax.data.sources.answers import with_loss
 from mmjax.data.sources.array_records import from_header, to_header
 from mmjax.data.sources.opening import open_conversations, source_of
-from mmjax.data.text.chat import Chat, outlined_branches, outlined_sample
+from mmjax.data.text.chat import Chat
+from mmjax.data.text.conversation_tokens import outlined_branches, outlined_sample
 from mmjax.data.text.load_chat import load_chat
 
 IMAGE = MediaPlace("image")

@@ -277,10 +277,10 @@ from typing import Any
 sys.path[:0] = {path!r}
 from files_made import image_size
 from mmjax.config import LlavaSource
-from mmjax.data.sources import media_sizes
+from mmjax.data.sources import known_files, media_sizes
 from mmjax.data.sources.opening import open_conversations
 
-media_sizes._SECONDS, media_sizes._CHUNK = 0.0, 20
+known_files._SECONDS, media_sizes._CHUNK = 0.0, 20
 folder = Path({folder!r})
 
 def slow(file):

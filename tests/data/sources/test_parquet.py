@@ -13,7 +13,7 @@ from files_made import clip, picture, served, write
 
 from mmjax.config import ParquetSource
 from mmjax.data.sample import BadSample, MediaPlace
-from mmjax.data.sources import parquet as parquet_source
+from mmjax.data.sources import parquet_files as parquet_source
 from mmjax.data.sources.chat_records import MAX_CHARACTERS
 from mmjax.data.sources.opening import open_conversations
 from mmjax.data.sources.parquet_pages import measure_chunk

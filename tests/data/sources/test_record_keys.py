@@ -12,7 +12,8 @@ from files_made import asked, lines
 
 from mmjax.config import LlavaSource
 from mmjax.data.sample import BadSample
-from mmjax.data.sources.answers import FORMS, KEYS, parse_preference, parse_rollouts
+from mmjax.data.sources.answer_records import KEYS, parse_preference, parse_rollouts
+from mmjax.data.sources.answers import FORMS
 from mmjax.data.sources.chat_files import resolve_reference
 from mmjax.data.sources.chat_records import (
     Record,

@@ -11,9 +11,9 @@ from llava_folder import save_tokenizer
 
 from mmjax.config import ChatFormat, LlavaSource, Placeholder
 from mmjax.data.sample import BadSample
-from mmjax.data.sources import chat_source
-from mmjax.data.sources.chat_source import count_text, open_token_counts
+from mmjax.data.sources import token_counts
 from mmjax.data.sources.opening import open_conversations
+from mmjax.data.sources.token_counts import count_text, open_token_counts
 from mmjax.data.text.load_chat import load_chat
 
 COUNT = 300
@@ -37,7 +37,7 @@ def reopen(tmp_path):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chat_source, "_CHUNK", 64)
+    monkeypatch.setattr(token_counts, "_CHUNK", 64)
 
 
 def test_each_record_has_the_tokens_that_its_conversation_has_or_its_reason(reopen, chat, tmp_path):
@@ -53,8 +53,8 @@ def test_each_record_has_the_tokens_that_its_conversation_has_or_its_reason(reop
 
 def test_on_all_cores_it_is_what_one_counts_alone(reopen, chat, tmp_path, monkeypatch):
     alone = count_text(reopen(), reopen, chat, tmp_path / "alone")
-    monkeypatch.setattr(chat_source, "_ALONE", 0)
-    monkeypatch.setattr(chat_source.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(token_counts, "_ALONE", 0)
+    monkeypatch.setattr(token_counts.os, "sched_getaffinity", lambda pid: {0, 1})
     told = []
     shared = count_text(reopen(), reopen, chat, tmp_path / "shared", told.append)
     assert told == [64, 128, 192, 256, 300]
@@ -81,7 +81,7 @@ def test_what_was_counted_is_kept_and_a_killed_count_goes_on(reopen, chat, tmp_p
     kept = open_token_counts(reopen(), chat, tmp_path)
     np.testing.assert_array_equal(kept.tokens, whole.tokens)
     assert len(kept.tokens) == COUNT
-    monkeypatch.setattr(chat_source, "_lengths", None)
+    monkeypatch.setattr(token_counts, "_lengths", None)
     count_text(reopen(), reopen, chat, tmp_path)
     assert [p.suffix for p in tmp_path.iterdir() if p.name.startswith("text-")] == [""]
 

@@ -32,7 +32,7 @@ from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.media_sizes import read_facts
 from mmjax.data.sources.opening import open_conversations
 from mmjax.data.sources.processors import PROBES, text_tokens
-from mmjax.data.storage.files import FrameFiles
+from mmjax.data.storage.media_files import FrameFiles
 from mmjax.data.text.load_chat import load_chat
 from mmjax.errors import UserError
 
