@@ -7,7 +7,9 @@ import importlib
 
 import pytest
 
-MODULES = ["mmjax.balance.exchange", "mmjax.balance.parts"]
+MODULES = [
+    f"mmjax.balance.{name}" for name in ("exchange", "level", "parts", "token_blocks", "vector_lpt")
+]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -181,9 +181,9 @@ def plan_condition_exchange(
     queries at 11, has . 10 11 12. Both are on rank 0 and made in rows of one image on rank 1, to
     which chunks of 8 are sent:
 
-        sent by rank 0        3 4 5 6 . 10 11 12
-        found by rank 1       0 1 2 3   row 0
-                              . 5 6 7   row 1
+        sent by rank 0 to rank 1       3 4 5 6 . 10 11 12
+        found by rank 1 in row 0       0 1 2 3
+                           row 1               4  5  6  7
     """
     peers = plan.topology.peers
     width = plan.shape.widths[module - 1]

@@ -7,7 +7,7 @@ from made import AUDIO, VISION
 
 from mmjax.config import UnetConfig
 from mmjax.data.media.patches import positions_per_token
-from mmjax.data.plan.length_index import index_of_lengths, interleaved_corpus
+from mmjax.data.plan.length_files import index_of_lengths, interleaved_corpus
 
 ENCODERS = {"vision": VISION, "audio": AUDIO}
 
