@@ -100,7 +100,7 @@ class Columns:
         first = row[self.load.start[samples]] - self.rows.start[LLM]
         return first // self.rows.per_column[LLM]
 
-    def lay_out(self, chosen: np.ndarray, row: np.ndarray) -> None:
+    def place(self, chosen: np.ndarray, row: np.ndarray) -> None:
         """Assign samples to blocks of columns, then columns, by all modules; then parts to rows. Writes row."""
         cost = self.load.total[chosen].astype(np.float64)
         capacity = self.rows.length * self.rows.per_column
@@ -177,6 +177,12 @@ def sort_columns(seconds: np.ndarray) -> np.ndarray:
     Ranks meet in every microbatch, so that one long sample in each of them costs its time in each.
     seconds: float64 `[J, C, M]`, of columns. Returns the place of each column among all; its own
     where nothing is gained.
+
+        microbatch 0   4 1    the fullest of each, 4 + 3, become 4 + 2    4 3
+        microbatch 1   3 2                                                1 2
+
+    >>> sort_columns(np.array([[[4.0], [1.0]], [[3.0], [2.0]]])).tolist()
+    [0, 2, 1, 3]
     """
     microbatches, columns, _ = seconds.shape
     best = np.arange(microbatches * columns)

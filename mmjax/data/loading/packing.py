@@ -346,7 +346,7 @@ def _pack_text(
             continue
         span = slice(plan.offset[part], plan.offset[part] + plan.length[part])
         with _reading(reader, sample, unreadable):
-            places = [_place(plan, layout, item, sent) for item in range(part + 1, end)]
+            places = [_item_slots(plan, layout, item, sent) for item in range(part + 1, end)]
             if layout.axes:
                 places = _with_grids(places, layout, reader.facts(sample))
             contents = reader.sample(sample)
@@ -379,7 +379,7 @@ def _item_offsets(sample: Sample, layout: BatchLayout, places: Sequence[ItemSlot
     return offsets
 
 
-def _place(
+def _item_slots(
     plan: MicrobatchPlan, layout: BatchLayout, part: int, sent: dict[str, Sent]
 ) -> ItemSlots:
     encoder = list(layout.modules)[int(plan.module[part]) - 1]

@@ -303,27 +303,16 @@ class Placer:
 
     def _nearest_rows(self, inputs: _Inputs) -> np.ndarray:
         """Renumber grouping's rows of encoders so that most of what they hold is with its sample."""
-        row = inputs.row
-        ranks = self.topology.ranks
-        if ranks == 1:  # where all rows are
-            return row
-        from scipy.optimize import linear_sum_assignment  # a quarter of a second
-
-        nearest = row.copy()
-        home_rank = self._ranks(inputs, row)[inputs.llm][inputs.parts.sample()]
-        for k, rows_per_rank in enumerate(self.rows[1:], start=1):
+        nearest = inputs.row.copy()
+        home_rank = self._ranks(inputs, inputs.row)[inputs.llm][inputs.parts.sample()]
+        for k, rows in enumerate(self.rows[1:], start=1):
             items = np.flatnonzero(inputs.parts.module == k)
-            # With 2 rows on each rank, columns 2 and 3 of the assignment both stand for rank 1.
-            at_home = np.zeros((ranks * rows_per_rank, ranks), np.int64)
-            np.add.at(at_home, (row[items], home_rank[items]), inputs.tokens[items])
-            # Rows are only renumbered, so the fit that grouping found stays; what changes is which
-            # rank has them.
-            old_row, new_row = linear_sum_assignment(
-                np.repeat(at_home, rows_per_rank, axis=1), maximize=True
+            nearest[items] = _renumber_rows(
+                inputs.row[items],
+                home_rank[items],
+                inputs.tokens[items],
+                np.repeat(np.arange(self.topology.ranks), rows),
             )
-            renumbered = np.empty(ranks * rows_per_rank, np.int32)
-            renumbered[old_row] = new_row
-            nearest[items] = renumbered[row[items]]
         return nearest
 
     def _ranks(self, inputs: _Inputs, row: np.ndarray) -> np.ndarray:
@@ -395,3 +384,28 @@ class Placer:
             topology=self.topology,
             unbalanced_row=unbalanced_row,
         )
+
+
+def _renumber_rows(
+    row: np.ndarray, home_rank: np.ndarray, tokens: np.ndarray, rank_of_row: np.ndarray
+) -> np.ndarray:
+    """Give full rows to ranks so that most of their tokens are on the rank of their sample: the row of each item.
+
+    row, home_rank, tokens: int `[m]`, of items. rank_of_row: int `[rows]`. The rows are only
+    numbered anew, so the fit that grouping found stays:
+
+        row 0   5 tokens of rank 1                       becomes row 1
+        row 1   3 tokens of rank 0, 1 token of rank 1    becomes row 0
+
+    >>> one_row_each = np.array([0, 1])
+    >>> _renumber_rows(np.array([0, 1, 1]), np.array([1, 0, 1]), np.array([5, 3, 1]), one_row_each)
+    array([1, 0, 0], dtype=int32)
+    """
+    from scipy.optimize import linear_sum_assignment  # a quarter of a second
+
+    at_home = np.zeros((len(rank_of_row), rank_of_row[-1] + 1), np.int64)
+    np.add.at(at_home, (row, home_rank), tokens)
+    old_row, new_row = linear_sum_assignment(at_home[:, rank_of_row], maximize=True)
+    renumbered = np.empty(len(rank_of_row), np.int32)
+    renumbered[old_row] = new_row
+    return renumbered[row]

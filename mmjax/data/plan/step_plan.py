@@ -51,7 +51,7 @@ class RankLayout:
         ]
 
 
-def lay_out(
+def choose_layout(
     grouper: StepGrouper,
     config: Config,
     topology: Topology,
@@ -302,7 +302,7 @@ def make_planner(
     """Make the planner of a mixture of sources on these ranks, and the layout that it plans for.
 
     budget: that of the run, default: made from the index and the config. max_steps: as in
-    `lay_out`. Raises UserError like `make_budget`.
+    `choose_layout`. Raises UserError like `make_budget`.
     """
     budget = make_budget(index, config, weights) if budget is None else budget
     grouper = StepGrouper(
@@ -315,7 +315,7 @@ def make_planner(
         due=segment.read_due(),
         epochs_before=segment.epochs,
     )
-    layout = lay_out(grouper, config, topology, max_steps=max_steps)
+    layout = choose_layout(grouper, config, topology, max_steps=max_steps)
     return make_step_planner(grouper, config, layout), layout
 
 

@@ -8,7 +8,14 @@ import importlib
 import pytest
 
 MODULES = [
-    f"mmjax.balance.{name}" for name in ("exchange", "level", "parts", "token_blocks", "vector_lpt")
+    "mmjax.balance.exchange",
+    "mmjax.balance.level",
+    "mmjax.balance.pack_columns",
+    "mmjax.balance.parts",
+    "mmjax.balance.token_blocks",
+    "mmjax.balance.vector_lpt",
+    "mmjax.data.plan.placement",
+    "mmjax.data.plan.placer",
 ]
 
 
