@@ -273,13 +273,6 @@ def build_index(
         [[0], np.cumsum([len(s) for s in sources.values()], dtype=np.int64)]
     )
     windows = _windows(sources)
-    file_start = [
-        first + np.cumsum([0, *(count for _, count in source.files())])[:-1]
-        for first, source, window in zip(
-            source_start.tolist(), sources.values(), windows, strict=False
-        )
-        if window
-    ]
     return LengthIndex(
         source_name=np.array(list(sources), np.str_),
         source_start=source_start,
@@ -298,8 +291,22 @@ def build_index(
         bad=np.array(list(bad), np.int64),
         reason=np.array(list(bad.values()), np.str_),
         window=np.array(windows, np.int64),
-        file_start=np.concatenate([np.zeros(0, np.int64), *file_start]),
+        file_start=_file_starts(sources, source_start, windows),
     )
+
+
+def _file_starts(
+    sources: Mapping[str, Source], source_start: np.ndarray, windows: Sequence[int]
+) -> np.ndarray:
+    """Return the first sample of each file of the sources that are read in order, int64 `[f]`."""
+    starts = [
+        first + np.cumsum([0, *(count for _, count in source.files())])[:-1]
+        for first, source, window in zip(
+            source_start.tolist(), sources.values(), windows, strict=False
+        )
+        if window
+    ]
+    return np.concatenate([np.zeros(0, np.int64), *starts])
 
 
 def _sample_pairs(

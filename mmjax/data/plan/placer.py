@@ -49,7 +49,7 @@ class _Inputs(NamedTuple):
         return self.parts.sample_start[:-1]
 
 
-class Placed(NamedTuple):
+class _Placed(NamedTuple):
     """A way to place one microbatch. row: int32 `[p]`. needs: int64 `[modules + encoders]`, fullest rows and widths."""
 
     row: np.ndarray
@@ -140,7 +140,7 @@ class Placer:
     # -------------------------------------------------------------------------------------------
     # ways to place a group
 
-    def _ways(self, inputs: _Inputs, widths: Sequence[Sequence[int]]) -> Iterator[list[Placed]]:
+    def _ways(self, inputs: _Inputs, widths: Sequence[Sequence[int]]) -> Iterator[list[_Placed]]:
         """Yield ways to place these parts: those that the balance asks for, then others for where these do not fit."""
         topology = self.topology
         yield self._balanced(inputs, widths)
@@ -151,7 +151,7 @@ class Placer:
         if len(inputs.parts) == 1 and topology.peers > 1:
             yield [self._spread(inputs)]
 
-    def _balanced(self, inputs: _Inputs, widths: Sequence[Sequence[int]]) -> list[Placed]:
+    def _balanced(self, inputs: _Inputs, widths: Sequence[Sequence[int]]) -> list[_Placed]:
         ranks = self.topology.ranks
         in_order = self._sample_ranks(inputs)
         columns = self.in_columns and inputs.row is not None
@@ -176,7 +176,7 @@ class Placer:
             return ranks_in_order(len(inputs.parts), self.topology.ranks)
         return inputs.row[inputs.llm] // np.int32(self.rows[LLM])
 
-    def _in_order(self, inputs: _Inputs, sample_rank: np.ndarray) -> Placed:
+    def _in_order(self, inputs: _Inputs, sample_rank: np.ndarray) -> _Placed:
         """Place samples on these ranks, in the rows of grouping; items on the rank of their sample."""
         home_rank = sample_rank[inputs.parts.sample()]
         if inputs.row is None:
@@ -190,7 +190,7 @@ class Placer:
         )
         return self._in_rows(inputs, row)
 
-    def _place_phases(self, inputs: _Inputs, plan: PhasePlan) -> Placed:
+    def _place_phases(self, inputs: _Inputs, plan: PhasePlan) -> _Placed:
         rank = np.empty(len(inputs.tokens), np.int32)
         rank[inputs.llm] = plan.sample_rank
         # Parts are in CSR order, items in that of `Costs`: both go sample by sample, so they line
@@ -200,7 +200,7 @@ class Placer:
             inputs, self._level_apart(inputs, rank) if self._apart else rank
         )
 
-    def _place_on_ranks(self, inputs: _Inputs, rank: np.ndarray) -> Placed:
+    def _place_on_ranks(self, inputs: _Inputs, rank: np.ndarray) -> _Placed:
         """Place parts on these ranks `[p]`, in the rows of each as evenly as longest first makes it."""
         if max(self.rows) == 1:
             return self._in_rows(inputs, rank)
@@ -208,7 +208,7 @@ class Placer:
             inputs, to_rows(inputs.parts.module, inputs.parts.length, rank, np.array(self.rows))[0]
         )
 
-    def _level(self, inputs: _Inputs, placed: Placed, shape: Shape) -> Placed:
+    def _level(self, inputs: _Inputs, placed: _Placed, shape: Shape) -> _Placed:
         """Exchange samples between ranks so that their attention is as equal as can be in rows of this shape."""
         settled = self.in_columns and inputs.row is not None  # grouping has levelled the columns
         if self.prices is None or settled or isinstance(self.balance, NoBalance) or self._apart:
@@ -265,7 +265,7 @@ class Placer:
             )
         return levelled
 
-    def _spread(self, inputs: _Inputs) -> Placed:
+    def _spread(self, inputs: _Inputs) -> _Placed:
         """Place one sample on the first rank, its items over all peers."""
         # Encoders' rows of all peers, the LLM's of the first rank alone.
         rows = np.array(self.rows) * self.topology.peers
@@ -275,7 +275,7 @@ class Placer:
             inputs, to_rows(inputs.parts.module, inputs.parts.length, group, rows)[0]
         )
 
-    def _in_rows(self, inputs: _Inputs, row: np.ndarray) -> Placed:
+    def _in_rows(self, inputs: _Inputs, row: np.ndarray) -> _Placed:
         parts = inputs.parts
         ranks = self.topology.ranks
         modules = len(self.rows)
@@ -299,7 +299,7 @@ class Placer:
                 inputs.tokens[items],
                 ranks * context,
             )
-        return Placed(row, np.concatenate([used.max(1), width]))
+        return _Placed(row, np.concatenate([used.max(1), width]))
 
     def _nearest_rows(self, inputs: _Inputs) -> np.ndarray:
         """Renumber grouping's rows of encoders so that most of what they hold is with its sample."""
@@ -321,7 +321,7 @@ class Placer:
     # ----------------------------------------------------------------------------------------------
     # shapes
 
-    def _shape(self, placed: Placed) -> tuple[bool, int] | None:
+    def _shape(self, placed: _Placed) -> tuple[bool, int] | None:
         """Find the cheapest shape that holds this: whether it sends nothing but padding for an encoder, and its number.
 
         One that does is chosen only where no other shape holds it.
@@ -358,7 +358,7 @@ class Placer:
         )
 
     def _plan(
-        self, samples: np.ndarray, inputs: _Inputs, placed: Placed, shape: Shape
+        self, samples: np.ndarray, inputs: _Inputs, placed: _Placed, shape: Shape
     ) -> MicrobatchPlan:
         """Lay out every row's parts one after the other, in the order of the samples."""
         parts = inputs.parts
