@@ -27,14 +27,13 @@ from mmjax.config.codec import key_of
 from mmjax.config.loading import config_of_words, config_parameters, copy_config, load
 from mmjax.config.other_names import parse_words
 from mmjax.console import print_lines
-from mmjax.data.plan.length_index import (
-    LengthIndex,
-    build_index,
+from mmjax.data.plan.length_files import (
     index_of_lengths,
     interleaved_corpus,
     omni_corpus,
     read_lengths,
 )
+from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import (

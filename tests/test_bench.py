@@ -10,7 +10,7 @@ from commands import run
 from mmjax import bench
 from mmjax.benchmarks.corpora import visual_corpus
 from mmjax.data.plan import step_plan
-from mmjax.data.plan.length_index import omni_corpus
+from mmjax.data.plan.length_files import omni_corpus
 
 
 def rows(capsys, *words: str) -> list[dict]:

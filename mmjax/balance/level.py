@@ -1,11 +1,10 @@
 """Level attention between columns whose rows are filled: exchanges of samples that leave every row within its length.
 
 Rows are computed with their padding, so that equally long rows take equally long however full they
-are, but for
-attention: its pairs grow with the square of a sample's length. One long sample is exchanged for
-several short ones of about as many positions. Positions are a limit here, and pairs are what is
-made equal: to add both up as one cost would fill rows unevenly, and the fullest one decides how
-long all are.
+are, but for attention: its pairs grow with the square of a sample's length. One long sample is
+exchanged for several short ones of about as many positions. Positions are a limit here, and pairs
+are what is made equal: to add both up as one cost would fill rows unevenly, and the fullest one
+decides how long all are.
 
 A column is what one rank computes at a time: rows of every module of a microbatch, with all parts
 of its samples.
@@ -52,6 +51,17 @@ def level(
     is. rows: int64 `[M]`, of a column. length: int64 `[M]`, of a row. Where a column has several
     rows, its parts fit them longest first to the emptiest. Deterministic; `column` itself is
     returned where nothing is gained.
+
+    One sample of 8 tokens, with 64 pairs, is exchanged for four of 2, with 4 pairs each:
+
+        column 0   8 8               128 pairs   becomes   8 2 2 2 2    80 pairs
+        column 1   2 2 2 2 2 2 2 2    32 pairs             8 2 2 2 2    80 pairs
+
+    >>> length = np.array([8, 8, 2, 2, 2, 2, 2, 2, 2, 2])
+    >>> parts = Parts(np.arange(11), np.zeros(10, np.int32), length, length**2)
+    >>> one_row, of_16, price = np.array([1]), np.array([16]), Prices(np.ones(1), np.ones(1))
+    >>> level(parts, np.array([0, 0] + [1] * 8), 2, one_row, of_16, price).tolist()
+    [1, 0, 0, 0, 0, 0, 1, 1, 1, 1]
     """
     modules = len(rows)
     if columns < 2 or len(column) == 0 or not prices.pair.any():
@@ -68,26 +78,19 @@ def level(
     )
     if not len(phases):
         return column
-    total = (
-        np.rint(np.bincount(flat, parts.length, len(fixed) * modules))
-        .astype(np.int64)
-        .reshape(-1, modules)
-    )
-    chosen = np.ascontiguousarray(seconds[:, phases])
+    total = np.rint(np.bincount(flat, parts.length, len(fixed) * modules)).astype(np.int64)
     levelled = unit_column.copy()
     units = _Units(
-        total=total,
-        seconds=chosen,
+        total=total.reshape(-1, modules),
+        seconds=np.ascontiguousarray(seconds[:, phases]),
         fixed=fixed,
         start=start,
         module=parts.module,
         length=parts.length,
     )
     _exchange_all(units, rows, length, goal, enough, columns, levelled)
-    old_fullest, new_fullest = (
-        _loads(chosen, c, columns).max(0).sum() for c in (unit_column, levelled)
-    )
-    return levelled[unit] if new_fullest < old_fullest else column
+    before, after = (_loads(units.seconds, c, columns).max(0) for c in (unit_column, levelled))
+    return levelled[unit] if after.sum() < before.sum() else column
 
 
 def _units(start: np.ndarray, column: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -135,7 +138,7 @@ def _goals(
 
 
 class _Units(NamedTuple):
-    """Hold what is exchanged as a whole: samples, or parts of a sample that lies in several columns."""
+    """Samples, which are exchanged as a whole; or parts of one that lies in several columns, which stay."""
 
     total: np.ndarray  # int64 [u, M] positions
     seconds: np.ndarray  # float64 [u, phases]
@@ -266,7 +269,6 @@ def _best_exchange(state, heavy, phase, lightest, goal, visited):
     chosen = np.empty(_MOST, np.int64)
     used = np.empty(places, np.bool_)
     missing = np.empty(state.units.total.shape[1], np.int64)
-    # of the partner's samples, side by side
     size = np.empty((places, state.units.total.shape[1]), np.int64)
     partners = min(_WORST_PARTNERS if visited < _WORST else _PARTNERS, columns)
     # Others begin further on each, or all would exchange with the same few.
@@ -401,7 +403,13 @@ def _do(state, heavy, exchange, rows, length, column):
     light = exchange.partner
     s = state.sample[heavy, exchange.place]
     in_return = state.sample[light][exchange.in_return]
-    _swap(state, s, heavy, in_return, light, column)
+    _take(state, s, heavy)
+    for y in in_return:
+        _take(state, y, light)
+        _put(state, y, heavy)
+        column[y] = heavy
+    _put(state, s, light)
+    column[s] = light
     if rows.max() == 1 or (
         _rows_hold(state.sample[heavy, : state.count[heavy]], state.units, rows, length)
         and _rows_hold(state.sample[light, : state.count[light]], state.units, rows, length)
@@ -416,17 +424,6 @@ def _do(state, heavy, exchange, rows, length, column):
         _put(state, y, light)
         column[y] = light
     return False
-
-
-@njit(cache=True)
-def _swap(state, s, heavy, in_return, light, column):
-    _take(state, s, heavy)
-    for y in in_return:
-        _take(state, y, light)
-        _put(state, y, heavy)
-        column[y] = heavy
-    _put(state, s, light)
-    column[s] = light
 
 
 @njit(cache=True)

@@ -72,7 +72,6 @@ class Packing:
     step: np.ndarray
     row: np.ndarray
     waited: np.ndarray
-    n_steps: int
 
 
 def pack(
@@ -107,8 +106,8 @@ def pack(
             f"sample {order[np.argmax(too_large)]} does not fit the rows of an empty {where}"
         )
     chunk.pack(steps)
-    leveled = columns > 1 and chunk.columns.prices is not None
-    if leveled:
+    levelled = columns > 1 and chunk.columns.prices is not None
+    if levelled:
         chunk.columns.level(chunk.microbatch, chunk.row)
 
     # Where there are more microbatches than planned, a step's are those from ceil(step * all /
@@ -119,7 +118,7 @@ def pack(
     # back.
     joined = chunk.latest - longest_wait * microbatches
     # Microbatches are dealt to steps evenly, the surplus ones as far apart as can be.
-    if leveled:
+    if levelled:
         step_of = np.arange(chunk.current) * steps // total
         chunk.microbatch = chunk.columns.deal(step_of, chunk.microbatch, chunk.row)
     in_step = chunk.microbatch * steps // total
@@ -136,7 +135,7 @@ def pack(
     # step.
     first = within[owner] * budgets.rows[chunk.load.module] - chunk.rows.start[chunk.load.module]
     row[parts.of_samples(order)] = first + chunk.row
-    return Packing(step, row, waited, steps if len(order) else 0)
+    return Packing(step, row, waited)
 
 
 def count_steps(parts: Parts, budgets: Budgets, microbatches: int = 1, columns: int = 1) -> int:
@@ -357,7 +356,9 @@ class _Chunk:
         chosen = choose(queue, head, old, limit, self.load, room, oldest_first, last)
         # If even without the samples that were taken out a row is too full, the head of next-fit is
         # sure to fit.
-        if not self._lay_out(chosen, room) and not eject(chosen, head, self.load, self.rows, room):
+        if not self._place_in_rows(chosen, room) and not eject(
+            chosen, head, self.load, self.rows, room
+        ):
             self._take_head(chosen, head, room, goal)
         if (
             self.waiting and limit and not self.inside[queue].any()
@@ -383,12 +384,12 @@ class _Chunk:
         for sample in chosen[head:]:
             place(sample, self.load, self.rows, room)
 
-    def _lay_out(self, chosen: np.ndarray, room: Room) -> bool:
+    def _place_in_rows(self, chosen: np.ndarray, room: Room) -> bool:
         """Lay the parts of these samples in rows as evenly as exchanges make it; return whether all fit."""
         # With columns a sample's parts stay together, so samples are placed; else each module's
         # parts by themselves.
         if self.columns.count > 1:
-            self.columns.lay_out(chosen, room.row)
+            self.columns.place(chosen, room.row)
         else:
             for k, length in enumerate(self.rows.length):
                 part, _ = parts_in(chosen, self.load, k)

@@ -6,7 +6,6 @@ A column is an equal part of the rows of every module, and holds all parts of it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,7 @@ from mmjax.balance.node_deal import by_leading_encoder, deal_evenly, node_means
 from mmjax.balance.pack_kernels import parts_in
 from mmjax.balance.pack_queue import Load, Rows
 from mmjax.balance.parts import LLM, Parts
-from mmjax.balance.vector_lpt import balance, balance_nodes
+from mmjax.balance.vector_lpt import balance
 from mmjax.balance.waits import Prices
 
 # about so many samples, of at most so many columns, are exchanged among themselves
@@ -101,7 +100,7 @@ class Columns:
         first = row[self.load.start[samples]] - self.rows.start[LLM]
         return first // self.rows.per_column[LLM]
 
-    def lay_out(self, chosen: np.ndarray, row: np.ndarray) -> None:
+    def place(self, chosen: np.ndarray, row: np.ndarray) -> None:
         """Assign samples to blocks of columns, then columns, by all modules; then parts to rows. Writes row."""
         cost = self.load.total[chosen].astype(np.float64)
         capacity = self.rows.length * self.rows.per_column
@@ -122,20 +121,10 @@ class Columns:
         # Relative to a column's mean load; below 1 nobody could stay.
         ceiling = np.maximum((capacity - spare) / mean, 1.0)
         column = np.zeros(len(chosen), np.int32)
-        reached = balance_nodes(cost, order, start, size, mean, ceiling, 0.0, column)
-        for b in np.flatnonzero(~reached):
+        for b in range(len(size)):
             in_block = order[start[b] : start[b + 1]]
-            relative = cost[in_block] / mean[b]
-            holds = capacity / mean[b]
-            # Where one long sample leaves a column no room for others that fill it, and none has
-            # room to spare, no weight of encoders helps. Samples have to go, fewest where the LLM
-            # counts most.
-            hopeless = holds[LLM] < 1 + _NO_ROOM and relative[:, LLM].max() > _LONG_SAMPLE
-            weights = (
-                _ENCODER_WEIGHTS[-1:] if hopeless and not self.all_weights else _ENCODER_WEIGHTS
-            )
-            column[in_block] = self._less_even(
-                relative, column[in_block], int(size[b]), ceiling[b], holds, weights
+            column[in_block] = self._place_in_block(
+                cost[in_block] / mean[b], int(size[b]), ceiling[b], capacity / mean[b]
             )
         part, owner = parts_in(chosen, self.load, -1)
         module = self.load.module[part]
@@ -145,29 +134,31 @@ class Columns:
             in_module, _ = to_rows(module, self.load.length[part], group, self.rows.per_column)
         row[part] = self.rows.start[module] + in_module
 
-    def _less_even(
-        self,
-        relative: np.ndarray,
-        column: np.ndarray,
-        columns: int,
-        ceiling: np.ndarray,
-        capacity: np.ndarray,
-        weights: Sequence[float],
+    def _place_in_block(
+        self, relative: np.ndarray, columns: int, ceiling: np.ndarray, capacity: np.ndarray
     ) -> np.ndarray:
-        """Choose the column of each sample where encoders may be less equal: a long text leaves them no room.
+        """Choose the column of each sample of a block, int64 `[n]`. All are relative to a column's mean load.
 
-        column: that of each where encoders weigh as much as the LLM.
+        Where a long text leaves encoders no room, these may be less equal. relative: `[n, M]`.
+        ceiling, capacity: `[M]`, what a column should have at most, and what it can hold.
         """
+        # Kernels run over samples inside phases, so a phase's costs lie side by side.
+        cost = np.ascontiguousarray(relative.T)
+        every = np.arange(len(relative))
+        weight = np.ones(len(cost))
+        column, load = balance(cost, every, np.ones(columns), weight, ceiling, ceiling)
+        if np.all(load <= ceiling[:, None]):
+            return column
 
         def excess_of(load: np.ndarray) -> float:
             return float(np.maximum(load - np.maximum(capacity, 1.0)[:, None], 0).sum())
 
-        # Kernels run over samples inside phases, so a phase's costs lie side by side.
-        cost = np.ascontiguousarray(relative.T)
-        every = np.arange(len(relative))
+        # Where one long sample leaves a column no room for others that fill it, and none has room
+        # to spare, no weight of encoders helps. Samples have to go, fewest where the LLM counts
+        # most.
+        hopeless = capacity[LLM] < 1 + _NO_ROOM and relative[:, LLM].max() > _LONG_SAMPLE
         min_excess = excess_of(np.stack([np.bincount(column, phase, columns) for phase in cost]))
-        weight = np.ones(len(cost))
-        for encoders in weights:
+        for encoders in _ENCODER_WEIGHTS[-1 if hopeless and not self.all_weights else 0 :]:
             if min_excess <= _ROUNDING:
                 break
             # The LLM's rows stay the strictest, while encoders' unevenness is charged less and
@@ -186,6 +177,12 @@ def sort_columns(seconds: np.ndarray) -> np.ndarray:
     Ranks meet in every microbatch, so that one long sample in each of them costs its time in each.
     seconds: float64 `[J, C, M]`, of columns. Returns the place of each column among all; its own
     where nothing is gained.
+
+        microbatch 0   4 1    the fullest of each, 4 + 3, become 4 + 2    4 3
+        microbatch 1   3 2                                                1 2
+
+    >>> sort_columns(np.array([[[4.0], [1.0]], [[3.0], [2.0]]])).tolist()
+    [0, 2, 1, 3]
     """
     microbatches, columns, _ = seconds.shape
     best = np.arange(microbatches * columns)

@@ -23,7 +23,7 @@ from mmjax.balance.vector_lpt import ALL_ALIKE, LLM_FIRST, even_everywhere, long
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a step's samples and their items, in any unit; one for all phases, or times come by `PlanGoals.share`.
+    """Costs of a step's samples and their items, in any unit, one for all phases.
 
     sample: float64 `[n, phases]`, phase 0 is the LLM, an encoder's column is the sum of its items.
     item_sample: int64 `[m]`; item_phase: int32 `[m]`, 1 and on; item_cost: float64 `[m]`.
@@ -69,21 +69,6 @@ class Costs:
         """Return the number of phases: the LLM and the encoders."""
         return self.sample.shape[1]
 
-    def take(self, samples: np.ndarray) -> tuple[Costs, np.ndarray]:
-        """Select these samples, in this order; return also the indices of their items, int64 `[k]`."""
-        # Old sample number -> new one; -1 for samples that are not selected.
-        number = np.full(len(self), -1, np.int64)
-        number[samples] = np.arange(len(samples))
-        items = np.flatnonzero(number[self.item_sample] >= 0)
-        costs = Costs(
-            sample=self.sample[samples],
-            item_sample=number[self.item_sample[items]],
-            item_phase=self.item_phase[items],
-            item_cost=self.item_cost[items],
-            item_tokens=self.item_tokens[items],
-        )
-        return costs, items
-
 
 def costs_of(
     llm_cost: np.ndarray,
@@ -115,31 +100,18 @@ def costs_of(
 # ranks that samples are placed on longest first, before they are exchanged between all ranks
 _BLOCK = 8
 _ROUNDING = 1e-6  # of a number of units
+# an encoder's phase whose fullest rank has this share more than the least possible is good enough;
+# of the LLM's, three quarters of it
+_TOLERANCE = 0.001
+# what it costs, as a part of the step's time, to send as many tokens between ranks as the encoders
+# make
+EXCHANGE = 0.01
+MIN_GAIN = 0.002  # of the step's time, that a plan must save to be worth leaving the start
 _WORTH_MOVING = 0.004  # of the step's time, that an exchange of an encoder's outputs must save
 # of the step's time, that ranks may wait before samples are also placed without putting the LLM
 # first
 _POOR = 0.1
 _LLM_LATER = 0.05  # of the step's time, that must be saved for that
-
-
-@dataclass(frozen=True)
-class PlanGoals:
-    """Goals of a joint plan.
-
-    tolerance: an encoder's phase whose fullest rank has this share more than the least possible is
-    good enough; of the LLM's, three quarters of it.
-    exchange: what it costs, as a part of the step's time, to send as many tokens between ranks as
-    the encoders make.
-    min_gain: a plan that saves no more than this part of the step's time is not worth leaving the
-    start.
-    share: float64 `[phases]`, each phase's part of the step's time when ranks are equal; default:
-    its part of all cost.
-    """
-
-    tolerance: float = 0.001
-    exchange: float = 0.01
-    min_gain: float = 0.002
-    share: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -199,7 +171,6 @@ def place_jointly(
     ranks_per_node: int | None = None,
     widths: Sequence[Sequence[int]] | None = None,
     start: np.ndarray | None = None,
-    goals: PlanGoals | None = None,
 ) -> PhasePlan:
     """Place samples by all costs at once, the LLM's first, over all ranks; move items within their node if needed.
 
@@ -209,7 +180,6 @@ def place_jointly(
     default: nothing moves. All nodes have the same width. start: int32 `[n]`, kept where the plan
     gains too little. Raises ValueError. In place of OrchMLLM sections 5 and 6.
     """
-    goals = goals or PlanGoals()
     size = _node_sizes(ranks, ranks_per_node)
     widths = _check_widths(widths, costs.phases)
     mean = costs.sample.sum(0) / ranks
@@ -217,9 +187,9 @@ def place_jointly(
     mean[mean == 0] = 1.0
 
     def planned(llm_weight: tuple[float, float]) -> tuple[PhasePlan, float]:
-        sample_rank = _place_samples(costs, ranks, mean, goals.tolerance, llm_weight)
-        plan = _move_items(costs, sample_rank, size, mean, widths, goals)
-        return plan, step_time(costs, plan, ranks, ranks_per_node, goals)
+        sample_rank = _place_samples(costs, ranks, mean, llm_weight)
+        plan = _move_items(costs, sample_rank, size, mean, widths)
+        return plan, step_time(costs, plan, ranks, ranks_per_node)
 
     plan, time = planned(LLM_FIRST)
     if time > 1 + _POOR:  # few samples, or a long one
@@ -227,12 +197,12 @@ def place_jointly(
         if alternative_time < time * (1 - _LLM_LATER):
             plan = alternative
             time = alternative_time
-    # Samples leave the start only where the plan saves at least `min_gain`.
+    # Samples leave the start only where the plan saves at least `MIN_GAIN`.
     if start is not None:
         # An estimate is not worth moving samples for when it promises next to nothing: the start
         # needs no exchange at all.
         start_plan = _at_home(costs, np.asarray(start, np.int32))
-        if time > step_time(costs, start_plan, ranks, ranks_per_node, goals) * (1 - goals.min_gain):
+        if time > step_time(costs, start_plan, ranks, ranks_per_node) * (1 - MIN_GAIN):
             return start_plan
     return plan
 
@@ -282,19 +252,17 @@ def step_time(
     plan: PhasePlan,
     ranks: int,
     ranks_per_node: int | None = None,
-    goals: PlanGoals | None = None,
 ) -> float:
     """Estimate the step's time, 1 = all ranks equal and nothing sent: phases end when their fullest rank does."""
-    goals = goals or PlanGoals()
     cost = cost_per_rank(costs, plan, ranks)
     # Phases follow each other, so their waits add up, each weighted by its part of the step.
     fullest = cost.max(0) / np.maximum(cost.mean(0), np.finfo(float).tiny)
     sent = wire(plan.width, ranks, ranks_per_node).sum() / max(int(costs.item_tokens.sum()), 1)
-    return float(_share(costs, goals) @ fullest + goals.exchange * sent)
+    return float(_share(costs) @ fullest + EXCHANGE * sent)
 
 
 def _place_samples(
-    costs: Costs, ranks: int, mean: np.ndarray, tolerance: float, llm_weight: tuple[float, float]
+    costs: Costs, ranks: int, mean: np.ndarray, llm_weight: tuple[float, float]
 ) -> np.ndarray:
     """Deal samples to blocks, then exchange, near-linear in samples and ranks: the rank of each, int32 `[n]`."""
     rank = np.zeros(len(costs), np.int64)
@@ -312,7 +280,7 @@ def _place_samples(
     longest_first_in_blocks(relative, order, start, size, rank)
     # No placement gets below the longest sample, nor below what whole units force.
     ceiling = np.maximum(relative.max(1), [_whole_units(of_phase) for of_phase in relative])
-    even_everywhere(relative, ceiling, tolerance, ranks, llm_weight, rank)
+    even_everywhere(relative, ceiling, _TOLERANCE, ranks, llm_weight, rank)
     return rank.astype(np.int32)
 
 
@@ -340,24 +308,21 @@ def _move_items(
     size: np.ndarray,
     mean: np.ndarray,
     widths: Sequence[Sequence[int]],
-    goals: PlanGoals,
 ) -> PhasePlan:
     """Choose for each encoder the width that makes the step shortest. size: int64 `[nodes]`, ranks of each."""
     ranks = int(size.sum())
-    share = _share(costs, goals)
+    share = _share(costs)
     plan = _at_home(costs, sample_rank)
     item_rank = plan.item_rank.astype(np.int64)
     chosen = plan.width
     # What one token more of width costs: it is sent between all pairs of ranks of every node.
-    per_token = (
-        goals.exchange * int((size * (size - 1)).sum()) / max(int(costs.item_tokens.sum()), 1)
-    )
+    per_token = EXCHANGE * int((size * (size - 1)).sum()) / max(int(costs.item_tokens.sum()), 1)
     for p in range(1, costs.phases):
         items = np.flatnonzero(costs.item_phase == p)
         cost = costs.item_cost[items] / mean[p]
         home_rank = item_rank[items]
         load = np.bincount(home_rank, cost, ranks)
-        goal = max(1 + goals.tolerance, float(cost.max(initial=0)))
+        goal = max(1 + _TOLERANCE, float(cost.max(initial=0)))
         # Nothing may move, or nothing needs to.
         if len(widths[p - 1]) == 1 or load.max() <= goal:
             continue
@@ -398,9 +363,8 @@ def _fullest(cost: np.ndarray, ranks: int) -> float:
     return float(load.max())
 
 
-def _share(costs: Costs, goals: PlanGoals) -> np.ndarray:
-    if goals.share is not None:
-        return np.asarray(goals.share, np.float64)
+def _share(costs: Costs) -> np.ndarray:
+    """Return each phase's part of all cost, float64 `[phases]`."""
     total = costs.sample.sum(0)
     return total / max(total.sum(), np.finfo(float).tiny)
 

@@ -53,40 +53,22 @@ class _RankState(NamedTuple):
 
 
 @njit(cache=True)
-def balance_nodes(cost, order, start, size, mean, ceiling, tolerance, rank):
-    """Place samples on the ranks of their node, longest first and exchanges; return whether each node reached its goal.
-
-    cost: float64 [n, phases], not relative; order: the samples of node k are order[start[k] :
-    start[k + 1]]; writes rank. The goal is (1 + tolerance) * ceiling [nodes, phases].
-    """
-    phases = cost.shape[1]
-    reached = np.ones(len(size), np.bool_)
-    weight = np.ones(phases)
-    for k in range(len(size)):
-        samples = order[start[k] : start[k + 1]]
-        relative = np.empty((phases, len(samples)))
-        for i in range(len(samples)):
-            for p in range(phases):
-                # 1 is what a rank of this node has of the phase on average.
-                relative[p, i] = cost[samples[i], p] / mean[k, p]
-        # The ceiling is the longest sample where that exceeds the mean: no assignment gets below
-        # it.
-        goal = ceiling[k] * (1 + tolerance)
-        local_rank, load = balance(
-            relative, np.arange(len(samples)), np.ones(size[k]), weight, ceiling[k], goal
-        )
-        for i in range(len(samples)):
-            rank[samples[i]] = local_rank[i]
-        for r in range(size[k]):
-            for p in range(phases):
-                # One rank above its goal in one phase is enough: all others would wait for it.
-                reached[k] &= load[p, r] <= goal[p]
-    return reached
-
-
-@njit(cache=True)
 def balance(cost, order, size, weight, ceiling, goal):
-    """Place samples longest first on vectors, then exchange: each one's rank, int64 [n], and load [phases, ranks]."""
+    """Place samples longest first on vectors, then exchange: each one's rank, int64 [n], and load [phases, ranks].
+
+    Text and images of four samples are parts of what each of two ranks has on average. The longest
+    text goes first; then each sample goes where squares of loads grow least:
+
+        sample      0    1    2    3          rank 0: 1 and 2     rank 1: 0 and 3
+        text        4/6  3/6  3/6  2/6        6/6                 6/6
+        images      .    4/4  .    4/4        4/4                 4/4
+
+    >>> cost = np.array([[4, 3, 3, 2], [0, 4, 0, 4]]) / np.array([[6], [4]])
+    >>> one = np.ones(2)
+    >>> rank, load = balance(cost, np.array([1, 3, 0, 2]), one, one, one, one)
+    >>> rank.tolist(), load.tolist()
+    ([1, 0, 0, 1], [[1.0, 1.0], [1.0, 1.0]])
+    """
     rank = np.zeros(cost.shape[1], np.int64)
     _longest_first(cost, order, size, weight, rank)
     return rank, even(cost, size, weight, ceiling, goal, rank)
@@ -105,8 +87,7 @@ def even(cost, size, weight, ceiling, goal, rank):
     for p in range(len(cost)):
         for s in range(len(rank)):
             load[p, rank[s]] += cost[p, s] / size[rank[s]]
-    # Often longest first is good enough, and the state, which costs more than the check, need not
-    # be built.
+    # Often longest first is good enough, and the state need not be built.
     if _above(load, goal, stuck) < 0:
         return load
     state = _build_state(cost, rank, size)
@@ -134,13 +115,12 @@ def _longest_first(cost, order, size, weight, rank):
         best = 0
         min_growth = np.inf
         for r in range(ranks):
-            # size * sum of weight * ((load + part)^2 - load^2), the growth of the squared load.
+            # size * sum of weight * ((load + part)^2 - load^2), the growth of the squared load: a
+            # node of 8 ranks counts 8 times, and each of them has an eighth of the load.
             growth = 0.0
             for p in range(phases):
                 part = cost[p, s] / size[r]
                 growth += weight[p] * part * (2 * load[p, r] + part)
-            # A node of 8 ranks counts 8 times: the sum runs over ranks, of which each has a
-            # `size`-th of the load.
             growth *= size[r]
             if growth < min_growth:
                 best = r
@@ -238,8 +218,7 @@ def _best_exchange(state, heavy, light, ceiling, weight, attempt, scratch):
     # One more than it has: the first empty place, with which an exchange is a move.
     of_heavy = min(state.count[heavy] + 1, places)
     of_light = min(state.count[light] + 1, places)
-    # With more than _PAIRS pairs only every step-th sample of the heavy rank is tried, others in
-    # the next attempt.
+    # Of more than _PAIRS pairs every step-th sample of the heavy rank, others in the next attempt.
     step = min(max(of_heavy * of_light // _PAIRS, 1), of_heavy)
     old_penalty = 0.0
     for p in range(len(ceiling)):
@@ -276,8 +255,7 @@ def _best_exchange(state, heavy, light, ceiling, weight, attempt, scratch):
 @njit(cache=True)
 def _exchange(state, x, a, y, b):
     for p in range(len(state.cost)):
-        # Loads are updated by the difference: to sum a rank's samples anew would take longer than
-        # the exchange.
+        # By the difference: to sum a rank's samples anew would take longer than the exchange.
         change = state.cost[p, x, a] - state.cost[p, y, b]
         state.load[p, x] -= change / state.size[x]
         state.load[p, y] += change / state.size[y]
@@ -333,16 +311,14 @@ def even_everywhere(cost, ceiling, tolerance, ranks, llm_weight, rank):
     """Exchange samples between any ranks until none is above its goal, for a number of rounds; writes rank.
 
     A long text leaves its rank no room for its part of the encoders. What others then have more of
-    is spread over all
-    ranks: an encoder's goal is the mean of what ranks have, where those below the mean count as it.
-    A round visits each rank above a goal once, so time is linear in ranks. ceiling: [phases], the
-    longest sample. llm_weight: LLM_FIRST or ALL_ALIKE. Returns the load.
+    is spread over all ranks: an encoder's goal is the mean of what ranks have, where those below
+    the mean count as it. A round visits each rank above a goal once, so time is linear in ranks.
+    ceiling: [phases], the longest sample. llm_weight: LLM_FIRST or ALL_ALIKE. Returns the load.
     """
     phases = len(cost)
     state = _build_state(cost, rank, np.ones(ranks))
     scratch = np.empty(_WINDOW)
     weight = np.ones(phases)
-    # Loads below the aim cost a little: what a rank lacks, others have too much of.
     below = np.full(phases, _ENCODER_BELOW)
     below[0] = _LLM_BELOW
     goal = np.empty(phases)
@@ -356,8 +332,7 @@ def even_everywhere(cost, ceiling, tolerance, ranks, llm_weight, rank):
         _set_goals(state.load, ceiling, tolerance, goal, aim)
         for r in range(ranks):
             excess[r] = _excess(state.load, goal, weight, r)
-        # By the excess at the start of the round; exchanges since then may have mended a rank, so
-        # it is looked up again.
+        # Exchanges since the start of the round may have mended a rank, so it is looked up again.
         for heavy in np.argsort(-excess):
             if excess[heavy] <= 0:
                 break
@@ -386,8 +361,7 @@ def _set_goals(load, ceiling, tolerance, goal, aim):
                 level += max(load[p, r], 1.0) / load.shape[1]
         allowed = tolerance * (1.0 if p > 0 else _LLM_TOLERANCE)
         goal[p] = max(ceiling[p], level + _SURPLUS * (level - 1)) + allowed
-        # Half of the tolerance below the goal, so that a rank is not above it again after the next
-        # exchange.
+        # Below the goal, so that a rank is not above it again after the next exchange.
         aim[p] = max(ceiling[p], level) + allowed / 2
 
 
@@ -419,7 +393,6 @@ def _relieve_anywhere(state, heavy, goal, aim, weight, below, visited, scratch):
         # Begins elsewhere each time, else the same ranks would take part in every exchange.
         # heavy + 1 + (0 .. ranks - 2), modulo ranks: every rank but heavy itself.
         r = (heavy + 1 + (visited * _LIGHTER + k) % (ranks - 1)) % ranks
-        # A partner that is above the goal as well could not take anything.
         if state.load[phase, r] < goal[phase]:
             won, a, b = _best_of_window(state, heavy, r, aim, weight, below, visited, scratch)
             if won > gain:

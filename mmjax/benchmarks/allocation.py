@@ -17,7 +17,8 @@ from mmjax.benchmarks.baselines.allocation import (
 )
 from mmjax.benchmarks.harness import Options, option
 from mmjax.config.loading import load
-from mmjax.data.plan.length_index import LengthIndex, index_of_lengths, omni_corpus
+from mmjax.data.plan.length_files import index_of_lengths, omni_corpus
+from mmjax.data.plan.length_index import LengthIndex
 from mmjax.planning.allocate import allocate
 from mmjax.planning.allocate_chain import allocate_chain
 from mmjax.planning.hardware import Cluster, parse_cluster

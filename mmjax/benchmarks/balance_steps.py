@@ -48,7 +48,7 @@ from mmjax.data.plan.grouping import StepGrouper
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology, waits_of
 from mmjax.data.plan.placer import Balance
-from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, lay_out, make_placer
+from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, choose_layout, make_placer
 from mmjax.data.sample import SampleLengths
 from mmjax.parallel.sharding import local_ranks, make_mesh, replicated
 from mmjax.planning.flops import executed
@@ -186,9 +186,11 @@ def make_trial(index: LengthIndex, lengths: Path, ranks: int, per_rank: int, see
     grouper = StepGrouper(index, config.batch, [1.0], seed, budget)
     per_node = next(n for n in range(min(ranks, RANKS_PER_NODE), 0, -1) if ranks % n == 0)
     topology = Topology(ranks, per_node, per_node)
-    common_layout = lay_out(grouper, config, topology, tuple(MODES[m] for m in MODES if m != "off"))
+    common_layout = choose_layout(
+        grouper, config, topology, tuple(MODES[m] for m in MODES if m != "off")
+    )
     layouts = dict.fromkeys(MODES, common_layout) | {
-        "off": lay_out(grouper, configs["off"], topology)
+        "off": choose_layout(grouper, configs["off"], topology)
     }
     planners = {
         m: StepPlanner(grouper, make_placer(grouper, c, layouts[m])) for m, c in configs.items()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mmjax.balance.mask_work import block_work, distribute, excess
-from mmjax.balance.sample_blocks import block_samples, distribute_samples
+from mmjax.balance.mask_work import block_work
+from mmjax.balance.token_blocks import block_samples, distribute, distribute_samples, excess
 from mmjax.benchmarks.baselines.token_blocks import (
     KINDS,
     LEAST_TOKENS,

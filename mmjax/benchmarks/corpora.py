@@ -12,7 +12,8 @@ from mmjax.balance.parts import LLM
 from mmjax.balance.phases import Costs, costs_of
 from mmjax.benchmarks.harness import Options, option
 from mmjax.config import ModelConfig
-from mmjax.data.plan.length_index import LengthIndex, omni_corpus, pairs_of_lengths, read_lengths
+from mmjax.data.plan.length_files import omni_corpus, read_lengths
+from mmjax.data.plan.length_index import LengthIndex, pairs_of_lengths
 from mmjax.errors import UserError
 
 PHASES = ("llm_tokens", "vision", "audio")

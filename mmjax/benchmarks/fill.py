@@ -29,7 +29,8 @@ from mmjax.config import (
 )
 from mmjax.config.loading import copy_config, default_config, find_config, load
 from mmjax.data.plan.budget import prices_of
-from mmjax.data.plan.length_index import LengthIndex, build_index, read_lengths
+from mmjax.data.plan.length_files import read_lengths
+from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.data.plan.placement import MicrobatchPlan, Topology, room_and_use, waits_of
 from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.plan.step_plan import make_planner

@@ -16,7 +16,7 @@ from mmjax.benchmarks.baselines.bounds import rows_lower_bound
 from mmjax.benchmarks.baselines.grouping import device_groups, length_groups, random_groups
 from mmjax.benchmarks.corpora import LENGTHS, internvl_corpus
 from mmjax.benchmarks.harness import Measurement, Options, median_seconds, option
-from mmjax.data.plan.length_index import read_lengths
+from mmjax.data.plan.length_files import read_lengths
 from mmjax.errors import UserError
 
 BUDGETED = ("isf", "pack")

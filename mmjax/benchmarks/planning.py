@@ -28,7 +28,7 @@ from mmjax.config import (
 )
 from mmjax.config.loading import default_config, find_config, load
 from mmjax.data.plan.grouping import Group
-from mmjax.data.plan.length_index import omni_corpus, read_lengths
+from mmjax.data.plan.length_files import omni_corpus, read_lengths
 from mmjax.data.plan.placement import MicrobatchPlan, Topology, room_and_use, waits_of
 from mmjax.data.plan.placer import Balance, Placer
 from mmjax.data.plan.step_plan import StepPlan, StepPlanner, make_planner

@@ -1,6 +1,6 @@
 """Send encoder outputs from the ranks that made them to the rows that train on them: one all-to-all (OrchMLLM 6).
 
-The plan is data: tables of fixed shape, made on the host by `balance.rearrangement.tables`, so
+The plan is data: tables of fixed shape, made on the host by `balance.exchange.exchange_tables`, so
 another plan compiles nothing. Tokens that stay on their rank never enter the all-to-all, and a
 width of 0 leaves no collective at all. The backward pass is the same exchange the other way. Where
 a rank is several devices of the tensor axis, which all hold the same tokens, each sends its part of

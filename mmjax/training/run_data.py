@@ -21,7 +21,14 @@ from mmjax.config.loading import from_json, to_json, validate
 from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.budget import Budget
-from mmjax.data.plan.data_change import WHOLE_RUN, Held, Segment, carried, still_due, write_due
+from mmjax.data.plan.data_change import (
+    WHOLE_RUN,
+    IndexedFiles,
+    Segment,
+    still_due,
+    translate_due,
+    write_due,
+)
 from mmjax.data.plan.fit_budget import make_budget
 from mmjax.data.plan.length_index import LengthIndex, cached_index
 from mmjax.data.plan.placement import Shape, Topology
@@ -228,7 +235,7 @@ def open_data(
         sources, config.model.item_modules, folder.index, config.model.llm
     )
     weights = mixture_weights(config.data, index)
-    data = Held(index, {name: files_of(source) for name, source in sources.items()})
+    data = IndexedFiles(index, {name: files_of(source) for name, source in sources.items()})
     fingerprint = index.fingerprint()
     contents = contents_of(sources)
     segment = WHOLE_RUN
@@ -368,13 +375,13 @@ def _list_oversize(
         )
 
 
-def _next_segment(last: Launch, data: Held, folder: RunFolder, step: int) -> Segment:
+def _next_segment(last: Launch, data: IndexedFiles, folder: RunFolder, step: int) -> Segment:
     """Begin the segment after that of the last start at `step`; process 0 determines which samples are due."""
 
     def write() -> tuple[str, float]:
         grouper = loader_of(last, folder).planner.grouper
-        due = carried(
-            still_due(grouper, step), Held(grouper.index, last.files), grouper.pools, data
+        due = translate_due(
+            still_due(grouper, step), IndexedFiles(grouper.index, last.files), grouper.pools, data
         )
         count = sum(map(len, due))
         print_lines(

@@ -17,7 +17,7 @@ from mmjax.autotune.memory_plan import apply_memory_plan
 from mmjax.autotune.run_plan import plan_run
 from mmjax.config import ExpertsConfig, MeshConfig, Remat, Unit
 from mmjax.config.loading import load
-from mmjax.data.plan.length_index import index_of_lengths, omni_corpus
+from mmjax.data.plan.length_files import index_of_lengths, omni_corpus
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.planning.hardware import parse_cluster
 from mmjax.planning.remat import MemoryLimit

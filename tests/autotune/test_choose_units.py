@@ -11,7 +11,7 @@ from mmjax.config import Config, ExpertsConfig
 from mmjax.config.loading import find_config, load
 from mmjax.config.training import Unit, unit_devices
 from mmjax.config.validation import validate
-from mmjax.data.plan.length_index import index_of_lengths, interleaved_corpus, omni_corpus
+from mmjax.data.plan.length_files import index_of_lengths, interleaved_corpus, omni_corpus
 from mmjax.planning.hardware import parse_cluster
 from mmjax.planning.speed import Speed
 

@@ -1,15 +1,16 @@
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmjax.balance import phases
 from mmjax.balance.parts import dist_ratio
 from mmjax.balance.phases import (
     Costs,
     PhasePlan,
-    PlanGoals,
     cost_per_rank,
     costs_of,
     place_by_llm,
@@ -19,7 +20,7 @@ from mmjax.balance.phases import (
     step_time,
     wire,
 )
-from mmjax.data.plan.length_index import omni_corpus
+from mmjax.data.plan.length_files import omni_corpus
 
 WIDTHS = [(0, 128, 256, 512, 1024, 2048)] * 2
 
@@ -103,11 +104,11 @@ def test_the_start_is_kept_unless_the_plan_is_worth_it(problem, data):
     start = np.array(
         data.draw(st.lists(st.integers(0, ranks - 1), min_size=n, max_size=n)), np.int32
     )
-    goals = PlanGoals(min_gain=0.05)
-    free = place_jointly(costs, ranks, ranks_per_node, widths, goals=goals)
-    plan = place_jointly(costs, ranks, ranks_per_node, widths, start, goals)
+    free = place_jointly(costs, ranks, ranks_per_node, widths)
+    with mock.patch.object(phases, "MIN_GAIN", 0.05):
+        plan = place_jointly(costs, ranks, ranks_per_node, widths, start)
     kept = PhasePlan(start, start[costs.item_sample], np.zeros(costs.phases - 1, np.int64))
-    before, after = (step_time(costs, at, ranks, ranks_per_node, goals) for at in (kept, free))
+    before, after = (step_time(costs, at, ranks, ranks_per_node) for at in (kept, free))
     expected = free if after <= 0.95 * before else kept
     assert np.array_equal(plan.sample_rank, expected.sample_rank)
     assert np.array_equal(plan.item_rank, expected.item_rank)
@@ -116,19 +117,19 @@ def test_the_start_is_kept_unless_the_plan_is_worth_it(problem, data):
 
 def best_time(costs: Costs, ranks: int, move: bool) -> float:
     """The least time over all samples' ranks, and over all items' ranks if they may move for nothing."""
-    best, goals = np.inf, PlanGoals(exchange=0.0)
+    best = np.inf
     none = np.zeros(costs.phases - 1, np.int64)
     for samples in itertools.product(range(ranks), repeat=len(costs)):
         at = np.array(samples, np.int32)
         if not move:
             best = min(
                 best,
-                step_time(costs, PhasePlan(at, at[costs.item_sample], none), ranks, None, goals),
+                step_time(costs, PhasePlan(at, at[costs.item_sample], none), ranks),
             )
         else:
             for items in itertools.product(range(ranks), repeat=len(costs.item_sample)):
                 plan = PhasePlan(at, np.array(items, np.int32), none)
-                best = min(best, step_time(costs, plan, ranks, None, goals))
+                best = min(best, step_time(costs, plan, ranks))
     return best
 
 
@@ -144,12 +145,10 @@ def test_few_samples_take_at_most_a_third_longer_than_the_best_assignment(costs,
 def test_few_items_that_move_freely_take_at_most_a_third_longer_than_the_best_assignment(
     costs, ranks
 ):
-    goals = PlanGoals(exchange=0.0)
-    plan = place_jointly(costs, ranks, None, [(0, 10_000)] * (costs.phases - 1), goals=goals)
-    assert (
-        step_time(costs, plan, ranks, None, goals)
-        <= 4 / 3 * best_time(costs, ranks, move=True) + 1e-9
-    )
+    with mock.patch.object(phases, "EXCHANGE", 0.0):
+        plan = place_jointly(costs, ranks, None, [(0, 10_000)] * (costs.phases - 1))
+        best = best_time(costs, ranks, move=True)
+        assert step_time(costs, plan, ranks) <= 4 / 3 * best + 1e-9
 
 
 @pytest.mark.parametrize("lam", [0.0, 1e-4])
@@ -199,7 +198,8 @@ def test_a_rank_with_one_long_text_has_its_images_encoded_by_others():
     """Four ranks: one text is all that a rank may hold of the LLM, so its images must come from other ranks."""
     llm = np.array([90.0] + [10.0] * 27)
     costs = costs_of(llm, np.arange(1, 28), np.ones(27, int), np.full(27, 8.0), np.full(27, 4), 2)
-    plan = place_jointly(costs, 4, None, [(0, 4, 8, 16)], goals=PlanGoals(exchange=0.001))
+    with mock.patch.object(phases, "EXCHANGE", 0.001):
+        plan = place_jointly(costs, 4, None, [(0, 4, 8, 16)])
     load = cost_per_rank(costs, plan, 4)
     assert load[:, 0].max() == 90
     assert load[:, 1].max() == 56
@@ -214,7 +214,8 @@ def test_images_of_one_sample_are_shared_out_where_they_are_too_many_for_a_rank(
     costs = costs_of(
         np.full(8, 5.0), np.zeros(16, int), np.ones(16, int), np.ones(16), np.ones(16, int), 2
     )
-    plan = place_jointly(costs, 4, None, [(0, 2, 4, 8)], goals=PlanGoals(exchange=0.001))
+    with mock.patch.object(phases, "EXCHANGE", 0.001):
+        plan = place_jointly(costs, 4, None, [(0, 2, 4, 8)])
     assert cost_per_rank(costs, plan, 4).max(0).tolist() == [10, 4]
     assert plan.width.tolist() == [4]
 
@@ -253,24 +254,9 @@ def test_time_is_one_for_equal_ranks_and_counts_what_is_sent():
     assert step_time(costs, home, 2) == pytest.approx(1.0)
     sent = PhasePlan(home.sample_rank, home.item_rank[::-1].copy(), np.array([20]))
     assert wire(sent.width, 2).tolist() == [40]
-    assert step_time(costs, sent, 2, goals=PlanGoals(exchange=0.1)) == pytest.approx(1.1)
+    assert step_time(costs, sent, 2) == pytest.approx(1.01)
     lopsided = PhasePlan(home.sample_rank, np.zeros(4, np.int32), np.array([0]))
     assert step_time(costs, lopsided, 2) == pytest.approx(0.75 + 2 * 0.25)
-    assert step_time(
-        costs, lopsided, 2, goals=PlanGoals(share=np.array([0.5, 0.5]))
-    ) == pytest.approx(1.5)
-
-
-def test_samples_taken_alone_keep_their_items():
-    costs = from_lengths(omni(50))
-    taken, items = costs.take(np.array([7, 3, 20]))
-    assert np.array_equal(taken.sample, costs.sample[[7, 3, 20]])
-    assert np.array_equal(np.array([7, 3, 20])[taken.item_sample], costs.item_sample[items])
-    for p in (1, 2):
-        of = taken.item_phase == p
-        assert np.array_equal(
-            np.bincount(taken.item_sample[of], taken.item_cost[of], 3), taken.sample[:, p]
-        )
 
 
 def test_what_makes_no_sense_is_refused():

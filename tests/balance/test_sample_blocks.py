@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from test_mask_work import any_mask, dense
 
-from mmjax.balance.mask_work import Mask, block_work, distribute, excess
-from mmjax.balance.sample_blocks import MAX_EXCESS, block_samples, distribute_samples
+from mmjax.balance.mask_work import Mask, block_work
+from mmjax.balance.token_blocks import (
+    MAX_EXCESS,
+    block_samples,
+    distribute,
+    distribute_samples,
+    excess,
+)
 from mmjax.benchmarks.baselines.token_blocks import KINDS, visible_keys
 
 

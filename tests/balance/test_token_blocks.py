@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.mask_work import block_work, distribute, excess, token_order
+from mmjax.balance.mask_work import block_work
+from mmjax.balance.token_blocks import distribute, excess, token_order
 from mmjax.benchmarks.baselines.token_blocks import KINDS, longest_first
 
 # No training runs this: by default the examples of docs/balance.md do.

@@ -19,7 +19,8 @@ from mmjax.benchmarks.balance_steps import (
     work_per_rank,
 )
 from mmjax.data.media.patches import item_input
-from mmjax.data.plan.length_index import build_index, omni_corpus
+from mmjax.data.plan.length_files import omni_corpus
+from mmjax.data.plan.length_index import build_index
 
 
 @pytest.fixture(scope="module")

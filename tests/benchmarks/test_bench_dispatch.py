@@ -7,7 +7,7 @@ import pytest
 from commands import run
 
 from mmjax import bench
-from mmjax.data.plan.length_index import omni_corpus
+from mmjax.data.plan.length_files import omni_corpus
 
 HIDDEN = 16
 

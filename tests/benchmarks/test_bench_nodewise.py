@@ -8,7 +8,7 @@ from commands import run
 
 from mmjax import bench
 from mmjax.benchmarks.baselines.nodewise import inter_node
-from mmjax.data.plan.length_index import omni_corpus
+from mmjax.data.plan.length_files import omni_corpus
 
 SMALL = ("--ranks=30", "--ranks-per-node=4", "--per-rank=40", "--seed=3")
 

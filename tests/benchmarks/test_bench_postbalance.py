@@ -8,7 +8,7 @@ from commands import run
 
 from mmjax import bench
 from mmjax.benchmarks.baselines.postbalance import rank_costs
-from mmjax.data.plan.length_index import omni_corpus
+from mmjax.data.plan.length_files import omni_corpus
 
 SMALL = ("--ranks=16", "--per-rank=30", "--seed=3")
 

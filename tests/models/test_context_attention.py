@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from test_attention import random_case
 
-from mmjax.balance.mask_work import block_work, token_order
-from mmjax.balance.sample_blocks import block_samples, distribute_samples
+from mmjax.balance.mask_work import block_work
+from mmjax.balance.token_blocks import block_samples, distribute_samples, token_order
 from mmjax.benchmarks.baselines.token_blocks import KINDS, visible_keys
 from mmjax.config import MeshConfig
 from mmjax.kernels.masks import MaskSpec

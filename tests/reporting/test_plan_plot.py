@@ -14,7 +14,7 @@ from mmjax.autotune.forecast import RunForecast, forecast_run
 from mmjax.autotune.run_time import StepTime
 from mmjax.balance.parts import dist_ratio
 from mmjax.config.loading import find_config, load
-from mmjax.data.plan.length_index import index_of_lengths
+from mmjax.data.plan.length_files import index_of_lengths
 from mmjax.planning.hardware import parse_cluster
 from mmjax.reporting.plan_plot import KINDS, PARTS, plot_plan, time_parts
 

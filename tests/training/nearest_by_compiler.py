@@ -13,7 +13,7 @@ from mmjax.autotune.sharded_stages import device_microbatch
 from mmjax.benchmarks.memory import MODELS
 from mmjax.config import BatchConfig, MeshConfig, NoGrouping, Samples
 from mmjax.config.loading import apply_overrides, load
-from mmjax.data.plan.length_index import index_of_lengths, omni_corpus
+from mmjax.data.plan.length_files import index_of_lengths, omni_corpus
 from mmjax.planning.hardware import parse_cluster
 
 NODE = parse_cluster("h100x8")

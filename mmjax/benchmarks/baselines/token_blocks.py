@@ -1,4 +1,4 @@
-"""For comparison only: what `mask_work` and `sample_blocks` are measured against (Cornstarch 4.3.2, 5.3, 6.5, A).
+"""For comparison only: what `mask_work` and `token_blocks` are measured against (Cornstarch 4.3.2, 5.3, 6.5, A).
 
 Plain LPT leaves unequal counts; zigzag, ring and random do not look at the work; the integer
 program is exact but takes seconds for tens of blocks.
@@ -13,7 +13,8 @@ from types import MappingProxyType
 import numpy as np
 from numba import njit
 
-from mmjax.balance.mask_work import Mask, check_ranks
+from mmjax.balance.mask_work import Mask
+from mmjax.balance.token_blocks import check_ranks
 
 TEXT = 1  # bits of `kind`
 ITEM = 2

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mmjax.balance.mask_work import Mask, block_work, token_order
-from mmjax.balance.sample_blocks import block_samples, distribute_samples
+from mmjax.balance.mask_work import Mask, block_work
+from mmjax.balance.token_blocks import block_samples, distribute_samples, token_order
 from mmjax.batch import PADDING, TOKEN_FIELDS, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Encoder
 from mmjax.data.loading.text_rows import BatchLayout

@@ -174,9 +174,9 @@ def plan_condition_exchange(
     queries at 11, has . 10 11 12. Both are on rank 0 and made in rows of one image on rank 1, to
     which chunks of 8 are sent:
 
-        sent by rank 0        3 4 5 6 . 10 11 12
-        found by rank 1       0 1 2 3   row 0
-                              . 5 6 7   row 1
+        sent by rank 0 to rank 1       3 4 5 6 . 10 11 12
+        found by rank 1 in row 0       0 1 2 3
+                           row 1               4  5  6  7
     """
     peers = plan.topology.peers
     width = plan.shape.widths[module - 1]
@@ -336,7 +336,7 @@ def _pack_text(
             continue
         span = slice(plan.offset[part], plan.offset[part] + plan.length[part])
         with _reading(reader, sample, unreadable):
-            places = [_place(plan, layout, item, sent) for item in range(part + 1, end)]
+            places = [_item_slots(plan, layout, item, sent) for item in range(part + 1, end)]
             if layout.axes:
                 places = _with_grids(places, layout, reader.facts(sample))
             contents = reader.sample(sample)
@@ -369,7 +369,7 @@ def _item_offsets(sample: Sample, layout: BatchLayout, places: Sequence[ItemSlot
     return offsets
 
 
-def _place(
+def _item_slots(
     plan: MicrobatchPlan, layout: BatchLayout, part: int, sent: dict[str, Sent]
 ) -> ItemSlots:
     encoder = list(layout.modules)[int(plan.module[part]) - 1]

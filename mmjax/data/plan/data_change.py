@@ -86,7 +86,7 @@ def still_due(grouper: StepGrouper, step: int) -> list[np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Held:
+class IndexedFiles:
     """The samples of a run's data: their index, and by source its files."""
 
     index: LengthIndex
@@ -100,7 +100,9 @@ class Held:
         )
 
 
-def carried(due: Due, old: Held, pools: Sequence[Pool], new: Held) -> list[np.ndarray]:
+def translate_due(
+    due: Due, old: IndexedFiles, pools: Sequence[Pool], new: IndexedFiles
+) -> list[np.ndarray]:
     """Translate what is due of the old data into ids of the new one, whose other samples join the current epoch.
 
     pools: of the old data. Samples that are not there any more are owed no longer.

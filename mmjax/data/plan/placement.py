@@ -137,17 +137,23 @@ def room_and_use(m: MicrobatchPlan, index: LengthIndex) -> tuple[np.ndarray, np.
 def _work(
     module: np.ndarray, row: np.ndarray, length: np.ndarray, rows: Lengths, topology: Topology
 ) -> np.ndarray:
-    """Count the positions of each rank as `MicrobatchPlan.work` does, of parts in these rows."""
+    """Count the positions of each rank as `MicrobatchPlan.work` does, of parts in these rows.
+
+    Two ranks of two encoder ranks each, with one row of the LLM and four of an encoder on a rank:
+
+        encoder rank       0      1      2      3
+        rows of encoder    0 1    2 3    4 5    6 7
+        rows of LLM        0      0      1      1       whose work counts for both
+
+    >>> two = Topology(ranks=2, encoders_per_rank=2)
+    >>> _work(np.array([0, 1, 1]), np.array([1, 5, 0]), np.array([10, 6, 4]), (1, 4), two).tolist()
+    [[0, 0, 10, 10], [4, 0, 6, 0]]
+    """
     parts = topology.encoders_per_rank
     llm = module == LLM
     work = np.zeros((len(rows), topology.ranks * parts), np.int64)
-    # rows // parts are an encoder's rows on each of its ranks, so a row's quotient by it is its
-    # encoder rank.
-    np.add.at(
-        work, (module[~llm], row[~llm] // (np.array(rows) // parts)[module[~llm]]), length[~llm]
-    )
-    # The LLM's work counts for each encoder rank of its rank, so that all phases have one shape.
-    work[LLM] = np.repeat(
-        np.bincount(row[llm] // rows[LLM], length[llm], topology.ranks).astype(np.int64), parts
-    )
+    encoder_rank = row[~llm] // (np.array(rows) // parts)[module[~llm]]
+    np.add.at(work, (module[~llm], encoder_rank), length[~llm])
+    of_llm = np.bincount(row[llm] // rows[LLM], length[llm], topology.ranks)
+    work[LLM] = np.repeat(of_llm.astype(np.int64), parts)
     return work

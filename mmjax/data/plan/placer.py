@@ -49,7 +49,7 @@ class _Inputs(NamedTuple):
         return self.parts.sample_start[:-1]
 
 
-class Placed(NamedTuple):
+class _Placed(NamedTuple):
     """A way to place one microbatch. row: int32 `[p]`. needs: int64 `[modules + encoders]`, fullest rows and widths."""
 
     row: np.ndarray
@@ -140,7 +140,7 @@ class Placer:
     # -------------------------------------------------------------------------------------------
     # ways to place a group
 
-    def _ways(self, inputs: _Inputs, widths: Sequence[Sequence[int]]) -> Iterator[list[Placed]]:
+    def _ways(self, inputs: _Inputs, widths: Sequence[Sequence[int]]) -> Iterator[list[_Placed]]:
         """Yield ways to place these parts: those that the balance asks for, then others for where these do not fit."""
         topology = self.topology
         yield self._balanced(inputs, widths)
@@ -151,7 +151,7 @@ class Placer:
         if len(inputs.parts) == 1 and topology.peers > 1:
             yield [self._spread(inputs)]
 
-    def _balanced(self, inputs: _Inputs, widths: Sequence[Sequence[int]]) -> list[Placed]:
+    def _balanced(self, inputs: _Inputs, widths: Sequence[Sequence[int]]) -> list[_Placed]:
         ranks = self.topology.ranks
         in_order = self._sample_ranks(inputs)
         columns = self.in_columns and inputs.row is not None
@@ -176,7 +176,7 @@ class Placer:
             return ranks_in_order(len(inputs.parts), self.topology.ranks)
         return inputs.row[inputs.llm] // np.int32(self.rows[LLM])
 
-    def _in_order(self, inputs: _Inputs, sample_rank: np.ndarray) -> Placed:
+    def _in_order(self, inputs: _Inputs, sample_rank: np.ndarray) -> _Placed:
         """Place samples on these ranks, in the rows of grouping; items on the rank of their sample."""
         home_rank = sample_rank[inputs.parts.sample()]
         if inputs.row is None:
@@ -190,7 +190,7 @@ class Placer:
         )
         return self._in_rows(inputs, row)
 
-    def _place_phases(self, inputs: _Inputs, plan: PhasePlan) -> Placed:
+    def _place_phases(self, inputs: _Inputs, plan: PhasePlan) -> _Placed:
         rank = np.empty(len(inputs.tokens), np.int32)
         rank[inputs.llm] = plan.sample_rank
         # Parts are in CSR order, items in that of `Costs`: both go sample by sample, so they line
@@ -200,7 +200,7 @@ class Placer:
             inputs, self._level_apart(inputs, rank) if self.balance.phases_apart else rank
         )
 
-    def _place_on_ranks(self, inputs: _Inputs, rank: np.ndarray) -> Placed:
+    def _place_on_ranks(self, inputs: _Inputs, rank: np.ndarray) -> _Placed:
         """Place parts on these ranks `[p]`, in the rows of each as evenly as longest first makes it."""
         if max(self.rows) == 1:
             return self._in_rows(inputs, rank)
@@ -208,7 +208,7 @@ class Placer:
             inputs, to_rows(inputs.parts.module, inputs.parts.length, rank, np.array(self.rows))[0]
         )
 
-    def _level(self, inputs: _Inputs, placed: Placed, shape: Shape) -> Placed:
+    def _level(self, inputs: _Inputs, placed: _Placed, shape: Shape) -> _Placed:
         """Exchange samples between ranks so that their attention is as equal as can be in rows of this shape."""
         settled = self.in_columns and inputs.row is not None  # grouping has levelled the columns
         if (
@@ -265,7 +265,7 @@ class Placer:
             )
         return levelled
 
-    def _spread(self, inputs: _Inputs) -> Placed:
+    def _spread(self, inputs: _Inputs) -> _Placed:
         """Place one sample on the first rank, its items over all peers."""
         # Encoders' rows of all peers, the LLM's of the first rank alone.
         rows = np.array(self.rows) * self.topology.peers
@@ -275,7 +275,7 @@ class Placer:
             inputs, to_rows(inputs.parts.module, inputs.parts.length, group, rows)[0]
         )
 
-    def _in_rows(self, inputs: _Inputs, row: np.ndarray) -> Placed:
+    def _in_rows(self, inputs: _Inputs, row: np.ndarray) -> _Placed:
         parts = inputs.parts
         ranks = self.topology.ranks
         modules = len(self.rows)
@@ -299,31 +299,20 @@ class Placer:
                 inputs.tokens[items],
                 ranks * context,
             )
-        return Placed(row, np.concatenate([used.max(1), width]))
+        return _Placed(row, np.concatenate([used.max(1), width]))
 
     def _nearest_rows(self, inputs: _Inputs) -> np.ndarray:
         """Renumber grouping's rows of encoders so that most of what they hold is with its sample."""
-        row = inputs.row
-        ranks = self.topology.ranks
-        if ranks == 1:  # where all rows are
-            return row
-        from scipy.optimize import linear_sum_assignment  # a quarter of a second
-
-        nearest = row.copy()
-        home_rank = self._ranks(inputs, row)[inputs.llm][inputs.parts.sample()]
-        for k, rows_per_rank in enumerate(self.rows[1:], start=1):
+        nearest = inputs.row.copy()
+        home_rank = self._ranks(inputs, inputs.row)[inputs.llm][inputs.parts.sample()]
+        for k, rows in enumerate(self.rows[1:], start=1):
             items = np.flatnonzero(inputs.parts.module == k)
-            # With 2 rows on each rank, columns 2 and 3 of the assignment both stand for rank 1.
-            at_home = np.zeros((ranks * rows_per_rank, ranks), np.int64)
-            np.add.at(at_home, (row[items], home_rank[items]), inputs.tokens[items])
-            # Rows are only renumbered, so the fit that grouping found stays; what changes is which
-            # rank has them.
-            old_row, new_row = linear_sum_assignment(
-                np.repeat(at_home, rows_per_rank, axis=1), maximize=True
+            nearest[items] = _renumber_rows(
+                inputs.row[items],
+                home_rank[items],
+                inputs.tokens[items],
+                np.repeat(np.arange(self.topology.ranks), rows),
             )
-            renumbered = np.empty(ranks * rows_per_rank, np.int32)
-            renumbered[old_row] = new_row
-            nearest[items] = renumbered[row[items]]
         return nearest
 
     def _ranks(self, inputs: _Inputs, row: np.ndarray) -> np.ndarray:
@@ -332,7 +321,7 @@ class Placer:
     # ----------------------------------------------------------------------------------------------
     # shapes
 
-    def _shape(self, placed: Placed) -> tuple[bool, int] | None:
+    def _shape(self, placed: _Placed) -> tuple[bool, int] | None:
         """Find the cheapest shape that holds this: whether it sends nothing but padding for an encoder, and its number.
 
         One that does is chosen only where no other shape holds it.
@@ -369,7 +358,7 @@ class Placer:
         )
 
     def _plan(
-        self, samples: np.ndarray, inputs: _Inputs, placed: Placed, shape: Shape
+        self, samples: np.ndarray, inputs: _Inputs, placed: _Placed, shape: Shape
     ) -> MicrobatchPlan:
         """Lay out every row's parts one after the other, in the order of the samples."""
         parts = inputs.parts
@@ -395,3 +384,28 @@ class Placer:
             topology=self.topology,
             unbalanced_row=unbalanced_row,
         )
+
+
+def _renumber_rows(
+    row: np.ndarray, home_rank: np.ndarray, tokens: np.ndarray, rank_of_row: np.ndarray
+) -> np.ndarray:
+    """Give full rows to ranks so that most of their tokens are on the rank of their sample: the row of each item.
+
+    row, home_rank, tokens: int `[m]`, of items. rank_of_row: int `[rows]`. The rows are only
+    numbered anew, so the fit that grouping found stays:
+
+        row 0   5 tokens of rank 1                       becomes row 1
+        row 1   3 tokens of rank 0, 1 token of rank 1    becomes row 0
+
+    >>> one_row_each = np.array([0, 1])
+    >>> _renumber_rows(np.array([0, 1, 1]), np.array([1, 0, 1]), np.array([5, 3, 1]), one_row_each)
+    array([1, 0, 0], dtype=int32)
+    """
+    from scipy.optimize import linear_sum_assignment  # a quarter of a second
+
+    at_home = np.zeros((len(rank_of_row), rank_of_row[-1] + 1), np.int64)
+    np.add.at(at_home, (row, home_rank), tokens)
+    old_row, new_row = linear_sum_assignment(at_home[:, rank_of_row], maximize=True)
+    renumbered = np.empty(len(rank_of_row), np.int32)
+    renumbered[old_row] = new_row
+    return renumbered[row]

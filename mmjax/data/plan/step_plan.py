@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmjax.balance.parts import LLM
-from mmjax.balance.phases import PlanGoals
+from mmjax.balance.phases import EXCHANGE
 from mmjax.balance.shapes import choose_shapes
 from mmjax.config import Config, NoGrouping
 from mmjax.data.plan.budget import Budget, Lengths, position_flops
@@ -51,7 +51,7 @@ class RankLayout:
         ]
 
 
-def lay_out(
+def choose_layout(
     grouper: StepGrouper,
     config: Config,
     topology: Topology,
@@ -126,9 +126,9 @@ def _price(grouper: StepGrouper, flops: np.ndarray, layout: RankLayout) -> np.nd
     # The exponent lies between 0, where all modules' rows cost the same, and 1, their operations.
     price = (rows * flops * need) ** OF_OPERATIONS / need
     sent = max(samples * float(index.item_tokens.sum()) / len(index), 1.0)
-    # `PlanGoals.exchange` is the share of a step for sending as many tokens as the encoders make;
+    # `EXCHANGE` is the share of a step for sending as many tokens as the encoders make;
     # here for each token of width, which all pairs of peers send.
-    width = PlanGoals.exchange * float(price @ need) * ranks * (layout.topology.peers - 1) / sent
+    width = EXCHANGE * float(price @ need) * ranks * (layout.topology.peers - 1) / sent
     return np.concatenate([price, np.full(len(rows) - 1, width)])
 
 
@@ -302,7 +302,7 @@ def make_planner(
     """Make the planner of a mixture of sources on these ranks, and the layout that it plans for.
 
     budget: that of the run, default: made from the index and the config. max_steps: as in
-    `lay_out`. Raises UserError like `make_budget`.
+    `choose_layout`. Raises UserError like `make_budget`.
     """
     budget = make_budget(index, config, weights) if budget is None else budget
     grouper = StepGrouper(
@@ -315,7 +315,7 @@ def make_planner(
         due=segment.read_due(),
         epochs_before=segment.epochs,
     )
-    layout = lay_out(grouper, config, topology, max_steps=max_steps)
+    layout = choose_layout(grouper, config, topology, max_steps=max_steps)
     return make_step_planner(grouper, config, layout), layout
 
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.mask_work import Mask, block_work, excess
+from mmjax.balance.mask_work import Mask, block_work
+from mmjax.balance.token_blocks import excess
 from mmjax.benchmarks.baselines.token_blocks import longest_first, random, ring, zigzag
 
 small = given(

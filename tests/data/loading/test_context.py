@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from made import load, random_samples
 
-from mmjax.balance.mask_work import Mask, allowed_keys, block_work, distribute, token_order
+from mmjax.balance.mask_work import Mask, allowed_keys, block_work
+from mmjax.balance.token_blocks import distribute, token_order
 from mmjax.batch import PADDING, TOKEN_FIELDS, Microbatch
 from mmjax.data.loading.context import context_block, spread_over_context
 from mmjax.data.loading.packing import pack_microbatch

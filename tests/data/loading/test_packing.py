@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,15 @@ from planned import BALANCE_KINDS, BALANCES
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch
 from mmjax.config import NoGrouping, Samples
-from mmjax.data.loading.packing import pack_microbatch
+from mmjax.data.loading.packing import (
+    pack_microbatch,
+    plan_condition_exchange,
+    plan_token_exchange,
+)
 from mmjax.data.loading.step_loader import reader_of
 from mmjax.data.loading.text_rows import FIRST_BRANCH_BIT, MAX_BRANCHES, MAX_MODULES, BatchLayout
 from mmjax.data.media.patches import item_input
-from mmjax.data.plan.placement import MicrobatchPlan, Topology
+from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.sample import Item, SampleLengths, Text
 from mmjax.errors import UserError
 
@@ -471,3 +476,54 @@ def test_text_may_stand_between_the_parts_of_an_items_tokens():
         UserError, match="it places the items \\[\\], but its source's facts\\(\\) have 1"
     ):
         packed(Made([lacking]), Made([whole]))
+
+
+# --------------------------------------------------------------------------------------------------
+# the drawn examples of docstrings
+
+
+def two_ranks(module: list[int], row: list[int], offset: list[int], length: list[int], **changes):
+    """A plan by hand of two ranks in one node, with a row of the LLM and two of a module on each."""
+    starts = np.flatnonzero(np.array(module) == 0)
+    return MicrobatchPlan(
+        samples=np.arange(len(starts)),
+        part_start=np.append(starts, len(module)),
+        module=np.array(module, np.int32),
+        row=np.array(row, np.int32),
+        offset=np.array(offset),
+        length=np.array(length),
+        pairs=np.array(length) ** 2,
+        rows=(1, 2),
+        topology=Topology(2, 2, 2),
+        unbalanced_row=np.array(row, np.int32),
+        **changes,
+    )
+
+
+def test_slots_of_an_exchange_are_as_drawn():
+    newline = replace(VISION, connector=replace(VISION.connector, newline=True))
+    layout = BatchLayout({"vision": newline}, "causal", VOCAB)
+    plan = two_ranks(
+        module=[0, 1, 1, 1],
+        row=[1, 0, 2, 2],  # the sample is on rank 1; a is encoded on rank 0, b and c on rank 1
+        offset=[0, 0, 0, 4],
+        length=[20, 8, 4, 4],
+        shape=Shape((20, 8), (3,)),
+    )
+    sent = plan_token_exchange(plan, 1, layout, "vision", range(2))
+    assert sent.send.tolist() == [[[-1, -1, -1], [0, 1, -1]], [[-1] * 3] * 2]
+    assert sent.slot[1:].tolist() == [0, 6, 7]
+    assert sent.newline == 8
+
+
+def test_conditions_of_an_exchange_are_as_drawn():
+    drawing = SimpleNamespace(text_tokens=2, condition_tokens=4, max_images=lambda length: 1)
+    plan = two_ranks(
+        module=[0, 1, 0, 1], row=[0, 2, 0, 3], offset=[0] * 4, length=[9, 8, 9, 8],
+        shape=Shape((20, 8), (8,)),
+    )  # fmt: skip
+    queries = np.array([[0, 0], [5, 7], [0, 0], [11, 1]])
+    layout = SimpleNamespace(generators={"drawing": drawing})
+    send, condition = plan_condition_exchange(plan, 1, layout, "drawing", range(2), queries)
+    assert send[0, 1].tolist() == [3, 4, 5, 6, -1, 10, 11, 12]
+    assert condition.tolist() == [[-1] * 4, [-1] * 4, [0, 1, 2, 3], [4, 5, 6, 7]]

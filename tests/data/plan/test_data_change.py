@@ -10,19 +10,19 @@ from made import Made, config, index_of, random_samples
 from planned import GROUPINGS, KINDS, samples_of
 
 from mmjax.config import Samples
-from mmjax.data.plan.data_change import Held, Segment, carried, still_due, write_due
+from mmjax.data.plan.data_change import IndexedFiles, Segment, still_due, translate_due, write_due
 from mmjax.data.plan.fit_budget import make_budget
 from mmjax.data.plan.grouping import StepGrouper
 
 MADE = random_samples(260, seed=3).samples
 
 
-def held(samples: int, name: str = "made.json") -> Held:
+def held(samples: int, name: str = "made.json") -> IndexedFiles:
     index = index_of(Made(MADE[:samples]), config())
-    return Held(index, {str(index.source_name[0]): [(name, samples)]})
+    return IndexedFiles(index, {str(index.source_name[0]): [(name, samples)]})
 
 
-def grouper(data: Held, grouping, first: int = 0, due=()) -> StepGrouper:
+def grouper(data: IndexedFiles, grouping, first: int = 0, due=()) -> StepGrouper:
     made = config(size=Samples(16), grouping=grouping)
     budget = make_budget(data.index, made, [1.0])
     return StepGrouper(data.index, made.batch, [1.0], 0, budget, first=first, due=due)
@@ -64,7 +64,7 @@ def test_through_several_changes_of_the_data_every_sample_comes_once_an_epoch(
             break
         had += ids(grouped, range(first, steps[number]))
         owed = still_due(grouped, steps[number])
-        due = carried(owed, data, grouped.pools, held(sizes[number + 1]))
+        due = translate_due(owed, data, grouped.pools, held(sizes[number + 1]))
         first = steps[number]
     had += Counter(due[0].tolist())
     usable = [
@@ -91,16 +91,16 @@ def test_the_segment_goes_on_with_what_is_due_before_a_new_epoch_begins():
 
 
 def test_a_sample_is_known_by_its_file_wherever_that_stands_now():
-    old = Held(held(200).index, {"made": [("/a/x.json", 150), ("/a/y.json", 50)]})
+    old = IndexedFiles(held(200).index, {"made": [("/a/x.json", 150), ("/a/y.json", 50)]})
     grouped = grouper(old, GROUPINGS[0])
     name = str(old.index.source_name[0])
-    old = Held(old.index, {name: old.files["made"]})
-    moved = Held(
+    old = IndexedFiles(old.index, {name: old.files["made"]})
+    moved = IndexedFiles(
         held(260).index, {name: [("/b/new.json", 30), ("/b/x.json", 150), ("/b/y.json", 80)]}
     )
     (owed,), (due,) = (
         still_due(grouped, 5),
-        carried(still_due(grouped, 5), old, grouped.pools, moved),
+        translate_due(still_due(grouped, 5), old, grouped.pools, moved),
     )
     had = set(ids(grouped, range(5)))
     assert set(due.tolist()) & {30 + i for i in had} == set()  # all of x and y stand 30 further on
@@ -111,7 +111,7 @@ def test_a_sample_is_known_by_its_file_wherever_that_stands_now():
 def test_samples_that_are_gone_are_owed_no_longer():
     old, new = held(200), held(120)
     grouped = grouper(old, GROUPINGS[0])
-    (due,) = carried(still_due(grouped, 5), old, grouped.pools, new)
+    (due,) = translate_due(still_due(grouped, 5), old, grouped.pools, new)
     assert due.max() < 120
 
 
@@ -119,7 +119,9 @@ def test_a_source_that_is_new_begins_with_a_whole_epoch():
     old = held(200)
     grouped = grouper(old, GROUPINGS[0])
     index = index_of(Made(MADE[:100]), config())
-    other = Held(
+    other = IndexedFiles(
         type(index)(**{**vars(index), "source_name": np.array(["other"])}), {"other": [("", 100)]}
     )
-    assert [len(due) for due in carried(still_due(grouped, 5), old, grouped.pools, other)] == [0]
+    assert [
+        len(due) for due in translate_due(still_due(grouped, 5), old, grouped.pools, other)
+    ] == [0]

@@ -6,7 +6,7 @@ import numpy as np
 from made import AUDIO, VISION
 
 from mmjax.config import UnetConfig
-from mmjax.data.plan.length_index import index_of_lengths, interleaved_corpus
+from mmjax.data.plan.length_files import index_of_lengths, interleaved_corpus
 
 ENCODERS = {"vision": VISION, "audio": AUDIO}
 

@@ -15,7 +15,8 @@ from mmjax.benchmarks import planning
 from mmjax.benchmarks.corpora import index_of_samples
 from mmjax.config import Config
 from mmjax.data.plan.fit_budget import make_budget
-from mmjax.data.plan.length_index import LengthIndex, omni_corpus
+from mmjax.data.plan.length_files import omni_corpus
+from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import Topology, waits_of
 from mmjax.data.plan.step_plan import StepPlan, StepPlanner, make_planner
 from mmjax.planning.reorder import Reordering, reorder

@@ -30,7 +30,8 @@ from mmjax.config.loading import find_config, load
 from mmjax.data.plan.budget import PLANNER
 from mmjax.data.plan.fit_budget import make_budget
 from mmjax.data.plan.grouping import Group
-from mmjax.data.plan.length_index import LengthIndex, index_of_lengths, interleaved_corpus
+from mmjax.data.plan.length_files import index_of_lengths, interleaved_corpus
+from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.plan.placer import Placer
 from mmjax.data.plan.step_plan import StepPlanner, make_planner

@@ -1,9 +1,10 @@
-"""Distribute the blocks of packed rows over context-parallel ranks so that few samples are cut.
+"""Share the blocks of tokens of packed rows among context-parallel ranks.
 
-A rank needs the keys of a sample from other ranks only if it has some of its blocks, but not all.
-Ranks are bisected recursively into halves that get as many blocks and as much work; samples stay
-whole except one, which is cut so that both come out even. So a short sample ends on one rank, and a
-long one on as many as it has work for.
+`distribute` gives ranks equal counts and equal work. `distribute_samples` does so too and cuts few
+samples: a rank needs the keys of a sample from other ranks only if it has some of its blocks, but
+not all. Ranks are bisected recursively into halves that get as many blocks and as much work;
+samples stay whole except one, which is cut so that both come out even. So a short sample ends on
+one rank, and a long one on as many as it has work for.
 """
 
 from __future__ import annotations
@@ -11,16 +12,44 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from mmjax.balance.mask_work import Mask, check_ranks, distribute, excess, exchange_while_better
+from mmjax.balance.mask_work import Mask
 
 # of the largest rank's work over the mean; beyond, samples are cut without regard
 MAX_EXCESS = 1e-3
-_ENOUGH = 9e-5  # excess that ends the exchange of blocks
+# excess that ends the exchange of blocks: far below what the time of a kernel varies
+_EXCESS_OF_BLOCKS = 1e-5
+_EXCESS_OF_SAMPLES = 9e-5
+_EXCHANGES_OF_RANK = 8  # at most
+# blocks a rank up to which pairs of blocks are exchanged too; with more, single ones suffice
+_FEW_BLOCKS = 32
 _EVEN = 2e-4  # part of a half's work that it may differ by
 # samples that are tried as the one to cut; of many blocks fewer, so that it takes milliseconds
 _CUTS = 6
 _BLOCKS_TRIED = 20_000
 _EXCHANGES = 8  # at most, to cut a sample evenly
+
+
+def distribute(work: np.ndarray, ranks: int) -> np.ndarray:
+    """Assign each block a rank, int32 `[B]`; counts differ by one at most. work: int `[B]`, as of `block_work`.
+
+    Blocks are dealt in rounds of one a rank, heaviest first, the heaviest of a round to the rank
+    with the least work: ranks then differ by no more than the blocks of one round do. After that
+    the rank with the most work exchanges one block, or two, with the rank where that lowers the
+    larger work of both most, until no exchange does. Raises ValueError for ranks below 1.
+    Cornstarch, algorithm 2, with counts held equal.
+
+    Blocks of 1 to 6 units of work are dealt to two ranks in three rounds:
+
+        work       6    5    4    3    2    1
+        rank       0    1    1    0    0    1     11 units and 10
+
+    >>> distribute(np.array([1, 2, 3, 4, 5, 6]), 2).tolist()
+    [1, 0, 0, 1, 1, 0]
+    """
+    check_ranks(ranks)
+    work = np.ascontiguousarray(work, np.int64)
+    rank = _deal(work, np.argsort(-work, kind="stable"), ranks)
+    return _exchange_blocks(work, rank, ranks, _EXCESS_OF_BLOCKS)
 
 
 def distribute_samples(work: np.ndarray, sample: np.ndarray, ranks: int) -> np.ndarray:
@@ -32,7 +61,8 @@ def distribute_samples(work: np.ndarray, sample: np.ndarray, ranks: int) -> np.n
     """
     check_ranks(ranks)
     work = np.ascontiguousarray(work, np.int64)
-    rank = _exchanged(work, _bisect(work, np.ascontiguousarray(sample, np.int64), ranks), ranks)
+    rank = _bisect(work, np.ascontiguousarray(sample, np.int64), ranks)
+    rank = _exchange_blocks(work, rank, ranks, _EXCESS_OF_SAMPLES)
     if excess(work, rank, ranks) <= MAX_EXCESS:
         return rank
     balanced = distribute(work, ranks)
@@ -45,19 +75,144 @@ def block_samples(mask: Mask, block: int) -> np.ndarray:
     return mask.sample[np.minimum(begin + block // 2, len(mask.sample) - 1)]
 
 
-def _exchanged(work: np.ndarray, rank: np.ndarray, ranks: int) -> np.ndarray:
-    """Exchange blocks of the ranks with most work until they have little more than the mean, or none helps."""
+def excess(work: np.ndarray, rank: np.ndarray, ranks: int) -> float:
+    """Divide the largest work of a rank by the mean, less 1; 0 without work. work: int `[B]`, rank: int `[B]`."""
+    load = np.zeros(ranks, np.int64)
+    np.add.at(load, rank, work)
+    return float(load.max() / load.mean() - 1) if load.any() else 0.0
+
+
+def token_order(rank: np.ndarray, tokens: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Order tokens so that each rank's are contiguous; return the order and its inverse, int32 `[T]` both.
+
+    A rank's blocks stay in their order: `x[order]` is what ranks 0, 1, .. hold one after the other,
+    and `x[order][inverse]` is `x`. rank: int `[ceil(T / block)]`. Cornstarch, section 4.3.2.
+    """
+    blocks = np.argsort(rank, kind="stable").astype(np.int32)
+    # block = 4: block 2 becomes tokens 8 .. 11; tokens of a short last block that do not exist are
+    # dropped.
+    order = (blocks[:, None] * np.int32(block) + np.arange(block, dtype=np.int32)).ravel()
+    order = order[order < tokens]
+    inverse = np.empty_like(order)
+    # If token t comes i-th, then i is where t is found.
+    inverse[order] = np.arange(tokens, dtype=np.int32)
+    return order, inverse
+
+
+def check_ranks(ranks: int) -> None:
+    """Raise ValueError for ranks below 1."""
+    if ranks < 1:
+        raise ValueError(f"{ranks} ranks; needed is one or more")
+
+
+def _exchange_blocks(work: np.ndarray, rank: np.ndarray, ranks: int, enough: float) -> np.ndarray:
+    """Exchange blocks of the rank with most work until its excess is `enough`, or none helps: the rank of each."""
     count = np.bincount(rank, minlength=ranks)
     load = np.zeros(ranks, np.int64)
     np.add.at(load, rank, work)
     blocks = np.zeros((ranks, count.max(initial=0)), np.int64)
     # Those of a rank one after the other, heaviest first.
     blocks[np.arange(blocks.shape[1]) < count[:, None]] = np.lexsort((-work, rank))
-    exchange_while_better(work, blocks, count, load, work.sum() / ranks * (1 + _ENOUGH))
+    _exchange_while_better(work, blocks, count, load, work.sum() / ranks * (1 + enough))
     exchanged = np.empty(len(work), np.int32)
     filled = np.arange(blocks.shape[1]) < count[:, None]
     exchanged[blocks[filled]] = np.repeat(np.arange(ranks), count)
     return exchanged
+
+
+@njit(cache=True)
+def _deal(work, heaviest_first, ranks):
+    """Deal blocks to ranks in rounds, heaviest first to the one with the least work: int32 [B]."""
+    rank = np.empty(len(work), np.int32)
+    load = np.zeros(ranks, np.int64)
+    for begin in range(0, len(work), ranks):
+        # Sorted once a round: each rank receives one block of it.
+        least_first = np.argsort(load, kind="mergesort")
+        for i in range(begin, min(begin + ranks, len(work))):
+            block = heaviest_first[i]
+            rank[block] = least_first[i - begin]
+            load[rank[block]] += work[block]
+    return rank
+
+
+@njit(cache=True)
+def _exchange_while_better(work, blocks, count, load, enough):
+    """Exchange blocks of the rank with the most work while that gains and it has more than `enough`; writes all."""
+    ranks, rounds = blocks.shape
+    for _ in range(_EXCHANGES_OF_RANK * ranks):
+        if load.max() <= enough:
+            return
+        if not _exchange(work, blocks, count, load, 1) and (
+            # Pairs are n^2 of a rank's blocks; with many blocks single ones differ finely enough.
+            rounds > _FEW_BLOCKS or not _exchange(work, blocks, count, load, 2)
+        ):
+            return
+
+
+@njit(cache=True)
+def _exchange(work, blocks, count, load, size):
+    """Do the best exchange of `size` blocks of the heaviest rank for as many of another; whether there was one."""
+    heavy = np.argmax(load)
+    heavy_sums, heavy_sets = _sums(work, blocks[heavy, : count[heavy]], size)
+    min_load = load[heavy]
+    light = -1
+    give = np.empty(0, np.int64)
+    take = np.empty(0, np.int64)
+    for candidate in np.argsort(load, kind="mergesort"):
+        # Candidates come lightest first, so the mean of the two only grows from here on.
+        if 2 * min_load <= load[heavy] + load[candidate]:
+            break  # not even equal shares of these two would be better, nor of those to come
+        light_sums, light_sets = _sums(work, blocks[candidate, : count[candidate]], size)
+        k = 0
+        for i in range(len(heavy_sums)):
+            # Sums descend: the best is the first so small that it would do more than equal the two,
+            # or the one before.
+            while (
+                k < len(light_sums)
+                and 2 * (heavy_sums[i] - light_sums[k]) < load[heavy] - load[candidate]
+            ):
+                k += 1
+            for j in range(max(k - 1, 0), min(k + 1, len(light_sums))):
+                moved = heavy_sums[i] - light_sums[j]
+                larger = max(load[heavy] - moved, load[candidate] + moved)
+                if larger < min_load:
+                    min_load = larger
+                    light = candidate
+                    give = heavy_sets[i]
+                    take = light_sets[j]
+    if light < 0:
+        return False
+    for side in range(size):
+        mine = blocks[heavy, give[side]]
+        theirs = blocks[light, take[side]]
+        blocks[heavy, give[side]], blocks[light, take[side]] = theirs, mine
+        load[heavy] += work[theirs] - work[mine]
+        load[light] += work[mine] - work[theirs]
+    for rank in (heavy, light):
+        # Blocks of a rank stay heaviest first, which `_sums` relies on.
+        row = blocks[rank, : count[rank]].copy()
+        blocks[rank, : count[rank]] = row[np.argsort(-work[row], kind="mergesort")]
+    return True
+
+
+@njit(cache=True)
+def _sums(work, blocks, size):
+    """Sum the work of every set of one or two blocks, descending, int64 [m]; the sets' places in `blocks` [m, size]."""
+    n = len(blocks)
+    if size == 1:
+        # Already descending, see `_exchange`.
+        return work[blocks], np.arange(n).reshape(n, 1)
+    sums = np.empty(n * (n - 1) // 2, np.int64)
+    sets = np.empty((n * (n - 1) // 2, 2), np.int64)
+    m = 0
+    for i in range(n):
+        for j in range(i + 1, n):
+            sums[m] = work[blocks[i]] + work[blocks[j]]
+            sets[m, 0] = i
+            sets[m, 1] = j
+            m += 1
+    order = np.argsort(-sums, kind="mergesort")
+    return sums[order], sets[order]
 
 
 @njit(cache=True)

@@ -7,7 +7,16 @@ import importlib
 
 import pytest
 
-MODULES = ["mmjax.balance.exchange", "mmjax.balance.parts"]
+MODULES = [
+    "mmjax.balance.exchange",
+    "mmjax.balance.level",
+    "mmjax.balance.pack_columns",
+    "mmjax.balance.parts",
+    "mmjax.balance.token_blocks",
+    "mmjax.balance.vector_lpt",
+    "mmjax.data.plan.placement",
+    "mmjax.data.plan.placer",
+]
 
 
 @pytest.mark.parametrize("module", MODULES)
