@@ -55,7 +55,9 @@ def spread_over_context(
         orders = [_balanced_order(text, row, context) for row in range(len(text.token))]
         text = _reorder(text, np.array(orders, np.int64).reshape(-1, length))
     slots, spread = dict(text.slots), {}
-    for k, (name, encoder) in enumerate(layout.encoders.items(), start=1):
+    for k, (name, encoder) in enumerate(layout.modules.items(), start=1):
+        if encoder.is_generator:  # whose conditions go from rank to rank
+            continue
         old = text.slots[name]
         indices = old.slot if isinstance(old, WeightedSlots) else old
         sizes = (

@@ -63,25 +63,24 @@ def pack_microbatch(
     )
     if isinstance(encoder_ranks, range):
         encoder_ranks = dict.fromkeys(layout.modules, encoder_ranks)
-    shares = {
-        m: _share(encoder_ranks[m], plan.rows[k] // parts)
-        for k, m in enumerate(layout.modules, start=1)
-    }
+    numbers = {name: k for k, name in enumerate(layout.modules, start=1)}
+    shares = {m: _share(encoder_ranks[m], plan.rows[k] // parts) for m, k in numbers.items()}
     sent = {
-        encoder: plan_token_exchange(plan, k, layout, encoder, ranks)
-        for k, encoder in enumerate(layout.encoders, start=1)
+        name: plan_token_exchange(plan, k, layout, name, ranks)
+        for name, k in numbers.items()
+        if name not in layout.rules.made
     }
     items = {
         module: _pack_items(plan, k, layout, module, shares[module], reader, unreadable)
-        for k, module in enumerate(layout.modules, start=1)
+        for module, k in numbers.items()
     }
     queries = np.zeros((len(plan.module), 2), np.int64)
     text = _pack_text(
         plan, layout, _share(ranks, plan.rows[LLM]), reader, sent, queries, unreadable
     )
-    for k, name in enumerate(layout.generators, start=1 + len(layout.encoders)):
+    for name in layout.rules.made:
         text.send[name], text.condition[name] = plan_condition_exchange(
-            plan, k, layout, name, ranks, queries
+            plan, numbers[name], layout, name, ranks, queries
         )
     return Microbatch(text, items)
 
@@ -121,7 +120,7 @@ def plan_token_exchange(
     """
     ranks_in_all, peers, context = plan.topology.ranks, plan.topology.peers, plan.topology.context
     width = plan.shape.widths[module - 1]
-    config = layout.encoders[encoder]
+    config = layout.modules[encoder]
     per_token = config.positions_per_token
     rows = plan.rows[module] // context  # of each of the devices that a rank is
     row_tokens = plan.shape.lengths[module] // per_token + config.connector.newline
@@ -180,8 +179,9 @@ def plan_condition_exchange(
     """
     peers = plan.topology.peers
     width = plan.shape.widths[module - 1]
-    text, count = layout.generators[name].text_tokens, layout.generators[name].condition_tokens
-    images = layout.generators[name].max_images(plan.shape.lengths[module])
+    generator = layout.modules[name]
+    text, count = generator.text_tokens, generator.condition_tokens
+    images = generator.max_images(plan.shape.lengths[module])
     items = np.flatnonzero(plan.module == module)
     # A row's images have as many columns each, in their order.
     row = plan.row[items]
@@ -341,7 +341,7 @@ def _pack_text(
                 places = _with_grids(places, layout, reader.facts(sample))
             contents = reader.sample(sample)
             write_sample(row_view(batch, row, span), contents, layout, places, spans[row])
-            if layout.generators:
+            if layout.rules.made:
                 begin = row % plan.rows[LLM] * plan.shape.lengths[LLM] + span.start
                 offsets = _item_offsets(contents, layout, places)
                 queries[part + 1 : end] = np.stack([begin + offsets, offsets], axis=1)
@@ -373,9 +373,9 @@ def _item_slots(
     plan: MicrobatchPlan, layout: BatchLayout, part: int, sent: dict[str, Sent]
 ) -> ItemSlots:
     encoder = list(layout.modules)[int(plan.module[part]) - 1]
-    if encoder in layout.generators:
-        return ItemSlots(encoder, 0, layout.generators[encoder].queries)
-    config = layout.encoders[encoder]
+    config = layout.modules[encoder]
+    if config.is_generator:
+        return ItemSlots(encoder, 0, config.queries)
     tokens = int(plan.length[part]) // config.positions_per_token - config.hidden_tokens
     return ItemSlots(encoder, int(sent[encoder].slot[part]), tokens, sent[encoder].newline)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from mmjax.batch import FIRST_BRANCH_BIT, PADDING, TIME, TOKEN_FIELDS, TextBatch, WeightedSlots
-from mmjax.config import AudioConfig, CrossEntropy, Generator, LossConfig, ModelConfig, VisionConfig
+from mmjax.config import CrossEntropy, Encoder, Generator, LossConfig, ModelConfig
 from mmjax.data.plan.attended_pairs import MaskRules, prefix_tokens
 from mmjax.data.sample import (
     CORNERS,
@@ -31,13 +31,12 @@ MAX_MODULES = FIRST_BRANCH_BIT - 1
 class BatchLayout:
     """The layout of a batch's arrays: the modules in their order, and how an item's tokens attend in the LLM."""
 
-    encoders: dict[str, VisionConfig | AudioConfig]
+    modules: dict[str, Encoder | Generator]  # whose rows hold items, in the model's order
     items: str  # DecoderConfig.items
     vocab: int
     # layers read a sample's tokens one after the other, so it can have no branches
     in_order: bool = False
     axes: int = 0  # of a position: (t, y, x) for an LLM with rotary sections; 0 = it is one number
-    generators: dict[str, Generator] = field(default_factory=dict)
     loss: LossConfig = CrossEntropy()  # which says what a sample's branches must be
 
     @classmethod
@@ -48,19 +47,13 @@ class BatchLayout:
                 f"model has {count} encoders and generators; the attention mask tells {MAX_MODULES} apart"
             )
         return cls(
-            encoders=dict(model.encoders),
+            modules=model.item_modules,
             items=model.llm.items,
             vocab=model.llm.vocab,
             in_order=model.llm.delta_net is not None,
             axes=len(model.llm.rope_sections),
-            generators=dict(model.generators),
             loss=loss,
         )
-
-    @property
-    def modules(self) -> dict[str, VisionConfig | AudioConfig | Generator]:
-        """Return the modules whose rows hold items, in the model's order."""
-        return {**self.encoders, **self.generators}
 
     def features(self, module: str) -> int:
         """Return the width of one patch or frame."""
@@ -72,12 +65,12 @@ class BatchLayout:
 
     def newline(self, encoder: str) -> bool:
         """Tell whether the connector has a newline token, which follows every row of an image."""
-        return self.encoders[encoder].connector.newline
+        return self.modules[encoder].connector.newline
 
     @cached_property
     def rules(self) -> MaskRules:
         """Return how tokens attend."""
-        return MaskRules(tuple(self.modules), tuple(self.generators), self.items)
+        return MaskRules.of(self.modules, self.items)
 
     def bit(self, module: str) -> int:
         """Return the kind bit of the tokens of a module's items."""
@@ -120,9 +113,7 @@ def empty_text(
         owner=full(PADDING),
         offset=full(0),
         slots={
-            name: mixed()
-            if name in layout.encoders and module.interpolates_tokens
-            else full(PADDING)
+            name: mixed() if module.interpolates_tokens else full(PADDING)
             for name, module in layout.modules.items()
         },
         send=send,
@@ -278,12 +269,9 @@ def llm_tokens(
         raise ValueError(
             f"it places newlines, and connector.newline of {segment.encoder!r} is false"
         )
-    if segment.encoder in layout.generators:
+    if layout.modules[segment.encoder].is_generator:
         raise ValueError(f"it arranges tokens of {segment.encoder!r}, which makes images")
-    if (
-        not layout.encoders[segment.encoder].interpolates_tokens
-        and (token[:, 1:] != NO_TOKEN).any()
-    ):
+    if not layout.modules[segment.encoder].interpolates_tokens and (token[:, 1:] != NO_TOKEN).any():
         raise ValueError(
             f"it mixes tokens of {segment.encoder!r}, whose images say nothing of interpolation"
         )

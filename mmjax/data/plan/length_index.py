@@ -228,7 +228,7 @@ def build_index(
     bad: dict[int, str] = {}
     sizes: dict[tuple[str, tuple[int, ...]], tuple[int, int, int, int]] = {}
     pairs: list[int] = []  # of samples
-    rules = None if llm is None else MaskRules.of(llm, encoders)
+    rules = None if llm is None else MaskRules.of(encoders, llm.items)
     every = ((name, source, i) for name, source in sources.items() for i in range(len(source)))
     with activity("indexing samples", sum(map(len, sources.values()))) as counted:
         for counted.done, (source_name, source, i) in enumerate(every, start=1):

@@ -77,7 +77,7 @@ class Placer:
     prices: Prices | None = None  # by which ranks are levelled; None: they are not
     # By the number of a generator, whose conditions go from rank to rank: tokens of text before
     # each image that do too.
-    generators: Mapping[int, int] = field(default_factory=dict)
+    text_tokens: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def in_columns(self) -> bool:
@@ -133,7 +133,7 @@ class Placer:
     def _inputs(self, group: Group) -> _Inputs:
         parts = self.index.parts(group.samples)
         tokens = self.index.tokens(group.samples)
-        for number, text_tokens in self.generators.items():
+        for number, text_tokens in self.text_tokens.items():
             tokens = tokens + text_tokens * (parts.module == number)
         return _Inputs(parts, tokens, group.row)
 
@@ -291,7 +291,7 @@ class Placer:
             items = np.flatnonzero(parts.module == k)
             # Devices that share a rank's rows exchange with those of their own number, but for
             # conditions.
-            context = 1 if int(k) in self.generators else self.topology.context
+            context = 1 if int(k) in self.text_tokens else self.topology.context
             number = row[items] % self.rows[k] // (self.rows[k] // context) * ranks
             width[k - 1] = largest_transfer(
                 number + rank[items],

@@ -102,11 +102,10 @@ def make_placer(grouper: StepGrouper, config: Config, layout: RankLayout) -> Pla
         columns=grouper.columns,
         compares_llm=grouper.budget.planner > 11,
         prices=grouper.budget.prices,
-        generators={
-            number: generator.text_tokens
-            for number, generator in enumerate(
-                config.model.generators.values(), 1 + len(config.model.encoders)
-            )
+        text_tokens={
+            number: module.text_tokens
+            for number, module in enumerate(config.model.towers.values())
+            if module.is_generator
         },
     )
 

@@ -523,7 +523,7 @@ def test_conditions_of_an_exchange_are_as_drawn():
         shape=Shape((20, 8), (8,)),
     )  # fmt: skip
     queries = np.array([[0, 0], [5, 7], [0, 0], [11, 1]])
-    layout = SimpleNamespace(generators={"drawing": drawing})
+    layout = SimpleNamespace(modules={"drawing": drawing})
     send, condition = plan_condition_exchange(plan, 1, layout, "drawing", range(2), queries)
     assert send[0, 1].tolist() == [3, 4, 5, 6, -1, 10, 11, 12]
     assert condition.tolist() == [[-1] * 4, [-1] * 4, [0, 1, 2, 3], [4, 5, 6, 7]]
