@@ -190,11 +190,11 @@ def _unknown(line: str, level: str, hint: Hint, cls: type, root: Tree) -> str:
     keys = list(_keys(root))
     if close := difflib.get_close_matches(level, known, 1):
         whole = close[0] + key.removeprefix(level)
-        meant = [whole if whole in keys else close[0]]
+        suggestions = [whole if whole in keys else close[0]]
     else:
-        meant = [k for k in keys if k.endswith(f".{name}")][:3]
-    if meant:
-        return f"unknown key {key!r}: did you mean {' or '.join(map(repr, meant))}?"
+        suggestions = [k for k in keys if k.endswith(f".{name}")][:3]
+    if suggestions:
+        return f"unknown key {key!r}: did you mean {' or '.join(map(repr, suggestions))}?"
     return f"unknown key {key!r}{did_you_mean(level, known)}"
 
 
