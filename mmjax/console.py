@@ -75,6 +75,11 @@ def duration(seconds: float, digits: int = 3) -> str:
     return f"{seconds:.{digits - 1}f} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.{digits}g} ms"
 
 
+def percent(share: float, digits: int = 3) -> str:
+    """Format 0.123 as 12.3%."""
+    return f"{100 * share:.{digits}g}%"
+
+
 def time_left(seconds: float) -> str:
     """Format the time that is left: 93784 as 1 d 2 h, 3725 as 1 h 2 min."""
     units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))

@@ -1,7 +1,7 @@
 """Watch a run as a live page and question its model: ``python -m mmjax.studio RUN [--port N]``.
 
-Prints an address to open in a browser of this machine. The page shows the run's progress and the
-report's curves as they grow, and has questions answered by the newest checkpoint, on the CPU unless
+Prints an address to open in a browser of this machine. The page is the report of `mmjax.report`,
+which grows with the run; questions there are answered by the newest checkpoint, on the CPU unless
 ``--device`` says otherwise, so that a training keeps its GPU's memory. Only who knows the address
 gets an answer, nothing listens beyond this machine, and nothing is written into the run.
 """
@@ -19,13 +19,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import parse_qs, urlsplit
@@ -48,13 +46,12 @@ from mmjax.inference.prompts import (
     make_prompt,
     select_usable,
 )
-from mmjax.reporting.page import clock, live_parts, page_of, templates
+from mmjax.reporting.live import LiveReport
+from mmjax.reporting.page import page_of, render_macro
 from mmjax.reporting.rows import ShownItem, ShownPiece, ShownSample, shown_item
-from mmjax.reporting.run import MetricsFollower, read_runs
+from mmjax.reporting.run import Run, read_runs
 from mmjax.runtime.checkpoint import checkpoint_step
-from mmjax.runtime.run_dir import is_trained, path_words
 from mmjax.runtime.run_trust import HELP as TRUST_HELP
-from mmjax.training.run_data import read_launches
 
 HOST = "127.0.0.1"
 # Any other Host header is another site's name for this machine. A tunnel has a port of its own.
@@ -62,9 +59,7 @@ OUR_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)
 PORT = 8765
 MAX_BODY = 64 << 20  # bytes of a question with its media
 CHUNK = 1 << 20  # bytes of a body that is too large, read and dropped at a time
-READ_SECONDS = 0.5  # spent on new metrics in one request; a page asks again at once for the rest
 REMEMBERED = 20  # questions
-QUIET_SECONDS = 10.0  # without a step, before a run that no process trains is said to have stopped
 EVERY = 4  # tokens between updates of an answer
 SAMPLES = 8  # listed of each source
 SAMPLE_SIDE = 1024  # largest side of their images in pixels
@@ -85,95 +80,39 @@ class Asked:
 
 
 class Studio:
-    """A run, what is known of it, and the questions that were asked. Its methods may be called from any thread."""
+    """A run's page, and the questions that were asked there. Its methods may be called from any thread."""
 
     def __init__(self, folder: Path, device: str, trust: bool = False) -> None:
         """Raise UserError where the folder is no run, or another's whose config would be executed, without trust."""
-        (self.run,) = read_runs([folder], with_metrics=False, trust=trust)
-        self.run.folder.read_config()
+        (run,) = read_runs([folder], with_metrics=False, trust=trust)
+        run.folder.read_config()
+        self.live = LiveReport(run)
         self._overrides = (f"device={device}",)
-        self._follower = MetricsFollower(self.run.folder.metrics)
-        self._reading = threading.Lock()
-        self._state: tuple[object, ...] = ()  # of the files that were read last
-        self._live: dict[str, Any] = {"version": 0, "parts": {}}
         self._asking = threading.Lock()  # held while a question is answered
         self._asked: deque[Asked] = deque(maxlen=REMEMBERED)
         self._asked_version = 0
         self._loaded: LoadedModel | None = None  # of the checkpoint that answered last
 
-    # ----------------------------------------------------------------------------------------------
-    # what is shown
-
-    def page(self, nonce: str) -> str:
-        """Render the page, which fetches all that changes."""
-        shown = {
-            "name": self.run.name,
-            "path": self.run.folder.path,
-            "version": version("mmjax"),
-            "nonce": nonce,
-        }
-        return templates().get_template("studio.html").render(shown)
+    @property
+    def run(self) -> Run:
+        """The run as it was read last."""
+        return self.live.run
 
     def report(self) -> str:
         """Render the run's whole report. Raises UserError where there is no run any more."""
         return page_of(read_runs([self.run.folder.path], trust=self.run.folder.trusted))
 
-    def changes(self, live_version: int, questions_version: int) -> dict[str, Any]:
+    def changes(self, live_version: int, asked_version: int) -> dict[str, Any]:
         """Return the parts of the page that are newer than these versions, and what cannot be read."""
-        newer: dict[str, Any] = {"error": "", "more": False, "age": ""}
-        with self._reading:
-            try:
-                newer["more"] = not self._read()
-            except (UserError, OSError) as error:
-                newer["error"] = str(error)
-            if self._live["version"] != live_version:
-                newer["live"] = self._live
-        with suppress(OSError):
-            # clocks differ
-            seconds = max(0.0, time.time() - self.run.folder.metrics.stat().st_mtime)
-            newer["age"] = f"last step {clock(seconds)} ago{self._standstill(seconds)}"
-        if (number := self._asked_version) != questions_version:
-            html = templates().get_template("parts.html").module.asked(list(self._asked)[::-1])
+        newer = self.live.changes(live_version)
+        if (number := self._asked_version) != asked_version:
+            html = render_macro("asked", list(self._asked)[::-1])
             newer["asked"] = {"version": number, "parts": {"asked": html}}
         return newer
 
-    def _standstill(self, seconds: float) -> str:
-        """Say that the run has ended, or that nothing has trained it for so many seconds."""
-        folder = self.run.folder
-        if folder.scored_step() is not None and folder.scored_step() == self.run.metrics.steps:
-            return "; the run is finished"
-        # A start that has not made a step yet holds the run, but where nothing can be written
-        # beside it.
-        if seconds < QUIET_SECONDS or is_trained(folder.path):
-            return ""
-        return f"; the run has stopped: python -m mmjax.train --resume {path_words(folder.path)} goes on with it"
-
-    def _read(self) -> bool:
-        """Read what the run has written since the last time; return whether that was all."""
-        complete = self._follower.update(READ_SECONDS)
-        folder = self.run.folder
-        files = [
-            path.stat().st_mtime_ns if path.exists() else 0
-            for path in (folder.config, folder.history, folder.scores)
-        ]
-        if (state := (*files, self._follower.offset)) != self._state:
-            self.run = replace(
-                self.run,
-                config=folder.read_config(),
-                launches=read_launches(folder.history),
-                metrics=self._follower.metrics(),
-            )
-            self._state = state
-            self._live = {"version": self._live["version"] + 1, "parts": live_parts(self.run)}
-        return complete
-
     def samples(self) -> str:
         """Render samples of the run's held-out data with their questions."""
-        return (
-            templates()
-            .get_template("parts.html")
-            .module.questions([self._shown(name) for name in self._names])
-        )
+        return render_macro("questions", [self._shown(name) for name in self._names])
 
     @cached_property
     def _sources(self) -> Mapping[str, QuestionSource]:
@@ -389,7 +328,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if address.path == "":
                 nonce = secrets.token_urlsafe()
-                self._send(studio.page(nonce), "text/html", script=f"'nonce-{nonce}'")
+                self._send(studio.live.page(nonce), "text/html", script=f"'nonce-{nonce}'")
             elif address.path == "state":
                 known = {name: int(values[0]) for name, values in parse_qs(address.query).items()}
                 self._send(

@@ -25,9 +25,9 @@ from files_made import lines, picture, write
 
 from mmjax import evaluate, generate, inspect, train
 from mmjax.config.loading import load
+from mmjax.console import percent
 from mmjax.data.toy.drawing import drawings
 from mmjax.report import report
-from mmjax.reporting.training import percent
 
 
 @pytest.fixture(scope="module")

@@ -238,11 +238,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "array_record": ("mmjax.data.sources.array_records", "mmjax.data.sources.array_record_writing"),
     "pyarrow": ("mmjax.data.sources.parquet_files", "mmjax.data.sources.csv_tables"),
     "orbax": ("mmjax.runtime.checkpoint",),
-    "matplotlib": (
-        "mmjax.reporting.plots",
-        "mmjax.reporting.plan_plot",
-        "mmjax.reporting.timeline_plot",
-    ),
+    "matplotlib": ("mmjax.reporting.drawing",),
     "tokenizers": ("mmjax.data.text.tokenizer",),
     "jinja2": (
         "mmjax.data.text.chat_template",

@@ -68,6 +68,12 @@ def state(server: StudioServer, live: int = 0, asked: int = 0) -> dict:
     return json.loads(request(server.url, f"state?live={live}&asked={asked}")[1])
 
 
+def sections(server: StudioServer) -> dict[str, str]:
+    """All sections of the page, once those that take longer are there."""
+    wait_until(lambda: "config" in state(server)["live"]["parts"], seconds=120)
+    return state(server)["live"]["parts"]
+
+
 def refusal(server: StudioServer, **question: object) -> str:
     return json.loads(request(server.url, "ask", MODEST | question)[1])["error"]
 
@@ -224,20 +230,25 @@ def test_a_run_that_has_stopped_or_is_finished_is_said_to(server: StudioServer) 
 
 def test_a_run_on_one_rank_has_no_charts_of_balance(server: StudioServer) -> None:
     metrics = server.studio.run.folder.metrics
-    assert "without balancing" in state(server)["live"]["parts"]["curves"]
+    assert "without balancing" in sections(server)["balance"]
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     for record in records:
         record.update({key: 1.0 for key in record if key.startswith("max_over_mean")})
     metrics.with_suffix(".new").write_text("".join(json.dumps(record) + "\n" for record in records))
     metrics.with_suffix(".new").replace(metrics)
-    assert "without balancing" not in state(server)["live"]["parts"]["curves"]
+    anew = StudioServer(0, Studio(server.studio.run.folder.path, "cpu"))
+    threading.Thread(target=anew.serve_forever, daemon=True).start()
+    assert "without balancing" not in sections(anew)["balance"].split("</table>")[-1]
+    anew.shutdown()
+    anew.server_close()
 
 
 def test_what_a_run_appends_comes_with_the_next_request_and_only_then(server: StudioServer) -> None:
     metrics = server.studio.run.folder.metrics
+    sections(server)
     first = state(server)
     assert "6 of 6" in first["live"]["parts"]["progress"]
-    assert first["live"]["parts"]["curves"].count("<figure") > 8
+    assert first["live"]["parts"]["training"].count("<figure") > 8
     known = first["live"]["version"]
     assert "live" not in state(server, known)
     line = json.dumps(json.loads(metrics.read_text().splitlines()[-1]) | {"step": 7, "loss": 0.5})
@@ -248,6 +259,7 @@ def test_what_a_run_appends_comes_with_the_next_request_and_only_then(server: St
         file.write(line[40:] + "\n")
     second = state(server, known)["live"]
     assert "7 of 6" in second["parts"]["progress"]
+    assert set(second["parts"]) <= {"progress", "training", "time"}
     # A resumed run drops the steps behind its checkpoint.
     kept = metrics.with_suffix(".new")
     kept.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
@@ -398,7 +410,7 @@ def test_in_a_browser_curves_move_while_a_run_trains_and_a_question_is_answered(
     wait_until(lambda: list(folder.glob("checkpoints/*/meta")), training)
     url = start("mmjax.studio", folder, "--port", 0).stdout.readline().split()[1]
     browser = Browser(tmp_path / "profile")
-    curve = "document.querySelector('#curves path.line')?.getAttribute('d')"
+    curve = "document.querySelector('#training path[stroke=\"var(--blue)\"]')?.getAttribute('d')"
     step = "Number(document.querySelector('#progress .tiles b')?.innerText.split(' ')[0].replace(',', ''))"
     browser.call("Page.navigate", url=url)
     first, begun = browser.wait(curve), browser.value(step)
@@ -428,7 +440,7 @@ def test_in_a_browser_curves_move_while_a_run_trains_and_a_question_is_answered(
     assert training.poll() is None
     browser.call("Page.navigate", url=wrong)
     browser.wait("location.pathname.startsWith('/AAA') || location.protocol === 'chrome-error:'")
-    assert not browser.value("document.querySelector('#curves')")
+    assert not browser.value("document.querySelector('#training')")
     wait_until(lambda: browser.value("1") and " 403 " in "".join(browser.complaints))
     assert listening(int(url.split(":")[2].split("/")[0])) == {"0100007F"}
     browser.close()

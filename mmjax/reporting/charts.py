@@ -1,34 +1,28 @@
-"""Draw charts as SVG whose colours follow the page's stylesheet, light or dark.
-
-Written by hand because Matplotlib's SVG has fixed colours, no titles to hover over, and three times
-the size. Colours are classes of the page's stylesheet, `c0`, `c1`, ... All texts are escaped here.
-"""
+"""Chart curves, layers and histograms of a page, over axes with round labels."""
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from itertools import pairwise
 
 import numpy as np
 
 from mmjax.console import count
+from mmjax.reporting.drawing import Drawing, text_width
 from mmjax.reporting.run import Curve
 
 # Widths of charts, in pixels.
 WIDE = 960
 HALF = 468
-COLOURS = 7  # of the stylesheet, c0 to c6
-GREY = 7  # c7, the colour of a baseline
 # Margins around the plot, in pixels; the left one grows with its labels.
 LEFT = 50
 RIGHT = 18
 TOP = 10
 BOTTOM = 26
-CHARACTER = 6.4  # average width of a character of a label
+BOLD = 1.8  # of a curve, in pixels
+AREA = 0.85  # opacity of areas
 SMOOTH_FROM = 40  # points, from which on a noisy curve is drawn smoothed too
 # of a label; more than the first where two labels of an axis would be the same
 DIGITS = range(3, 10)
@@ -50,7 +44,7 @@ class Figure:
     title: str
     caption: str
     svg: str
-    legend: Mapping[str, int] = field(default_factory=dict)
+    legend: Mapping[str, str] = field(default_factory=dict)
     narrow: str = ""
 
 
@@ -89,11 +83,6 @@ class Scale:
         return [k * step for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def data_uri(kind: str, content: bytes) -> str:
-    """Encode an image as a data URI."""
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-
-
 def round_step(rough: float) -> float:
     """Round to 1, 2 or 5 times a power of ten: the smallest that is at least 1 / 1.3 of the value."""
     if rough <= 0:
@@ -104,7 +93,7 @@ def round_step(rough: float) -> float:
 
 def line_chart(
     curves: Mapping[str, Curve],
-    colours: Mapping[str, int],
+    colours: Mapping[str, str],
     spell: Formatter = count,
     marks: Sequence[float] = (),
     logarithmic: bool = False,
@@ -118,63 +107,62 @@ def line_chart(
     spell: formats values.
     """
     shown = {name: curve.thinned(width - LEFT - RIGHT) for name, curve in curves.items()}
+    drawing = Drawing(width, height)
     bottom = height - BOTTOM
     low, high = _value_bounds(shown, logarithmic, from_zero)
     y = Scale(low, high, bottom, TOP, logarithmic)
     x = _step_scale([curve.step for curve in shown.values()], y, spell, width)
-    parts = [_axes(x, y, spell, width, height), *_marks(x, marks, height)]
+    draw_axes(drawing, x, y, count, spell)
+    _draw_marks(drawing, x, y, marks)
 
     def within(values: np.ndarray) -> np.ndarray:
         return np.clip(y(values), TOP, bottom)
 
     for name, curve in shown.items():
+        colour = colours[name]
+        steps = x(curve.step)
         smooth = noisy and len(curve) >= SMOOTH_FROM
-        style = colour_class(colours[name])
         if noisy and (curve.high > curve.low).any():
-            outline = np.concatenate([within(curve.high), within(curve.low)[::-1]])
-            over = np.concatenate([x(curve.step), x(curve.step)[::-1]])
-            parts.append(f'<path class="band {style}" d="{path(over, outline)}Z"/>')
-        parts.append(
-            _curve(
-                name, f"{'pale ' if smooth else ''}line {style}", x(curve.step), within(curve.mean)
-            )
-        )
-        if smooth:
-            parts.append(_curve(name, f"line {style}", x(curve.step), within(curve.smoothed())))
-        parts += _outliers(curve.step, curve.mean, x, y, style, spell)
-    return _svg(parts, width, height)
+            drawing.area(*_band(steps, within(curve.low), within(curve.high)), colour, opacity=0.15)
+        if len(curve) == 1:
+            drawing.area(*_dot(steps, within(curve.mean)), colour, title=name)
+        elif smooth:
+            drawing.line(steps, within(curve.mean), colour, opacity=0.38, title=name)
+            drawing.line(steps, within(curve.smoothed()), colour, width=BOLD, title=name)
+        else:
+            drawing.line(steps, within(curve.mean), colour, width=BOLD, title=name)
+        _draw_outliers(drawing, curve.step, curve.mean, x, y, colour, spell)
+    return drawing.svg()
 
 
 def area_chart(
     layers: Mapping[str, np.ndarray],
     step: np.ndarray,
-    colours: Mapping[str, int],
+    colours: Mapping[str, str],
     spell: Formatter = count,
     marks: Sequence[float] = (),
     width: int = WIDE,
     height: int = 190,
 ) -> str:
     """Draw values `[n]` stacked on top of each other over steps `[n]`. Other arguments are as of `line_chart`."""
+    drawing = Drawing(width, height)
     total = np.sum(list(layers.values()), axis=0)
     y = Scale(0, _robust_bounds(total, from_zero=True)[1] * 1.06 or 1, height - BOTTOM, TOP)
     x = _step_scale([step], y, spell, width)
-    parts = []
     base = np.zeros(len(step))
     for name, values in layers.items():
-        outline = np.clip(np.concatenate([y(base + values), y(base)[::-1]]), TOP, None)
-        over = np.concatenate([x(step), x(step)[::-1]])
-        style = f"area {colour_class(colours[name])}"
-        parts.append(
-            f'<path class="{style}" d="{path(over, outline)}Z"><title>{escape(name)}</title></path>'
-        )
+        over, outline = _band(x(step), y(base), y(base + values))
+        drawing.area(over, np.clip(outline, TOP, None), colours[name], opacity=AREA, title=name)
         base = base + values
-    parts += [*_marks(x, marks, height), *_outliers(step, total, x, y, colour_class(GREY), spell)]
-    return _svg([*parts, _axes(x, y, spell, width, height)], width, height)
+    _draw_marks(drawing, x, y, marks)
+    _draw_outliers(drawing, step, total, x, y, "grey", spell)
+    draw_axes(drawing, x, y, count, spell)
+    return drawing.svg()
 
 
 def histogram(
     values: np.ndarray,
-    colour: int,
+    colour: str,
     spell: Formatter = count,
     bounds: tuple[float, float] | None = None,
     bins: int = 44,
@@ -191,40 +179,43 @@ def histogram(
     else:
         edges = np.linspace(low, high if high > low else low + 1, bins + 1)
     counts = np.histogram(values, edges)[0]
-    y = Scale(0, float(counts.max()) * 1.08, height - BOTTOM, TOP)
-    x = Scale(float(edges[0]), float(edges[-1]), _left_margin(y, count), width - RIGHT)
-    style = f"area {colour_class(colour)}"
+    drawing = Drawing(width, height)
     bottom = height - BOTTOM
-    bars = []
+    y = Scale(0, float(counts.max()) * 1.08, bottom, TOP)
+    x = Scale(float(edges[0]), float(edges[-1]), _left_margin(y, count), width - RIGHT)
+    draw_axes(drawing, x, y, spell, count)
     spans = zip(pairwise(x(edges)), pairwise(edges), y(counts), counts.tolist(), strict=True)
-    for (a, b), (low, high), top, n in spans:
+    for (left, right), (low, high), top, n in spans:
         if n:
-            outline = f"M{a + 0.4:.1f} {bottom}V{top:.1f}H{max(b - 0.4, a + 0.8):.1f}V{bottom}Z"
-            title = f"<title>{spell(low)} to {spell(high)}: {n:,}</title>"
-            bars.append(f'<path class="{style}" d="{outline}">{title}</path>')
-    median = f'<path class="median" d="M{float(x(np.median(values))):.1f} {TOP}V{bottom}"/>'
-    return _svg([_axes(x, y, spell, width, height, count), *bars, median], width, height)
+            bar = (left + 0.4, top, max(right - 0.4, left + 0.8), bottom)
+            title = f"{spell(low)} to {spell(high)}: {n:,}"
+            drawing.bars([bar], colour, opacity=AREA, title=title)
+    drawing.line(x(np.median(values)), [TOP, bottom], "ink", width=1.2, dashed=True)
+    return drawing.svg()
 
 
 # --------------------------------------------------------------------------------------------------
 # parts
 
 
-def colour_class(number: int) -> str:
-    """Name the stylesheet's class of a colour; numbers beyond the last colour start again."""
-    return f"c{number if number == GREY else number % COLOURS}"
+def draw_axes(drawing: Drawing, x: Scale, y: Scale, spell_x: Formatter, spell_y: Formatter) -> None:
+    """Draw both axes and the grid of the vertical one."""
+    ticks = y.ticks(4)
+    for tick, label in zip(ticks, _labels(ticks, spell_y), strict=True):
+        tick_y = float(y(tick))
+        drawing.line([x.begin, x.end], tick_y, "faint")
+        drawing.label(x.begin - 7, tick_y + 4, label, anchor="end")
+    draw_horizontal_axis(drawing, x, y.begin, spell_x)
 
 
-def path(x: np.ndarray, y: np.ndarray) -> str:
-    """Format points as an SVG path."""
-    return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
-
-
-def _curve(name: str, style: str, x: np.ndarray, y: np.ndarray) -> str:
-    if len(x) == 1:
-        place = f'cx="{x[0]:.1f}" cy="{y[0]:.1f}" r="3"'
-        return f'<circle class="dot {style}" {place}><title>{escape(name)}</title></circle>'
-    return f'<path class="{style}" d="{path(x, y)}"><title>{escape(name)}</title></path>'
+def draw_horizontal_axis(drawing: Drawing, x: Scale, y: float, spell: Formatter) -> None:
+    """Draw a horizontal axis with its labels below it."""
+    ticks = x.ticks(max(2, round(x.end - x.begin) // 80))
+    for tick, label in zip(ticks, _labels(ticks, spell), strict=True):
+        # else the last label is cut off
+        tick_x = min(float(x(tick)), drawing.width - text_width(label) / 2)
+        drawing.label(tick_x, y + 17, label, anchor="middle")
+    drawing.line([x.begin, x.end], y, "grey")
 
 
 def _labels(ticks: Sequence[float], spell: Formatter) -> list[str]:
@@ -239,7 +230,7 @@ def _labels(ticks: Sequence[float], spell: Formatter) -> list[str]:
 
 def _left_margin(y: Scale, spell: Formatter) -> float:
     """Compute the left margin that the labels of a vertical axis need."""
-    return max(LEFT, 9 + CHARACTER * max(map(len, _labels(y.ticks(4), spell)), default=0))
+    return max(LEFT, 9 + max(map(text_width, _labels(y.ticks(4), spell)), default=0))
 
 
 def _step_scale(steps: Sequence[np.ndarray], y: Scale, spell: Formatter, width: int) -> Scale:
@@ -250,61 +241,48 @@ def _step_scale(steps: Sequence[np.ndarray], y: Scale, spell: Formatter, width: 
     return Scale(low - pad, high + pad, _left_margin(y, spell), width - RIGHT)
 
 
-def _marks(x: Scale, marks: Sequence[float], height: int) -> list[str]:
+def _band(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the outline of what is between two lines."""
+    return np.concatenate([x, x[::-1]]), np.concatenate([high, low[::-1]])
+
+
+def _dot(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the outline of a dot."""
+    turns = np.linspace(0, 2 * np.pi, 12, endpoint=False)
+    return x + 3 * np.cos(turns), y + 3 * np.sin(turns)
+
+
+def _draw_marks(drawing: Drawing, x: Scale, y: Scale, marks: Sequence[float]) -> None:
     """Draw vertical lines at the steps at which the run resumed."""
-    inside = [float(x(mark)) for mark in marks if x.low <= mark <= x.high]
-    return [f'<path class="mark" d="M{mark_x:.1f} {TOP}V{height - BOTTOM}"/>' for mark_x in inside]
+    for mark in marks:
+        if x.low <= mark <= x.high:
+            drawing.line(x(mark), [y.end, y.begin], "pale", dashed=True)
 
 
-def _outliers(
-    step: np.ndarray, values: np.ndarray, x: Scale, y: Scale, style: str, spell: Formatter
-) -> list[str]:
+def _draw_outliers(
+    drawing: Drawing,
+    step: np.ndarray,
+    values: np.ndarray,
+    x: Scale,
+    y: Scale,
+    colour: str,
+    spell: Formatter,
+) -> None:
     """Draw triangles at the edge of a chart where values lie beyond it, and label the largest."""
-    parts = []
     below = (values < y.low) & (values > 0 if y.logarithmic else True)
     for beyond, edge, inwards in ((values > y.high, y.end, 1), (below, y.begin, -1)):
         for number, value in zip(step[beyond].tolist(), values[beyond].tolist(), strict=True):
-            title = f"step {number:,.0f}: {escape(spell(value))}"
-            triangle = f"M{float(x(number)):.1f} {edge:.1f}l-5 {8 * inwards}h10Z"
-            parts.append(
-                f'<path class="area outlier {style}" d="{triangle}"><title>{title}</title></path>'
-            )
+            tip = x(number) + np.array([0, -5, 5])
+            sides = edge + np.array([0, 8, 8]) * inwards
+            drawing.area(tip, sides, colour, title=f"step {number:,.0f}: {spell(value)}")
     if (above := values > y.high).any():
         largest = int(np.argmax(np.where(above, values, -np.inf)))
         label = spell(float(values[largest]))
         tip = float(x(step[largest]))
-        overflows = tip + 8 + CHARACTER * len(label) > x.end
-        place = f'x="{tip - 8:.1f}" text-anchor="end"' if overflows else f'x="{tip + 8:.1f}"'
-        parts.append(f'<text class="tick" {place} y="{y.end + 9:.1f}">{escape(label)}</text>')
-    return parts
-
-
-def _axes(
-    x: Scale, y: Scale, spell: Formatter, width: int, height: int, spell_y: Formatter | None = None
-) -> str:
-    """Draw both axes and the grid. spell: formats y over steps, or x where y has a format of its own."""
-    spell_x, spell_y = (count, spell) if spell_y is None else (spell, spell_y)
-    bottom = height - BOTTOM
-    start = x.begin
-    parts = []
-    ticks = y.ticks(4)
-    for tick, label in zip(ticks, _labels(ticks, spell_y), strict=True):
-        tick_y = float(y(tick))
-        text_place = f'x="{start - 7:.1f}" y="{tick_y + 4:.1f}" text-anchor="end"'
-        parts.append(f'<path class="grid" d="M{start:.1f} {tick_y:.1f}H{width - RIGHT}"/>')
-        parts.append(f'<text class="tick" {text_place}>{escape(label)}</text>')
-    ticks = x.ticks(max(2, width // 80))
-    for tick, label in zip(ticks, _labels(ticks, spell_x), strict=True):
-        # else the last label is cut off
-        tick_x = min(float(x(tick)), width - CHARACTER * len(label) / 2)
-        text_place = f'x="{tick_x:.1f}" y="{bottom + 17}" text-anchor="middle"'
-        parts.append(f'<text class="tick" {text_place}>{escape(label)}</text>')
-    parts.append(f'<path class="axis" d="M{start:.1f} {bottom}H{width - RIGHT}"/>')
-    return "".join(parts)
-
-
-def _svg(parts: Sequence[str], width: int, height: int) -> str:
-    return f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(parts)}</svg>'
+        if tip + 8 + text_width(label) > x.end:
+            drawing.label(tip - 8, y.end + 9, label, anchor="end")
+        else:
+            drawing.label(tip + 8, y.end + 9, label)
 
 
 def _value_bounds(

@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from mmjax.autotune.forecast import Forecast, RunForecast
 from mmjax.console import count, duration, size
 from mmjax.cost.table import parameters
+from mmjax.reporting.charts import Scale
+from mmjax.reporting.drawing import Drawing, literal, rgb, series_colours, text_width
 from mmjax.reporting.plots import (
-    INK,
     INNER,
     LEFT,
     MEANINGS,
-    PALE,
-    PAPER,
     RIGHT,
-    STYLE,
+    TITLE,
     WIDTH,
-    add_axes,
-    draw_legend,
     draw_works,
-    module_colours,
     module_name,
-    new_figure,
-    save_figure,
-    text_width,
+    new_sheet,
     work_height,
-    write_text,
 )
 
 # Heights in pixels.
 BAR = 26
 HEADING = 22
 
-ALARM = "#b3261e"
 KINDS = {
     "parameters": "#3f4756",
     "gradients": "#667085",
@@ -66,10 +56,10 @@ PARTS = {
 }
 # an axis is so many times its longest bar, which leaves room for the label behind that
 LABEL_ROOM = 1.2
+SEEN = 0.2  # pixels; a shorter part of a bar is not drawn
 INVISIBLE = 0.002  # share of an axis; a part that is shorter in all bars is left out of the legend
 
 
-@matplotlib.rc_context(STYLE)
 def plot_plan(path: Path, forecast: RunForecast) -> None:
     """Plot a run's plan: memory and time of a step by kind of balancing, and ranks' work with and without it."""
     chosen = forecast.chosen
@@ -77,7 +67,8 @@ def plot_plan(path: Path, forecast: RunForecast) -> None:
     kinds = ["none", config.batch.balance.kind if config.batch.balance.kind != "none" else "post"]
     works = {kind: forecast.by_balance[kind].work for kind in kinds}
     bars = BAR * len(forecast.by_balance)
-    memory_top, time_top, work_top = np.cumsum([66, HEADING + bars + 66, HEADING + bars + 50])
+    time_top = TITLE + HEADING + bars + 66
+    work_top = time_top + HEADING + bars + 50
     axes = " x ".join(f"{axis} {n}" for axis, n in chosen.mesh.items() if n > 1) or "one device"
     speed = f"{duration(chosen.seconds)} a step, MFU {chosen.mfu:.1%} ({chosen.basis})"
     title = f"{config.name} on {chosen.cluster}: {speed}"
@@ -86,84 +77,62 @@ def plot_plan(path: Path, forecast: RunForecast) -> None:
         f"{chosen.samples:,.0f} samples and {count(chosen.tokens)} LLM tokens a step, "
         f"balance {config.batch.balance.kind}"
     )
-    figure = new_figure(work_top + len(works) * work_height(chosen.work) + 34, title, subtitle)
-    _draw_memory(figure, memory_top, forecast)
-    _draw_time(figure, time_top, forecast)
+    height = work_top + len(works) * work_height(chosen.work) + 34
+    drawing = new_sheet(height, title, subtitle)
+    _draw_memory(drawing, TITLE, forecast)
+    _draw_time(drawing, time_top, forecast)
     rank = "encoder rank" if chosen.layout.topology.encoders_per_rank > 1 else "rank"
     headings = {kind: f"Work of each {rank}, balance {kind}: {MEANINGS[kind]}" for kind in works}
-    draw_works(figure, work_top, works, headings)
-    save_figure(figure, path, f"Plan of {title}")
+    draw_works(drawing, work_top, works, headings)
+    drawing.save(path)
 
 
-def _draw_memory(figure: Figure, top: float, forecast: RunForecast) -> None:
+def _draw_memory(drawing: Drawing, top: float, forecast: RunForecast) -> None:
     """Draw a device's memory by what it is for, a bar for each kind of balancing, and its capacity."""
-    colours = module_colours(forecast.chosen.work)
+    colours = {
+        module_name(name): colour for name, colour in series_colours(forecast.chosen.work).items()
+    }
+    plans = {kind: balanced.plan for kind, balanced in forecast.by_balance.items()}
     limit = forecast.chosen.plan.limit.device
-    largest = max(balanced.plan.device for balanced in forecast.by_balance.values())
+    largest = max(plan.device for plan in plans.values())
     limit_visible = limit < 4 * largest  # else the bars would be too short to read
-    axes = _bar_axes(
-        figure, top, forecast, LABEL_ROOM * max(largest, limit if limit_visible else 0)
-    )
-    write_text(figure, LEFT, top + 14, "Memory of a device", weight="bold")
-    for row, balanced in enumerate(forecast.by_balance.values()):
-        memory = balanced.plan
-        segments = [(kind, memory.fullest.fixed[kind], colour) for kind, colour in KINDS.items()]
-        segments += [
-            (module_name(name), memory.fullest.activations[name], colour)
-            for name, colour in colours.items()
-        ]
-        label = size(memory.device) + ("" if memory.fits else ": too large")
-        label_colour = INK if memory.fits else ALARM
-        _draw_bar(axes, row, segments, size, label, label_colour, limit if limit_visible else 0.0)
+    x = Scale(0, LABEL_ROOM * max(largest, limit * limit_visible), LEFT, LEFT + INNER)
+    bars = {}
+    for kind, plan in plans.items():
+        activations = {
+            module_name(name): amount for name, amount in plan.fullest.activations.items()
+        }
+        label = size(plan.device) + ("" if plan.fits else ": too large")
+        bars[kind] = Bar({**plan.fullest.fixed, **activations}, label, alarming=not plan.fits)
+    label_from = float(x(limit)) if limit_visible else 0.0
+    bottom = _draw_bars(drawing, top, forecast, x, bars, KINDS | colours, size, label_from)
+    drawing.heading(LEFT, top + 14, "Memory of a device")
+    room = f"room {size(limit)}"
     if limit_visible:
-        axes.axvline(limit, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
-        x = LEFT + INNER * limit / axes.get_xlim()[1]
+        drawing.line(label_from, [top + HEADING, bottom], "ink", width=1.1, dashed=True)
         # right of the heading
-        write_text(figure, max(x, LEFT + 190), top + 14, f"room {size(limit)}", ha="center")
+        x_of_room = max(label_from, LEFT + 190)
+        drawing.label(x_of_room, top + 14, room, anchor="middle", colour="ink")
     else:
-        write_text(
-            figure,
-            WIDTH - RIGHT,
-            top + 14,
-            f"room {size(limit)}, beyond this picture",
-            ha="right",
-            color=PALE,
-        )
-    bottom = top + HEADING + BAR * len(forecast.by_balance) + 8
-    maximum = {
-        kind: max(balanced.plan.fullest.fixed[kind] for balanced in forecast.by_balance.values())
-        for kind in KINDS
-    }
-    visible = {
-        kind: colour for kind, colour in KINDS.items() if maximum[kind] > INVISIBLE * largest
-    }
-    draw_legend(figure, bottom, "always there", visible)
-    draw_legend(
-        figure,
-        bottom + 19,
-        "activations of",
-        {module_name(name): colour for name, colour in colours.items()},
-    )
+        text = f"{room}, beyond this picture"
+        drawing.label(WIDTH - RIGHT, top + 14, text, anchor="end")
+    fixed = _visible(bars.values(), KINDS, INVISIBLE * largest)
+    drawing.legend(LEFT, bottom + 20, "always there", fixed)
+    drawing.legend(LEFT, bottom + 39, "activations of", colours)
 
 
-def _draw_time(figure: Figure, top: float, forecast: RunForecast) -> None:
+def _draw_time(drawing: Drawing, top: float, forecast: RunForecast) -> None:
     """Draw the time of a step by its parts, a bar for each kind of balancing."""
     slowest = max(balanced.seconds for balanced in forecast.by_balance.values())
-    axes = _bar_axes(figure, top, forecast, LABEL_ROOM * slowest)
-    write_text(figure, LEFT, top + 14, "Time of a step", weight="bold")
-    times = [time_parts(balanced) for balanced in forecast.by_balance.values()]
-    for row, (balanced, seconds) in enumerate(
-        zip(forecast.by_balance.values(), times, strict=True)
-    ):
-        segments = [(part, seconds[part], colour) for part, colour in PARTS.items()]
-        _draw_bar(
-            axes, row, segments, duration, f"{duration(balanced.seconds)}, MFU {balanced.mfu:.1%}"
-        )
-    visible = [
-        part for part in PARTS if max(seconds[part] for seconds in times) > INVISIBLE * slowest
-    ]
-    names = {part: PARTS[part] for part in visible}
-    draw_legend(figure, top + HEADING + BAR * len(forecast.by_balance) + 8, "spent on", names)
+    bars = {
+        kind: Bar(time_parts(balanced), f"{duration(balanced.seconds)}, MFU {balanced.mfu:.1%}")
+        for kind, balanced in forecast.by_balance.items()
+    }
+    x = Scale(0, LABEL_ROOM * slowest, LEFT, LEFT + INNER)
+    bottom = _draw_bars(drawing, top, forecast, x, bars, PARTS, duration)
+    drawing.heading(LEFT, top + 14, "Time of a step")
+    visible = _visible(bars.values(), PARTS, INVISIBLE * slowest)
+    drawing.legend(LEFT, bottom + 20, "spent on", visible)
 
 
 def time_parts(forecast: Forecast) -> dict[str, float]:
@@ -180,47 +149,60 @@ def time_parts(forecast: Forecast) -> dict[str, float]:
     }
 
 
-def _bar_axes(figure: Figure, top: float, forecast: RunForecast, limit: float) -> Axes:
-    """Add axes with room for a horizontal bar for each kind of balancing, under a heading."""
-    axes = add_axes(figure, LEFT, top + HEADING, INNER, BAR * len(forecast.by_balance))
-    axes.set_xlim(0, limit)
-    axes.set_ylim(len(forecast.by_balance) - 0.5, -0.5)
-    axes.axis("off")
-    for row, kind in enumerate(forecast.by_balance):
-        chosen = kind == forecast.chosen.config.batch.balance.kind
-        y = top + HEADING + BAR * (row + 0.5) + 4
-        write_text(figure, LEFT - 8, y, kind, ha="right", weight="bold" if chosen else "normal")
-    return axes
+@dataclass(frozen=True)
+class Bar:
+    """Amounts by name, one behind the other, and a label behind them."""
+
+    amounts: Mapping[str, float]
+    label: str
+    alarming: bool = False
 
 
-def _draw_bar(
-    axes: Axes,
-    row: int,
-    segments: Sequence[tuple[str, float, str]],
-    format_amount: Callable[[float], str],
-    label: str,
-    label_colour: str = INK,
+def _visible(bars: Collection[Bar], colours: Mapping[str, str], least: float) -> dict[str, str]:
+    """Select the colours of the amounts that are larger than this in any bar."""
+    return {
+        name: colour
+        for name, colour in colours.items()
+        if max(bar.amounts[name] for bar in bars) > least
+    }
+
+
+def _draw_bars(
+    drawing: Drawing,
+    top: float,
+    forecast: RunForecast,
+    x: Scale,
+    bars: Mapping[str, Bar],
+    colours: Mapping[str, str],
+    spell: Callable[[float], str],
     label_from: float = 0.0,
-) -> None:
-    """Draw a bar of segments (name, amount, colour), each labelled as far as it has room, and a label behind the bar.
+) -> float:
+    """Draw a bar for each kind of balancing, each amount labelled as far as it has room; return their bottom.
 
-    label_from: an amount that the bar's label must not stand before.
+    label_from: where the labels behind the bars stand at the earliest.
     """
-    limit = axes.get_xlim()[1]
-    start = 0.0
-    for name, amount, colour in segments:
-        axes.barh(
-            row, amount, left=start, height=0.72, color=colour, edgecolor=PAPER, linewidth=0.6
-        )
-        width = INNER * amount / limit - 8
-        candidates = (f"{name} {format_amount(amount)}", format_amount(amount))
-        text = next((text for text in candidates if text_width(text) < width), "")
-        # Luma of ITU-R BT.601: white text on dark colours.
-        dark = np.dot(matplotlib.colors.to_rgb(colour), (0.3, 0.59, 0.11)) < 0.6
-        centred = {"ha": "center", "va": "center_baseline"}
-        axes.text(
-            start + amount / 2, row, text, color="white" if dark else INK, fontsize=8, **centred
-        )
-        start += amount
-    x = max(start, label_from) + 0.008 * limit
-    axes.text(x, row, label, va="center_baseline", weight="bold", color=label_colour)
+    middle = top + HEADING + BAR / 2
+    for kind, bar in bars.items():
+        chosen = kind == forecast.chosen.config.batch.balance.kind
+        drawing.label(LEFT - 8, middle + 4, kind, anchor="end", colour="ink", bold=chosen)
+        amounts = [bar.amounts[name] for name in colours]
+        ends = x(np.cumsum([0, *amounts])).tolist()
+        for (name, colour), amount, left, right in zip(
+            colours.items(), amounts, ends, ends[1:], strict=False
+        ):
+            if right - left < SEEN:
+                continue
+            drawing.bars(
+                [(left, middle - 9.5, right - min(0.6, (right - left) / 4), middle + 9.5)], colour
+            )
+            texts = (f"{name} {spell(amount)}", spell(amount))
+            text = next((text for text in texts if text_width(text) < right - left - 8), "")
+            # Luma of ITU-R BT.601: light text on dark colours.
+            dark = np.dot(rgb(literal(colour)), (0.3, 0.59, 0.11)) < 0.6 * 255
+            ink = "card" if dark else "ink"
+            drawing.label((left + right) / 2, middle + 4, text, anchor="middle", colour=ink)
+        colour = "alarm" if bar.alarming else "ink"
+        label_x = max(ends[-1], label_from) + 8
+        drawing.label(label_x, middle + 4, bar.label, colour=colour, bold=True)
+        middle += BAR
+    return middle - BAR / 2

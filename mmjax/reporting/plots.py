@@ -1,220 +1,125 @@
-"""Plot each rank's work by phase and lengths of data, and what all plots are drawn with.
+"""Plot each rank's work by phase, lengths of data, and a race; and the sheet that all plots of files are drawn on.
 
-Positions are in pixels of a figure that is WIDTH wide, from its upper left corner. The same data
-gives the same SVG, byte for byte.
+Positions are in pixels of a sheet that is WIDTH wide, from its upper left corner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.textpath import TextPath
+from PIL import Image
 
 from mmjax.balance.parts import dist_ratio
 from mmjax.console import count
+from mmjax.reporting.charts import Scale, draw_axes, draw_horizontal_axis
+from mmjax.reporting.drawing import SERIES, Drawing, literal, rgb, series_colours
 
 Work = Mapping[str, np.ndarray]  # of each module, [steps, ranks]
 
-# In pixels: the figure's width, its margins, and the gap between panels that are side by side.
+# In pixels: the width of a sheet, its margins, and the gap between panels that are side by side.
 WIDTH = 1000
 LEFT = 64
 RIGHT = 20
 GAP = 22
 INNER = WIDTH - LEFT - RIGHT
 # Heights in pixels.
+TITLE = 66
 PANEL = 104
 TALLEST = 64  # ranks in one column of a panel
 ACROSS = 3  # panels of work side by side
-SHADES = 32  # colours from an idle rank to the busiest
+SHADES = 32  # from an idle rank to the busiest
 HISTOGRAMS = 2  # side by side
 BINS = 48
-PIXELS = 100  # per inch; a PNG has twice as many
+PAIR = 46  # height of the two bars of a race's case
 
-PAPER = "#fbfbf9"
-INK = "#222222"
-PALE = "#666666"
-MODULES = {"llm": "#3d7f4c", "vision": "#2563a8", "audio": "#b4552d"}
-OTHERS = ("#7a5c99", "#a8862a", "#2f8f8f", "#a34a6f")  # further encoders
 MEANINGS = {
     "none": "samples as they come",
     "llm": "placed by the work of the LLM",
     "post": "placed by the work of all phases",
 }
-STYLE = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],  # Verdana, elsewhere, is as wide
-    "font.size": 8.6,
-    "text.color": INK,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "mmjax",
-}
 
 
-@matplotlib.rc_context(STYLE)
-def plot_work(
-    path: Path, works: Mapping[str, Work], headings: Mapping[str, str], subtitle: str
-) -> None:
-    """Plot each rank's work in every step. works and headings: by kind of balancing."""
-    height = 66 + len(works) * work_height(next(iter(works.values()))) + 34
-    figure = new_figure(height, "Work of every rank in every step", subtitle)
-    draw_works(figure, 66, works, headings)
-    save_figure(figure, path, "Work of every rank in every step, by phase and way of balancing")
+def new_sheet(height: float, title: str, subtitle: str) -> Drawing:
+    """Return a drawing with a title."""
+    drawing = Drawing(WIDTH, height, title)
+    drawing.heading(RIGHT, 28, title, size=16)
+    drawing.label(RIGHT, 48, subtitle)
+    return drawing
 
 
-@matplotlib.rc_context(STYLE)
-def plot_race(
-    path: Path,
-    rates: Mapping[str, tuple[float, float]],
-    losses: Mapping[str, Sequence[tuple[int, float]]],
-    case: str,
-) -> None:
-    """Plot how fast mmjax and transformers' Trainer train, and how they learn (`bench peer`).
-
-    rates: tokens a CPU second of both, by case. losses: of `case` by side, as (tokens trained on,
-    loss).
-    """
-    top = 92
-    height = top + 46 * len(rates) + 50
-    subtitle = "the same samples and weights, in turns"
-    figure = new_figure(height, "mmjax and transformers' Trainer on one CPU core", subtitle)
-    colours = {
-        "mmjax": MODULES["llm"],
-        "Trainer": MODULES["audio"],
-        "Trainer, grouped by length": OTHERS[1],
-    }
-    half = (INNER - LEFT) / 2
-    bars = add_axes(figure, LEFT + 78, top, half - 78, 46 * len(rates))
-    for k, (name, (ours, theirs)) in enumerate(rates.items()):
-        side = "Trainer, grouped by length" if "by length" in name else "Trainer"
-        bars.barh(k - 0.2, ours, 0.36, color=colours["mmjax"])
-        bars.barh(k + 0.2, theirs, 0.36, color=colours[side])
-        bars.text(ours, k - 0.2, f" {ours / theirs:.2f} x", va="center", color=INK)
-    bars.set_yticks(range(len(rates)), list(rates))
-    bars.set_xlim(0, 1.15 * max(max(pair) for pair in rates.values()))
-    bars.invert_yaxis()
-    bars.set_xlabel("tokens a CPU second, without padding", color=PALE)
-    curves = add_axes(figure, LEFT + half + LEFT, top, half, 46 * len(rates))
-    for name, points in losses.items():
-        curves.plot(*zip(*points, strict=True), color=colours[name], linewidth=1.3)
-    curves.set_xlabel(f"tokens trained on: loss of {case}", color=PALE)
-    draw_legend(figure, 62, "", {name: colours[name] for name in losses})
-    for axes in (bars, curves):
-        _thin_frame(axes)
-    save_figure(figure, path, "Tokens a CPU second and losses of mmjax and transformers' Trainer")
-
-
-@matplotlib.rc_context(STYLE)
-def plot_lengths(
-    path: Path, title: str, subtitle: str, lengths: Mapping[str, Mapping[str, np.ndarray]]
-) -> None:
-    """Plot a histogram of each measure. lengths: values `[n]` by measure, then by source."""
-    sources = list(dict.fromkeys(source for by_source in lengths.values() for source in by_source))
-    palette = (*MODULES.values(), *OTHERS)
-    colours = {source: palette[k % len(palette)] for k, source in enumerate(sources)}
-    lines = -(-len(lengths) // HISTOGRAMS)
-    figure = new_figure(96 + lines * (PANEL + 62), title, subtitle)
-    draw_legend(figure, 58, "values of", colours)
-    width = (INNER - GAP * (HISTOGRAMS - 1)) / HISTOGRAMS
-    for k, (measure, by_source) in enumerate(lengths.items()):
-        line, column = divmod(k, HISTOGRAMS)
-        top = 112 + line * (PANEL + 62)
-        x = LEFT + column * (width + GAP)
-        joined = np.concatenate(list(by_source.values()))
-        summary = f"median {count(np.median(joined))}, largest {count(joined.max())}"
-        write_text(figure, x, top - 6, measure, weight="bold")
-        write_text(figure, x + width, top - 6, summary, ha="right", color=PALE)
-        _draw_histogram(add_axes(figure, x, top, width, PANEL), by_source, colours)
-    save_figure(figure, path, title)
-
-
-def _draw_histogram(
-    axes: Axes, by_source: Mapping[str, np.ndarray], colours: Mapping[str, str]
-) -> None:
-    """Draw the histograms of several sources over each other on a logarithmic axis, without zeros."""
-    joined = np.concatenate(list(by_source.values()))
-    positive = joined[joined > 0]
-    bounds = np.geomspace(positive.min() / 1.05, positive.max() * 1.05, BINS + 1)
-    for name, values in by_source.items():
-        counts = np.histogram(values, bounds)[0]
-        axes.stairs(counts, bounds, fill=True, color=colours[name], alpha=0.35)
-        axes.stairs(counts, bounds, color=colours[name], linewidth=1.1)
-    axes.set(xscale="log", yticks=[], facecolor=PAPER, xlim=(bounds[0], bounds[-1]), ylim=(0, None))
-    axes.xaxis.set_major_formatter(lambda value, _: count(value))
-    axes.xaxis.set_minor_formatter(lambda value, _: "")
-    axes.tick_params(labelsize=8, color="#999999", labelcolor=PALE, which="both")
-    _thin_frame(axes)
+def module_name(name: str) -> str:
+    """Return the display name of a module."""
+    return "LLM" if name == "llm" else f"{name} encoder"
 
 
 # --------------------------------------------------------------------------------------------------
 # work
 
 
+def plot_work(
+    path: Path, works: Mapping[str, Work], headings: Mapping[str, str], subtitle: str
+) -> None:
+    """Plot each rank's work, as `work_drawing` draws it, into an SVG or PNG file."""
+    work_drawing(works, headings, subtitle).save(path)
+
+
+def work_drawing(works: Mapping[str, Work], headings: Mapping[str, str], subtitle: str) -> Drawing:
+    """Draw each rank's work in every step. works and headings: by kind of balancing."""
+    height = TITLE + len(works) * work_height(next(iter(works.values()))) + 34
+    drawing = new_sheet(height, "Work of every rank in every step", subtitle)
+    draw_works(drawing, TITLE, works, headings)
+    return drawing
+
+
 def draw_works(
-    figure: Figure, top: float, works: Mapping[str, Work], headings: Mapping[str, str]
+    drawing: Drawing, top: float, works: Mapping[str, Work], headings: Mapping[str, str]
 ) -> None:
     """Draw a panel for each kind of balancing and module, and below them a legend of the shades."""
     for kind, work in works.items():
-        write_text(figure, LEFT, top + 14, headings[kind], weight="bold")
-        colours = module_colours(work)
+        drawing.heading(LEFT, top + 14, headings[kind])
+        colours = series_colours(work)
         across = min(ACROSS, len(work))
         width = (INNER - GAP * (across - 1)) / across
         for k, (name, amounts) in enumerate(work.items()):
             line, column = divmod(k, across)
             x = LEFT + column * (width + GAP)
-            _draw_panel(
-                figure, x, top + 38 + line * (PANEL + 40), width, name, amounts, colours[name]
-            )
+            y = top + 38 + line * (PANEL + 40)
+            _draw_panel(drawing, x, y, width, name, amounts, colours[name])
         top += work_height(work)
-    _draw_shade_legend(figure, top + 14, next(iter(works.values())))
+    _draw_shade_legend(drawing, top + 14, next(iter(works.values())))
 
 
 def work_height(work: Work) -> float:
+    """Return the height that the panels of one kind of balancing take."""
     return 38 + -(-len(work) // ACROSS) * (PANEL + 40) - 8
 
 
 def _draw_panel(
-    figure: Figure, x: float, top: float, width: float, name: str, work: np.ndarray, colour: str
+    drawing: Drawing, x: float, top: float, width: float, name: str, work: np.ndarray, colour: str
 ) -> None:
     """Draw the work `[steps, ranks]` of a module: steps from left to right, ranks downwards."""
     steps, ranks = work.shape
     cells = fold_ranks(work)
     last_rank = len(cells) - 1  # of the first column
-    write_text(figure, x, top - 6, module_name(name), weight="bold", color=colour)
-    write_text(figure, x + width, top - 6, f"dist ratio {dist_ratio(work).mean():.3f}", ha="right")
-    axes = add_axes(figure, x, top, width, PANEL)
-    shades = LinearSegmentedColormap.from_list(name, ["white", colour], SHADES)
+    right = x + width
+    bottom = top + PANEL
+    drawing.label(x, top - 6, module_name(name), colour=colour, bold=True)
+    ratio = f"dist ratio {dist_ratio(work).mean():.3f}"
+    drawing.label(right, top - 6, ratio, anchor="end", colour="ink")
     # Cells of several pixels stay sharp in viewers that smooth an image when they enlarge it.
     for axis, pixels in enumerate((2 * PANEL, 2 * width)):
         cells = cells.repeat(max(1, round(pixels / cells.shape[axis])), axis)
-    _draw_shades(axes, cells, shades, (0, steps, 0, 1))
+    drawing.picture(x, top, width, PANEL, image=_shade_image(cells, colour))
     for step in range(1, steps) if ranks > TALLEST else ():
-        axes.axvline(step, color=PAPER, linewidth=1.2)
-    write_text(figure, x, top + PANEL + 13, "step 1", color=PALE)
-    write_text(figure, x + width, top + PANEL + 13, f"{steps}", ha="right", color=PALE)
+        drawing.line(x + width * step / steps, [top, bottom], "paper", width=1.2)
+    drawing.frame(x, top, right, bottom)
+    drawing.label(x, bottom + 13, "step 1")
+    drawing.label(right, bottom + 13, f"{steps}", anchor="end")
     if x == LEFT:
-        write_text(figure, x - 6, top + 9, "rank 0", ha="right", color=PALE)
-        write_text(figure, x - 6, top + PANEL - 1, f"{last_rank}", ha="right", color=PALE)
-
-
-def _draw_shades(
-    axes: Axes,
-    shares: np.ndarray,
-    shades: LinearSegmentedColormap,
-    extent: tuple[float, float, float, float],
-) -> None:
-    axes.set(xticks=[], yticks=[])
-    # The exponent makes colours fall off faster than the work, so that idle ranks stand out.
-    axes.imshow(
-        shares**1.5, cmap=shades, vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="none"
-    )
-    _thin_frame(axes)
+        drawing.label(x - 6, top + 9, "rank 0", anchor="end")
+        drawing.label(x - 6, bottom - 1, f"{last_rank}", anchor="end")
 
 
 def fold_ranks(work: np.ndarray) -> np.ndarray:
@@ -231,87 +136,117 @@ def fold_ranks(work: np.ndarray) -> np.ndarray:
     return cells.reshape(steps * columns, rows).T
 
 
-def _draw_shade_legend(figure: Figure, y: float, work: Work) -> None:
+def _shade_image(shares: np.ndarray, colour: str) -> Image.Image:
+    """Make an image of shares `[rows, columns]`: of a colour, from nothing to all of it; nothing for nan."""
+    # The exponent makes colours fall off faster than the work, so that idle ranks stand out.
+    shades = np.nan_to_num(shares) ** 1.5 * (SHADES - 1)
+    image = Image.fromarray(shades.round().astype(np.uint8))
+    image.putpalette(rgb(literal(colour)) * SHADES)
+    image.info["transparency"] = bytes(round(255 * k / (SHADES - 1)) for k in range(SHADES))
+    return image
+
+
+def _draw_shade_legend(drawing: Drawing, y: float, work: Work) -> None:
     """Draw the scale of the shades, and explain how ranks are folded into columns."""
-    write_text(figure, LEFT, y, "work of a rank over that of the step's fullest:", color=PALE)
-    write_text(figure, LEFT + 286, y, "0", ha="right", color=PALE)
-    axes = add_axes(figure, LEFT + 294, y - 10, 150, 12)
-    greys = LinearSegmentedColormap.from_list("greys", ["white", INK], SHADES)
-    _draw_shades(axes, np.linspace(0, 1, 600)[None], greys, (0, 1, 0, 1))
-    write_text(figure, LEFT + 452, y, "1", color=PALE)
+    drawing.label(LEFT, y, "work of a rank over that of the step's fullest:")
+    drawing.label(LEFT + 286, y, "0", anchor="end")
+    scale = _shade_image(np.linspace(0, 1, 600)[None], "pale")
+    drawing.picture(LEFT + 294, y - 10, 150, 12, image=scale)
+    drawing.frame(LEFT + 294, y - 10, LEFT + 444, y + 2)
+    drawing.label(LEFT + 452, y, "1")
     ranks = next(iter(work.values())).shape[1]
     if (columns := -(-ranks // TALLEST)) > 1:
         text = f"{ranks:,} ranks: every step is {columns} columns of {-(-ranks // columns)}"
-        write_text(figure, WIDTH - RIGHT, y, text, ha="right", color=PALE)
+        drawing.label(WIDTH - RIGHT, y, text, anchor="end")
 
 
 # --------------------------------------------------------------------------------------------------
-# drawing
+# lengths and races
 
 
-def module_name(name: str) -> str:
-    """Return the display name of a module."""
-    return "LLM" if name == "llm" else f"{name} encoder"
+def plot_lengths(
+    path: Path, title: str, subtitle: str, lengths: Mapping[str, Mapping[str, np.ndarray]]
+) -> None:
+    """Plot a histogram of each measure. lengths: values `[n]` by measure, then by source."""
+    sources = list(dict.fromkeys(source for by_source in lengths.values() for source in by_source))
+    colours = {source: SERIES[k % len(SERIES)] for k, source in enumerate(sources)}
+    lines = -(-len(lengths) // HISTOGRAMS)
+    drawing = new_sheet(96 + lines * (PANEL + 62), title, subtitle)
+    drawing.legend(LEFT, 70, "values of", colours)
+    width = (INNER - GAP * (HISTOGRAMS - 1)) / HISTOGRAMS
+    for k, (measure, by_source) in enumerate(lengths.items()):
+        line, column = divmod(k, HISTOGRAMS)
+        top = 112 + line * (PANEL + 62)
+        x = LEFT + column * (width + GAP)
+        joined = np.concatenate(list(by_source.values()))
+        summary = f"median {count(np.median(joined))}, largest {count(joined.max())}"
+        drawing.heading(x, top - 6, measure)
+        drawing.label(x + width, top - 6, summary, anchor="end")
+        _draw_histograms(drawing, x, top, width, by_source, colours)
+    drawing.save(path)
 
 
-def module_colours(names: Collection[str]) -> dict[str, str]:
-    """Choose the colour of each module; those of an omni model have the same in every figure."""
-    unknown = [name for name in names if name not in MODULES]
-    return {name: MODULES.get(name) or OTHERS[unknown.index(name) % len(OTHERS)] for name in names}
+def _draw_histograms(
+    drawing: Drawing,
+    x: float,
+    top: float,
+    width: float,
+    by_source: Mapping[str, np.ndarray],
+    colours: Mapping[str, str],
+) -> None:
+    """Draw the histograms of several sources over each other on a logarithmic axis, without zeros."""
+    joined = np.concatenate(list(by_source.values()))
+    positive = joined[joined > 0]
+    bounds = np.geomspace(positive.min() / 1.05, positive.max() * 1.05, BINS + 1)
+    counts = {name: np.histogram(values, bounds)[0] for name, values in by_source.items()}
+    bottom = top + PANEL
+    across = Scale(bounds[0], bounds[-1], x, x + width, logarithmic=True)
+    up = Scale(0, 1.05 * max(c.max() for c in counts.values()), bottom, top)
+    for name, values in counts.items():
+        # Two points at each bound make stairs.
+        stairs_x = across(bounds).repeat(2)
+        stairs_y = np.concatenate([[bottom], up(values).repeat(2), [bottom]])
+        drawing.area(stairs_x, stairs_y, colours[name], opacity=0.35)
+        drawing.line(stairs_x, stairs_y, colours[name])
+    draw_horizontal_axis(drawing, across, bottom, count)
 
 
-def new_figure(height: float, title: str, subtitle: str) -> Figure:
-    figure = Figure((WIDTH / PIXELS, height / PIXELS), dpi=2 * PIXELS, facecolor=PAPER)
-    write_text(figure, RIGHT, 28, title, weight="bold", fontsize=11.5)
-    write_text(figure, RIGHT, 48, subtitle, color=PALE)
-    return figure
+def plot_race(
+    path: Path,
+    rates: Mapping[str, tuple[float, float]],
+    losses: Mapping[str, Sequence[tuple[int, float]]],
+    case: str,
+) -> None:
+    """Plot how fast mmjax and transformers' Trainer train, and how they learn (`bench peer`).
 
-
-def _height(figure: Figure) -> float:
-    return float(figure.get_figheight()) * PIXELS
-
-
-def add_axes(figure: Figure, x: float, top: float, width: float, height: float) -> Axes:
-    figure_height = _height(figure)
-    box = (x / WIDTH, 1 - (top + height) / figure_height, width / WIDTH, height / figure_height)
-    return figure.add_axes(box)
-
-
-def _thin_frame(axes: Axes) -> None:
-    for side in axes.spines.values():
-        side.set(color="#999999", linewidth=0.5)
-
-
-def write_text(figure: Figure, x: float, y: float, text: str, **style: object) -> None:
-    """Write text with its baseline at y."""
-    figure.text(x / WIDTH, 1 - y / _height(figure), text, va="baseline", **style)
-
-
-def text_width(text: str) -> float:
-    """Estimate the width of a label in pixels."""
-    return float(TextPath((0, 0), text, size=8).get_extents().width) * PIXELS / 72
-
-
-def draw_legend(figure: Figure, top: float, prefix: str, colours: Mapping[str, str]) -> None:
-    """Draw a line of coloured squares with their names."""
-    write_text(figure, LEFT, top + 12, prefix, color=PALE)
-    figure.legend(
-        [Patch(color=colour) for colour in colours.values()],
-        list(colours),
-        loc="upper left",
-        bbox_to_anchor=((LEFT + 92) / WIDTH, 1 - top / _height(figure)),
-        ncols=len(colours),
-        frameon=False,
-        borderpad=0.2,
-        borderaxespad=0,
-        handlelength=1,
-        handleheight=1,
-        handletextpad=0.5,
-        columnspacing=1.4,
-    )
-
-
-def save_figure(figure: Figure, path: Path, title: str) -> None:
-    # Without a date and a version, the same data gives the same bytes.
-    metadata = {"Title": title} | ({"Date": None, "Creator": None} if path.suffix == ".svg" else {})
-    figure.savefig(path, metadata=metadata)
+    rates: tokens a CPU second of both, by case. losses: of `case` by side, as (tokens trained on,
+    loss).
+    """
+    bottom = 92 + PAIR * len(rates)
+    title = "mmjax and transformers' Trainer on one CPU core"
+    drawing = new_sheet(bottom + 50, title, "the same samples and weights, in turns")
+    colours = {"mmjax": "green", "Trainer": "orange", "Trainer, grouped by length": "gold"}
+    drawing.legend(LEFT, 74, "", {name: colours[name] for name in losses})
+    middle = LEFT + INNER / 2
+    largest = 1.15 * max(max(pair) for pair in rates.values())
+    x = Scale(0, largest, LEFT + 78, middle - LEFT / 2)
+    for k, (name, (ours, theirs)) in enumerate(rates.items()):
+        side = "Trainer, grouped by length" if "by length" in name else "Trainer"
+        y = 92 + PAIR * (k + 0.5)
+        ends = x(np.array([ours, theirs])).tolist()
+        drawing.bars([(x.begin, y - 17, ends[0], y - 1)], colours["mmjax"])
+        drawing.bars([(x.begin, y + 1, ends[1], y + 17)], colours[side])
+        drawing.label(ends[0] + 4, y - 5, f"{ours / theirs:.2f} x", colour="ink")
+        drawing.label(x.begin - 7, y + 4, name, anchor="end")
+    draw_horizontal_axis(drawing, x, bottom, count)
+    drawing.label(x.begin, bottom + 38, "tokens a CPU second, without padding")
+    points = {name: np.array(pairs, float).T for name, pairs in losses.items()}
+    tokens, values = np.concatenate(list(points.values()), axis=1)
+    x = Scale(0, tokens.max(), middle + LEFT / 2, WIDTH - RIGHT)
+    pad = 0.05 * (values.max() - values.min())
+    y = Scale(values.min() - pad, values.max() + pad, bottom, 92)
+    draw_axes(drawing, x, y, count, count)
+    for name, (across, up) in points.items():
+        drawing.line(x(across), y(up), colours[name], width=1.3)
+    drawing.label(x.begin, bottom + 38, f"tokens trained on: loss of {case}")
+    drawing.save(path)

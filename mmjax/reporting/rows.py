@@ -6,7 +6,6 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from itertools import pairwise
 
 import numpy as np
@@ -25,7 +24,8 @@ from mmjax.data.loading.replay import (
 from mmjax.data.media.patches import log_mel_frames
 from mmjax.data.sample import Text
 from mmjax.errors import UserError
-from mmjax.reporting.charts import GREY, WIDE, colour_class, data_uri, path
+from mmjax.reporting.charts import AREA, WIDE
+from mmjax.reporting.drawing import Drawing, data_uri, png_uri, series_colours, text_width
 from mmjax.reporting.run import Planned, Worst
 
 SAMPLES = 12  # shown of a row
@@ -38,7 +38,9 @@ MASK = 600  # largest side of a mask in pixels
 # RGB by `seen_by_layers`: seen by no layer, by the layers without a sliding window only, by all
 # layers.
 MASK_COLOURS = [255, 255, 255, 178, 189, 204, 68, 84, 106]
-CLIP = (300, 64)  # size of a clip's spectrogram and wave in pixels
+# Sizes of a clip's spectrogram and wave in pixels.
+CLIP = (300, 64)
+WAVE = (300, 46)
 STRIP = 30  # height of the strip with the contents of a row's positions
 
 
@@ -80,7 +82,7 @@ class ShownRow:
     strip: str  # SVG of the contents of its positions
     mask: str  # SVG
     window: str  # describes the layers with a sliding window; empty: none
-    legend: dict[str, int]
+    legend: dict[str, str]
     samples: tuple[ShownSample, ...]
     hidden_samples: int  # samples that are not shown
 
@@ -232,50 +234,50 @@ class Shower:
         return TextBatch(**fields, slots={}, send={})
 
     @property
-    def _legend(self) -> dict[str, int]:
+    def _legend(self) -> dict[str, str]:
         modules = self.planned.launch.config.model.item_modules
-        return {"text": GREY, "trained on": 0} | {
-            name: k for k, name in enumerate(modules, start=1)
-        }
+        return {"text": "grey", "trained on": "green"} | series_colours(modules)
 
-    def _colours(self, text: TextBatch) -> np.ndarray:
-        """Choose the colour of each position by its contents, int `[T]`; -1 for padding."""
+    def _contents(self, text: TextBatch) -> list[tuple[int, int, str]]:
+        """List the runs of positions with the same contents, without padding, as (begin, end, colour)."""
+        names = list(self._legend)
         used = text.sample >= 0
-        colours = np.where(used, self._legend["text"], -1)
+        contents = np.where(used, names.index("text"), -1)
         # A position's weight is of the loss of the token after it: that one is trained on.
-        trained = np.zeros(len(colours), bool)
+        trained = np.zeros(len(contents), bool)
         trained[1:] = (text.weight[:-1] > 0) & (text.sample[1:] == text.sample[:-1])
-        colours[trained & used] = self._legend["trained on"]
+        contents[trained & used] = names.index("trained on")
         for name in self.planned.launch.config.model.item_modules:
-            colours[(text.kind == self.replayed.loader.batch_layout.bit(name)) & used] = (
-                self._legend[name]
+            contents[(text.kind == self.replayed.loader.batch_layout.bit(name)) & used] = (
+                names.index(name)
             )
-        return colours
+        # [5, 5, -1, 3] changes after the positions 1 and 2, so its runs begin at 0, 2 and 3.
+        borders = [0, *(np.flatnonzero(np.diff(contents)) + 1).tolist(), len(contents)]
+        return [
+            (begin, end, self._legend[names[contents[begin]]])
+            for begin, end in pairwise(borders)
+            if contents[begin] >= 0
+        ]
 
     def _strip(self, text: TextBatch, row: PackedRow) -> str:
         """Draw the contents of a row's positions, from left to right, with a line where a sample ends."""
         scale = WIDE / row.length  # pixels of a position
-        parts = []
-        for begin, end, colour in _runs(self._colours(text)):
-            place = f'x="{begin * scale:.1f}" width="{(end - begin) * scale:.1f}" height="{STRIP}"'
-            parts.append(f'<rect class="area {colour_class(colour)}" {place}/>')
+        drawing = Drawing(WIDE, STRIP + 20)
+        for begin, end, colour in self._contents(text):
+            drawing.bars([(begin * scale, 0, end * scale, STRIP)], colour, opacity=AREA)
         for sample in row.samples:
-            width = (sample.end - sample.begin) * scale
-            parts.append(f'<path class="border" d="M{sample.end * scale:.1f} 0V{STRIP + 16}"/>')
-            if width > 7 * len(sample.name):
+            drawing.line(sample.end * scale, [0, STRIP + 16], "ink")
+            if (sample.end - sample.begin) * scale > text_width(sample.name):
                 middle = (sample.begin + sample.end) / 2 * scale
-                name = escape(sample.name)
-                parts.append(
-                    f'<text class="tick" x="{middle:.1f}" y="{STRIP + 15}" text-anchor="middle">{name}</text>'
-                )
-        return f'<svg class="strip" viewBox="0 0 {WIDE} {STRIP + 20}" role="img">{"".join(parts)}</svg>'
+                drawing.label(middle, STRIP + 15, sample.name, anchor="middle")
+        return drawing.svg("strip")
 
     def _mask(self, text: TextBatch) -> str:
         """Draw the attention mask, queries downwards and keys to the right, with a bar of the contents along both."""
         mask = seen_by_layers(text, self.planned.launch.config.model.llm)
-        colours = self._colours(text)
-        length = len(colours)
+        length = len(mask)
         bar = max(4, length // 60)
+        start = bar + 2
         every = -(-length // MASK)
         if every > 1:
             # Downsample by the maximum: a block is as visible as the most visible of its positions.
@@ -283,30 +285,13 @@ class Shower:
             mask = np.maximum.reduceat(np.maximum.reduceat(mask, starts, axis=0), starts, axis=1)
         image = Image.fromarray(mask)
         image.putpalette(MASK_COLOURS)
-        file = io.BytesIO()
-        image.save(file, "PNG", bits=2, optimize=True)
-        parts = [
-            f'<image class="mask" x="{bar + 2}" y="{bar + 2}" width="{length}" height="{length}" '
-            f'preserveAspectRatio="none" href="{data_uri("png", file.getvalue())}"/>'
-        ]
-        for begin, end, colour in _runs(colours):
-            style = f"area {colour_class(colour)}"
-            start = begin + bar + 2
-            parts.append(
-                f'<rect class="{style}" x="{start}" y="0" width="{end - begin}" height="{bar}"/>'
-            )
-            parts.append(
-                f'<rect class="{style}" x="0" y="{start}" width="{bar}" height="{end - begin}"/>'
-            )
-        side = length + bar + 2
-        return f'<svg class="square" viewBox="0 0 {side} {side}" role="img">{"".join(parts)}</svg>'
-
-
-def _runs(values: np.ndarray) -> list[tuple[int, int, int]]:
-    """List the runs of equal values as (begin, end, value), without those of -1."""
-    # [5, 5, -1, 3] changes after the positions 1 and 2, so its runs begin at 0, 2 and 3.
-    borders = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
-    return [(a, b, int(values[a])) for a, b in pairwise(borders) if values[a] >= 0]
+        drawing = Drawing(start + length, start + length)
+        drawing.picture(start, start, length, length, image=image, style="mask")
+        for begin, end, colour in self._contents(text):
+            above = (start + begin, 0, start + end, bar)
+            beside = (0, start + begin, bar, start + end)
+            drawing.bars([above, beside], colour, opacity=AREA)
+        return drawing.svg("square")
 
 
 def shown_item(config: Tower, value: np.ndarray, caption: str, side: int = SIDE) -> ShownItem:
@@ -333,11 +318,10 @@ def image_picture(
     side: the largest in pixels. plain: images of up to so many pixels are stored without loss.
     """
     image = item_image(value)
-    file = io.BytesIO()
     if image.width * image.height <= plain:
-        image.save(file, "PNG", optimize=True)
         zoom = max(1, min(6, 120 // max(image.size)))
-        return data_uri("png", file.getvalue()), image.width * zoom
+        return png_uri(image), image.width * zoom
+    file = io.BytesIO()
     image.thumbnail((side, side))
     image.convert("RGB").save(file, "JPEG", quality=80)
     return data_uri("jpeg", file.getvalue()), image.width
@@ -350,14 +334,12 @@ def mel_picture(frames: np.ndarray) -> str:
     image = Image.fromarray(np.ascontiguousarray(shades.T[::-1]))
     if image.width > 2 * CLIP[0]:
         image = image.resize((2 * CLIP[0], image.height), Image.Resampling.BOX)
-    file = io.BytesIO()
-    image.save(file, "PNG", optimize=True)
-    return data_uri("png", file.getvalue())
+    return png_uri(image)
 
 
 def wave_picture(samples: np.ndarray) -> str:
     """Draw the outline of a clip's wave `[n]`, SVG."""
-    width, height = CLIP
+    width, height = WAVE
     # The highest and the lowest sample of each pixel column.
     starts = np.unique(np.linspace(0, len(samples), width, endpoint=False).astype(int))
     upper = np.maximum.reduceat(samples, starts)
@@ -365,6 +347,6 @@ def wave_picture(samples: np.ndarray) -> str:
     x = np.linspace(0, width, len(starts))
     peak = float(np.abs(samples).max()) or 1.0
     y = height / 2 * (1 - np.concatenate([upper, lower[::-1]]) / peak)
-    outline = path(np.concatenate([x, x[::-1]]), y)
-    box = f'viewBox="0 0 {width} {height}" preserveAspectRatio="none"'
-    return f'<svg class="wave" {box} role="img"><path d="{outline}Z"/></svg>'
+    drawing = Drawing(width, height)
+    drawing.area(np.concatenate([x, x[::-1]]), y, "orange")
+    return drawing.svg("wave")

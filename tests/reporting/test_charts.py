@@ -8,10 +8,9 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from mmjax.console import count, duration, size
+from mmjax.console import count, duration, percent, size
 from mmjax.reporting.charts import HALF, Formatter, Scale, area_chart, histogram, line_chart
 from mmjax.reporting.run import Curve
-from mmjax.reporting.training import percent
 
 
 def curve(*values: float) -> Curve:
@@ -19,13 +18,30 @@ def curve(*values: float) -> Curve:
     return Curve(np.arange(1.0, len(of) + 1), of, of, of)
 
 
-def points(svg: str, style: str) -> list[tuple[float, float]]:
-    drawn = next(p for p in ElementTree.fromstring(svg).iter("path") if p.get("class") == style)
-    return [tuple(map(float, pair.split())) for pair in drawn.get("d", "").strip("M").split("L")]
+def paths(svg: str, **look: str) -> list[ElementTree.Element]:
+    """The paths with these attributes."""
+    look = {name.replace("_", "-"): value for name, value in look.items()}
+    drawn = ElementTree.fromstring(svg).iter("path")
+    return [path for path in drawn if look.items() <= path.attrib.items()]
+
+
+def points(svg: str, **look: str) -> list[tuple[float, float]]:
+    """The points of the first path with these attributes."""
+    data = paths(svg, **look)[0].get("d", "").strip("MZ")
+    return [tuple(map(float, pair.split())) for pair in data.split("L")]
+
+
+def titles(svg: str, **look: str) -> list[str]:
+    """The titles of the paths with these attributes."""
+    return [title.text or "" for path in paths(svg, **look) for title in path.iter("title")]
+
+
+GREEN = {"stroke": "var(--green)"}  # a line
+FILLED = {"fill": "var(--green)"}
 
 
 def test_a_curve_goes_from_edge_to_edge_and_up_where_values_rise() -> None:
-    drawn = points(line_chart({"a": curve(1, 2, 4)}, {"a": 0}), "line c0")
+    drawn = points(line_chart({"a": curve(1, 2, 4)}, {"a": "green"}), **GREEN)
     assert [x for x, _ in drawn] == [50.0, 250.0, 450.0]
     ys = [y for _, y in drawn]
     assert ys[0] - ys[1] == pytest.approx((ys[1] - ys[2]) / 2, abs=0.2)
@@ -35,7 +51,7 @@ def test_a_logarithmic_axis_gives_factors_the_same_height() -> None:
     ys = [
         y
         for _, y in points(
-            line_chart({"a": curve(1, 10, 100)}, {"a": 0}, logarithmic=True), "line c0"
+            line_chart({"a": curve(1, 10, 100)}, {"a": "green"}, logarithmic=True), **GREEN
         )
     ]
     assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2)
@@ -45,7 +61,7 @@ def test_a_logarithmic_axis_gives_factors_the_same_height() -> None:
 def test_any_values_are_drawn_within_the_chart(values: list[float]) -> None:
     for logarithmic in (False, True):
         svg = line_chart(
-            {"a": curve(*values)}, {"a": 0}, logarithmic=logarithmic, marks=[1], noisy=True
+            {"a": curve(*values)}, {"a": "green"}, logarithmic=logarithmic, marks=[1], noisy=True
         )
         numbers = [
             float(n) for d in re.findall(r' d="([^"]*)"', svg) for n in re.findall(r"-?[\d.]+", d)
@@ -56,15 +72,16 @@ def test_any_values_are_drawn_within_the_chart(values: list[float]) -> None:
 def test_a_shade_that_is_wider_than_its_curve_stays_within_the_chart() -> None:
     of = curve(1, 2, 3)
     svg = line_chart(
-        {"a": Curve(of.step, of.mean, of.mean - 99, of.mean + 99)}, {"a": 0}, noisy=True
+        {"a": Curve(of.step, of.mean, of.mean - 99, of.mean + 99)}, {"a": "green"}, noisy=True
     )
-    ys = [y for _, y in points(svg.replace("Z", ""), "band c0")]
+    ys = [y for _, y in points(svg, opacity="0.15")]
     assert (min(ys), max(ys)) == (10, 164)
 
 
 def test_marks_stand_where_their_steps_are_and_not_outside() -> None:
-    svg = line_chart({"a": curve(1, 2, 3)}, {"a": 0}, marks=[2, 9])
-    assert re.findall(r'class="mark" d="M([\d.]+) ', svg) == ["250.0"]
+    svg = line_chart({"a": curve(1, 2, 3)}, {"a": "green"}, marks=[2, 9])
+    (mark,) = paths(svg, stroke_dasharray="4 3")
+    assert mark.get("d", "").startswith("M250.0 ")
 
 
 def test_ticks_are_round_and_within_the_axis() -> None:
@@ -74,19 +91,23 @@ def test_ticks_are_round_and_within_the_axis() -> None:
 
 
 def test_a_histogram_counts_every_value_once() -> None:
-    svg = histogram(np.array([1.0, 1, 1, 2, 9]), 1)
+    svg = histogram(np.array([1.0, 1, 1, 2, 9]), "blue")
     assert re.findall(r"<title>[^:]*: (\d+)<", svg) == ["3", "1", "1"]
 
 
 def test_layers_stand_on_each_other() -> None:
-    svg = area_chart({"a": np.ones(3), "b": np.ones(3)}, np.arange(3.0), {"a": 0, "b": 1})
-    tops = [min(y for _, y in points(svg.replace("Z", ""), f"area c{k}")) for k in (0, 1)]
+    svg = area_chart(
+        {"a": np.ones(3), "b": np.ones(3)}, np.arange(3.0), {"a": "green", "b": "blue"}
+    )
+    tops = [min(y for _, y in points(svg, fill=f"var(--{k})")) for k in ("green", "blue")]
     assert tops[0] > tops[1]
 
 
 def test_names_cannot_become_markup() -> None:
     svg = line_chart(
-        {"<script>x</script>": curve(1, 2)}, {"<script>x</script>": 0}, lambda v: f"<b>{count(v)}"
+        {"<script>x</script>": curve(1, 2)},
+        {"<script>x</script>": "green"},
+        lambda v: f"<b>{count(v)}",
     )
     ElementTree.fromstring(svg)
     assert "<script" not in svg
@@ -95,7 +116,7 @@ def test_names_cannot_become_markup() -> None:
 
 def ticks(svg: str) -> list[tuple[float, str, str]]:
     """Of each label its place from the left, how it is anchored, and what it says."""
-    found = [e for e in ElementTree.fromstring(svg).iter("text") if e.get("class") == "tick"]
+    found = ElementTree.fromstring(svg).iter("text")
     return [(float(e.get("x", 0)), e.get("text-anchor", "start"), e.text or "") for e in found]
 
 
@@ -107,10 +128,10 @@ NEEDLE[41] = 5000.0
 def test_one_needle_is_marked_with_its_step_and_value_and_leaves_the_axis_to_the_others(
     how: dict[str, bool],
 ) -> None:
-    svg = line_chart({"a": curve(*NEEDLE)}, {"a": 0}, **how)
-    (mark,) = re.findall(r'class="area outlier c0" d="M([\d.]+) 10.0[^"]*"><title>([^<]*)<', svg)
-    assert mark == ("328.0", "step 42: 5k")
-    ys = [y for _, y in points(svg, "pale line c0" if "noisy" in how else "line c0")]
+    svg = line_chart({"a": curve(*NEEDLE)}, {"a": "green"}, **how)
+    assert titles(svg, **FILLED) == ["step 42: 5k"]
+    assert points(svg, **FILLED)[0] == (328.0, 10.0)
+    ys = [y for _, y in points(svg, **GREEN)]
     usual = [y for y in ys if y > 10]
     assert len(usual) >= 59
     if "from_zero" not in how:
@@ -119,9 +140,9 @@ def test_one_needle_is_marked_with_its_step_and_value_and_leaves_the_axis_to_the
 
 
 def test_layers_leave_out_a_needle_too() -> None:
-    svg = area_chart({"a": np.array(NEEDLE)}, np.arange(60.0), {"a": 0})
+    svg = area_chart({"a": np.array(NEEDLE)}, np.arange(60.0), {"a": "green"})
     assert "step 41: 5k" in svg
-    assert max(y for _, y in points(svg.replace("Z", ""), "area c0")[:60]) < 60
+    assert max(y for _, y in points(svg, **FILLED)[:60]) < 60
 
 
 @pytest.mark.parametrize(
@@ -129,7 +150,8 @@ def test_layers_leave_out_a_needle_too() -> None:
 )
 def test_what_rises_falls_or_hardly_moves_has_no_outliers(values: list[float]) -> None:
     for how in ({}, {"logarithmic": True}, {"from_zero": True}):
-        assert "outlier" not in line_chart({"a": curve(*values)}, {"a": 0}, **how)
+        svg = line_chart({"a": curve(*values)}, {"a": "green"}, **how)
+        assert "step" not in "".join(titles(svg))
 
 
 @pytest.mark.parametrize("spell", [count, duration, size, percent])
@@ -139,7 +161,7 @@ def test_labels_of_close_values_have_digits_enough_to_differ(spell: Formatter) -
         if spell is size
         else ((200.01, 200.05), (2e9, 2.0001e9), (3.0, 97.0))
     ):
-        svg = line_chart({"a": curve(*values)}, {"a": 0}, spell)
+        svg = line_chart({"a": curve(*values)}, {"a": "green"}, spell)
         labels = [text for _, anchor, text in ticks(svg) if anchor == "end"]
         assert len(labels) >= 3
         assert len(set(labels)) == len(labels)
@@ -149,9 +171,9 @@ def test_labels_of_close_values_have_digits_enough_to_differ(spell: Formatter) -
 def test_no_label_is_cut_off_at_an_edge(steps: list[float]) -> None:
     of = np.array([123_456_789.25, 123_456_789.75])
     for svg in (
-        line_chart({"a": Curve(np.array(steps), of, of, of)}, {"a": 0}, size),
-        area_chart({"a": of}, np.array(steps), {"a": 0}, duration, width=HALF),
-        histogram(np.array([*steps, 1e9]), 0),
+        line_chart({"a": Curve(np.array(steps), of, of, of)}, {"a": "green"}, size),
+        area_chart({"a": of}, np.array(steps), {"a": "green"}, duration, width=HALF),
+        histogram(np.array([*steps, 1e9]), "green"),
     ):
         width = float(re.search(r'viewBox="0 0 (\d+)', svg)[1])
         for x, anchor, text in ticks(svg):

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from mmjax.planning.schedules import ScheduleName, StageGraph, make_schedule
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
-from mmjax.reporting.plots import new_figure
-from mmjax.reporting.timeline_plot import draw_timeline, plot_timelines, timeline_height
+from mmjax.reporting.drawing import Drawing, Shape
+from mmjax.reporting.timeline_plot import HEADING, ROW, draw_timeline, plot_timelines
 
 OMNI = StageGraph(((0, 2), (1, 2), (2, 3)), (0, 1, 2, 3))
 NAMES = ("vision", "audio", "llm[0:2]", "llm[2:4]")
@@ -31,15 +30,24 @@ def timeline(
 def drawn(
     of: Timeline, names: tuple[str, ...] = NAMES
 ) -> dict[str, list[tuple[int, float, float]]]:
-    """The bars of every colour: row, from, to."""
-    figure: Figure = new_figure(timeline_height(of), "", "")
-    draw_timeline(figure, 0, "planned", of, names)
-    (axes,) = figure.axes
-    bars: dict[str, list[tuple[int, float, float]]] = {}
-    for patch in axes.patches:
-        ends = patch.get_path().vertices.reshape(-1, 2, 2)
-        bars.setdefault(patch.get_edgecolor(), []).extend((int(a[1]), a[0], b[0]) for a, b in ends)
-    return bars
+    """The bars of every colour, idle time first: row, from, to."""
+    drawing = Drawing(1000, 500)
+    draw_timeline(drawing, 0, "planned", of, names)
+    shapes = [part for part in drawing.parts if isinstance(part, Shape) and part.fill]
+    corners = {shape.fill: np.stack(shape.outlines) for shape in shapes}
+    left, right = (pick(corners["faint"][..., 0]) for pick in (np.min, np.max))
+    return {
+        colour: [
+            (int((box[:, 1].mean() - HEADING) / ROW), *seconds(box[[0, 2], 0], left, right, of))
+            for box in boxes
+        ]
+        for colour, boxes in corners.items()
+    }
+
+
+def seconds(x: np.ndarray, left: float, right: float, of: Timeline) -> list[float]:
+    """Where pixels are in time."""
+    return ((x - left) / (right - left) * of.makespan).round(6).tolist()
 
 
 def said(path: Path) -> set[str]:
