@@ -40,6 +40,19 @@ from mmjax.config.decoder import (
     RopeScaling,
     YarnRope,
 )
+from mmjax.config.encoders import (
+    AlternatingGrid,
+    AudioConfig,
+    Callbacks,
+    Encoder,
+    FractionalGrid,
+    LearnedGrid,
+    RotaryGrid,
+    Sinusoids,
+    StoredTable,
+    StretchedGrid,
+    VisionConfig,
+)
 from mmjax.config.generators import (
     DiffusionTransformerConfig,
     FlowMatching,
@@ -84,24 +97,7 @@ from mmjax.config.sources import (
     ShareGptSource,
     WebDatasetSource,
 )
-from mmjax.config.towers import (
-    Activation,
-    AlternatingGrid,
-    AudioConfig,
-    Biased,
-    Callbacks,
-    ConnectorConfig,
-    Encoder,
-    FractionalGrid,
-    LearnedGrid,
-    Remat,
-    RotaryGrid,
-    Sinusoids,
-    StoredTable,
-    StretchedGrid,
-    TowerRemat,
-    VisionConfig,
-)
+from mmjax.config.towers import Activation, Biased, ConnectorConfig, Remat, TowerRemat
 from mmjax.config.training import (
     Adafactor,
     AdamW,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from mmjax.config.checks import check, divides, listed
+from mmjax.config.encoders import Encoder
 from mmjax.config.ranges import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -19,7 +20,6 @@ from mmjax.config.towers import (
     Attention,
     Biased,
     Dropout,
-    Encoder,
     LayerCount,
     Quantization,
     Remat,

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from mmjax.config.checks import check, divides
 from mmjax.config.decoder import DecoderConfig
+from mmjax.config.encoders import Encoder
 from mmjax.config.images import AsIs, ImagePreparation
 from mmjax.config.ranges import Fraction, NonNegativeInt, PositiveFloat, PositiveInt
 from mmjax.config.towers import (
@@ -14,7 +15,6 @@ from mmjax.config.towers import (
     Attention,
     Biased,
     ConnectorConfig,
-    Encoder,
     LayerCount,
     Remat,
     TowerFacts,

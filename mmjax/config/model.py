@@ -15,6 +15,7 @@ from typing import Any, Literal
 from mmjax.config.checks import check
 from mmjax.config.codec import did_you_mean
 from mmjax.config.decoder import DecoderConfig
+from mmjax.config.encoders import AudioConfig, Encoder, VisionConfig
 from mmjax.config.generators import (
     DiffusionTransformerConfig,
     Generator,
@@ -23,13 +24,7 @@ from mmjax.config.generators import (
     VaeConfig,
 )
 from mmjax.config.ranges import PositiveFloat, PositiveInt
-from mmjax.config.towers import (
-    AudioConfig,
-    ConnectorConfig,
-    Encoder,
-    Quantization,
-    VisionConfig,
-)
+from mmjax.config.towers import ConnectorConfig, Quantization
 from mmjax.errors import UserError
 
 

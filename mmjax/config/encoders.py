@@ -1,0 +1,475 @@
+"""Config of encoders of images and of clips."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from mmjax.config.checks import check, divides, listed
+from mmjax.config.clips import AudioPreparation, LogMel
+from mmjax.config.images import AsIs, ImagePreparation
+from mmjax.config.ranges import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+from mmjax.config.towers import (
+    Activation,
+    Attention,
+    Biased,
+    ConnectorConfig,
+    Dropout,
+    LayerCount,
+    Quantization,
+    Remat,
+    TowerFacts,
+    TowerRemat,
+    check_layer_numbers,
+    check_remat,
+    check_windows,
+)
+from mmjax.config.videos import NoVideo, VideoPreparation
+
+# What of an image counts: all of it, padded; whole patches; or whole patches, which must be in whole
+# squares that the connector merges.
+Counted = Literal["all", "patches", "squares"]
+
+
+@dataclass(frozen=True)
+class RotaryGrid:
+    """2D RoPE by row and column, for images of any size."""
+
+    counts: ClassVar[Counted] = "all"
+    head_unit: ClassVar[int] = 4  # RoPE turns pairs of a head's channels along two axes
+    theta: PositiveFloat = 100.0  # base of the frequencies
+    kind: Literal["rotary"] = "rotary"
+
+
+@dataclass(frozen=True)
+class AlternatingGrid:
+    """2D RoPE whose frequencies turn by row and by column in turn; of an image only whole patches count (Pixtral)."""
+
+    counts: ClassVar[Counted] = "squares"
+    head_unit: ClassVar[int] = 2  # RoPE turns pairs of a head's channels
+    theta: PositiveFloat = 10_000.0  # base of the frequencies
+    kind: Literal["alternating"] = "alternating"
+
+
+@dataclass(frozen=True)
+class LearnedGrid:
+    """A learned vector per cell of a grid; images have at most as many rows and columns of patches.
+
+    With an interpolation the grid is a square, whose vectors are interpolated to images of other
+    sizes (DINOv2).
+    """
+
+    counts: ClassVar[Counted] = "patches"
+    head_unit: ClassVar[int] = 1  # no RoPE
+    rows: PositiveInt  # of patches
+    columns: PositiveInt  # of patches
+    kind: Literal["learned"] = "learned"
+    # antialiased: bicubic, wider where it shrinks
+    interpolation: Literal["none", "bicubic", "antialiased"] = "none"
+
+    def check(self, where: str) -> None:
+        check(
+            self.interpolation == "none" or self.rows == self.columns,
+            f"{where}: {self.rows} x {self.columns} are no square, which alone is interpolated",
+        )
+
+
+@dataclass(frozen=True)
+class StretchedGrid:
+    """A learned vector per cell of a square grid, interpolated to each image's size, and 2D RoPE."""
+
+    counts: ClassVar[Counted] = "all"
+    head_unit: ClassVar[int] = 4  # RoPE turns pairs of a head's channels along two axes
+    side: PositiveInt  # of the square
+    theta: PositiveFloat = 10_000.0  # base of the frequencies
+    kind: Literal["stretched"] = "stretched"
+    # bilinear, with the corner patches on the corner cells (Qwen3-VL), or bicubic, edge on edge
+    # (GLM-4.1V)
+    filter: Literal["bilinear", "bicubic"] = "bilinear"
+
+
+@dataclass(frozen=True)
+class FractionalGrid:
+    """A learned vector per cell of a square grid, which a patch takes by where it lies in its image (Idefics3).
+
+    Of an image only whole patches count.
+    """
+
+    counts: ClassVar[Counted] = "squares"
+    head_unit: ClassVar[int] = 1  # no RoPE
+    side: PositiveInt  # of the square
+    kind: Literal["fractional"] = "fractional"
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Your own functions around an encoder (Cornstarch 5.1), `module:qualname` as in a FunctionSource; empty: none.
+
+    In the order of their calls. The first and the last are called where data is loaded, and get
+    sizes; the others are called inside the step, on arrays, and keep their shapes.
+    """
+
+    # (Picture, images of its sample) -> Pictures: the items of an image, instead of `images`
+    before_encoder: str = ""
+    after_encoder: str = ""  # (features [R, L, W], ItemBatch) -> the connector's input
+    after_connector: str = ""  # (tokens [R, M, E], ItemBatch) -> the tokens sent to the LLM
+    # (size, grids of the items) -> Arrangement: which tokens of an image the LLM sees, and where
+    before_llm: str = ""
+
+
+@dataclass(frozen=True)
+class VisionConfig(TowerFacts):
+    """A ViT that takes images as packed patches."""
+
+    modality: ClassVar[str] = "image"
+    takes_pixels: ClassVar[bool] = True  # rows of a batch hold bytes
+
+    layers: LayerCount  # number of layers
+    width: PositiveInt  # of the residual stream
+    heads: PositiveInt  # attention heads
+    mlp_width: PositiveInt  # of the MLP's hidden layer
+    patch: PositiveInt  # pixels per side
+    channels: PositiveInt = 3  # of an image; 3: red, green and blue
+    frames: PositiveInt = 1  # temporal patch size; a still image is repeated
+    # per channel, or one for all; pixels become (x / 255 - mean) / std
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.5,)  # per channel, or one for all
+    images: ImagePreparation = AsIs()  # preprocessing
+    videos: VideoPreparation = NoVideo()  # which frames of a video are taken, and their size
+    positions: RotaryGrid | LearnedGrid | StretchedGrid | AlternatingGrid | FractionalGrid = (
+        RotaryGrid()
+    )
+    # side, in patches, of the square windows that the layers in `windowed` attend within; a
+    # multiple of connector.merge
+    window: NonNegativeInt = 0
+    windowed: tuple[int, ...] = ()  # layers with window attention
+    # layers whose outputs are added to the LLM's: the n-th's after its layer n
+    deepstack: tuple[int, ...] = ()
+    # a learned token beside the patches of every image; the LLM does not see it
+    class_token: bool = False
+    embed_bias: bool = True  # of the projection of patches
+    embed_norm: bool = False  # before the first layer
+    head_norm: bool = True  # after the last layer
+    norm: Literal["layer", "rms"] = "layer"  # LayerNorm or RMSNorm
+    # of the norm after the last layer; same: as `norm`
+    head_norm_type: Literal["same", "layer", "rms"] = "same"
+    norm_eps: PositiveFloat = 1e-6  # of the norms
+    activation: Activation = "gelu_tanh"  # of the MLP
+    gated: bool = False  # the MLP has a gate
+    # the matrices of a layer that have one
+    biases: tuple[Biased, ...] = ("query", "value", "output", "up", "down")
+    qk_norm: Literal["none", "width"] = "none"  # of queries and keys, over all heads
+    qk_norm_eps: float = 1e-6  # of those norms
+    layer_scale: bool = False  # learned scales of the outputs of attention and MLP
+    connector: ConnectorConfig = ConnectorConfig()
+    callbacks: Callbacks = Callbacks()
+    # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
+    attention: Attention = "dense"
+    remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
+    dropout: Dropout = 0.0  # rate, in training, for the outputs of attention and MLP
+    frozen: bool = False  # not trained, apart from its connector
+    weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
+    kind: Literal["vision"] = "vision"
+    embed_norm_first: bool = False  # embed_norm comes before learned positions are added
+    # further learned tokens beside the class token, without positions
+    registers: NonNegativeInt = 0
+    # a layer's norms: of the inputs of attention and MLP, or outputs
+    norm_place: Literal["before", "after"] = "before"
+    quantize: Quantization = "none"  # of the linear layers' frozen weights
+
+    @property
+    def head_width(self) -> int:
+        """Return the channels of a head of attention."""
+        return self.width // self.heads
+
+    @property
+    def window_inputs(self) -> int:
+        """Return how many patches a window has at most."""
+        return self.window**2
+
+    @property
+    def merged_positions(self) -> int:
+        """Return how many positions of the output the connector merges into one token."""
+        return self.connector.merge**2
+
+    @property
+    def input_values(self) -> int:
+        """Return how many values of a batch an input has."""
+        return self.patch_values
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Name the kinds of media that become its items."""
+        return ("image", "video") if self.takes_videos else ("image",)
+
+    @property
+    def own_tokens(self) -> int:
+        """Return how many learned tokens stand beside the patches of every image; the LLM sees none of them."""
+        return self.class_token + self.registers
+
+    @property
+    def hidden_tokens(self) -> int:
+        """Return how many tokens behind each image the LLM does not see: the windows of its own tokens."""
+        return -(-self.own_tokens // self.merged_positions)
+
+    @property
+    def patch_values(self) -> int:
+        """Return how many pixel values a patch has in a batch: of one frame, or of all where videos are taken."""
+        return self.patch**2 * self.channels * (self.frames if self.takes_videos else 1)
+
+    @property
+    def takes_videos(self) -> bool:
+        """Return whether the encoder takes videos beside images."""
+        return not isinstance(self.videos, NoVideo)
+
+    @property
+    def interpolates_tokens(self) -> bool:
+        """Return whether a position of the LLM may be made of several tokens of the encoder."""
+        return (
+            bool(self.callbacks.before_llm) or self.images.interpolates or self.videos.interpolates
+        )
+
+    @property
+    def head_norm_kind(self) -> Literal["layer", "rms"]:
+        """Return the type of the norm after the last layer, if there is one."""
+        return self.norm if self.head_norm_type == "same" else self.head_norm_type
+
+    def check(self, where: str) -> None:
+        check_remat(where, self)
+        divides(where, self.width, "width", self.heads, "heads")
+        head_width = self.width // self.heads
+        unit = self.positions.head_unit
+        check(
+            head_width % unit == 0,
+            f"{where}: width={self.width} over heads={self.heads} is {head_width} per head; 2D RoPE turns "
+            f"pairs along two axes, so make width a multiple of {unit * self.heads}",
+        )
+        images = f"{where}.images={self.images.kind}"
+        check(
+            not self.callbacks.before_encoder or isinstance(self.images, AsIs),
+            f"{where}.callbacks.before_encoder prepares images, and so does {images}; leave one of them out",
+        )
+        check(
+            not self.callbacks.before_llm or not self.images.arranges_tokens,
+            f"{where}.callbacks.before_llm says in what order tokens stand, and so does {images}; choose order=tiles",
+        )
+        check(
+            self.class_token or not self.registers,
+            f"{where}.registers={self.registers}: they stand beside a class token; use class_token=true",
+        )
+        check(
+            self.norm_place == "before" or not self.layer_scale,
+            f"{where}.layer_scale=true: what norm_place=after norms is scaled by the norms; use layer_scale=false",
+        )
+        check_windows(where, self)
+        check(
+            not self.windowed or self.window % self.connector.merge == 0,
+            f"{where}.window={self.window}: a window holds whole tokens; use a multiple of "
+            f"connector.merge={self.connector.merge}",
+        )
+        check_layer_numbers(f"{where}.deepstack", self.deepstack, self.layers)
+        check(
+            list(self.deepstack) == sorted(set(self.deepstack)),
+            f"{where}.deepstack={listed(self.deepstack)}: name layers in order, each once",
+        )
+        for name in ("mean", "std"):
+            length = len(getattr(self, name))
+            check(
+                length in (1, self.channels),
+                f"{where}.{name} has {length} numbers; give one for each of channels={self.channels}, or one for all",
+            )
+        check(min(self.std) > 0, f"{where}.std={self.std}: must be more than 0")
+
+
+@dataclass(frozen=True)
+class Sinusoids:
+    """Whisper's sinusoidal positions, for clips of any length."""
+
+    kind: Literal["sinusoids"] = "sinusoids"
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """A table of positions as stored in Whisper's checkpoints; not trained."""
+
+    positions: PositiveInt = 1500  # of the longest clip
+    kind: Literal["stored"] = "stored"
+
+
+@dataclass(frozen=True)
+class AudioConfig(TowerFacts):
+    """An encoder of packed log-mel frames: convolutions, then a transformer.
+
+    Whisper's convolutions are two along time, the second of stride 2; with `stem_width` they are
+    three along time and bins, all of stride 2 (Qwen3-Omni).
+    """
+
+    modality: ClassVar[str] = "audio"
+    media: ClassVar[tuple[str, ...]] = ("audio",)
+    takes_pixels: ClassVar[bool] = False  # rows of a batch hold float32
+    interpolates_tokens: ClassVar[bool] = False  # each position of the LLM is one token
+    # of a layer, as an image encoder's fields of these names
+    norm: ClassVar[str] = "layer"
+    norm_place: ClassVar[str] = "before"
+    qk_norm: ClassVar[str] = "none"
+    layer_scale: ClassVar[bool] = False
+
+    layers: LayerCount  # number of layers
+    width: PositiveInt  # of the residual stream
+    heads: PositiveInt  # attention heads
+    mlp_width: PositiveInt  # of the MLP's hidden layer
+    clips: AudioPreparation = LogMel()
+    positions: Sinusoids | StoredTable = Sinusoids()
+    norm_eps: PositiveFloat = 1e-5  # of LayerNorm
+    activation: Activation = "gelu_tanh"  # of the MLP
+    stem_activation: Activation = "gelu_tanh"  # of the convolutions
+    # average pooling over so many positions before the last norm; a remainder is dropped
+    pool: PositiveInt = 1
+    connector: ConnectorConfig = ConnectorConfig()
+    callbacks: Callbacks = Callbacks()
+    # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
+    attention: Attention = "dense"
+    remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
+    dropout: Dropout = 0.0  # rate, in training, for the outputs of attention and MLP
+    frozen: bool = False  # not trained, apart from its connector
+    weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
+    # frames of the chunks that convolutions, positions and layers stay within; 0: whole clips
+    chunk: NonNegativeInt = 0
+    kind: Literal["audio"] = "audio"
+    # channels of three 2D convolutions; 0: two 1D ones, as wide as the layers
+    stem_width: NonNegativeInt = 0
+    attended_chunks: PositiveInt = 1  # consecutive chunks of a clip that the layers attend
+    key_bias: bool = False  # keys have a bias, as all other matrices of a layer
+    quantize: Quantization = "none"  # of the linear layers' frozen weights
+
+    @property
+    def head_width(self) -> int:
+        """Return the channels of a head of attention."""
+        return self.width // self.heads
+
+    @property
+    def windowed(self) -> tuple[int, ...]:
+        """Return the layers that attend within windows: all where clips are cut into chunks."""
+        return tuple(range(self.layers)) if self.chunk else ()
+
+    @property
+    def window(self) -> int:
+        """Return how many positions a window has: consecutive chunks of a clip; 0 without chunks."""
+        return self.chunk_positions * self.attended_chunks
+
+    @property
+    def window_positions(self) -> int:
+        """Return how many positions a window has."""
+        return self.window
+
+    @property
+    def window_inputs(self) -> int:
+        """Return how many frames a chunk has."""
+        return self.chunk
+
+    @property
+    def merged_positions(self) -> int:
+        """Return how many positions of the output the connector merges into one token."""
+        return self.connector.merge
+
+    @property
+    def input_values(self) -> int:
+        """Return how many values of a batch an input has: the bins of a frame."""
+        return self.mels
+
+    @property
+    def hidden_tokens(self) -> int:
+        """Return how many tokens behind each clip the LLM does not see.
+
+        That is one for the silence after it, or for positions too few to be pooled.
+        """
+        return int(self.pool > 1 or (self.clips.reads_silence and not self.chunk))
+
+    @property
+    def mels(self) -> int:
+        """Return the width of a frame."""
+        return self.clips.mels
+
+    @property
+    def sample_rate(self) -> int:
+        """Return the sampling rate of the clips, in Hz."""
+        return self.clips.sample_rate
+
+    @property
+    def stride(self) -> int:
+        """Return the frames of a position of the layers."""
+        return 8 if self.stem_width else 2
+
+    @property
+    def stem_bins(self) -> tuple[int, int, int]:
+        """Return the bins behind each of three 2D convolutions."""
+        return -(-self.mels // 2), -(-self.mels // 4), -(-self.mels // 8)
+
+    @property
+    def biases(self) -> tuple[Biased, ...]:
+        """Return the matrices of a layer that have a bias."""
+        return ("query", *(("key",) if self.key_bias else ()), "value", "output", "up", "down")
+
+    @property
+    def chunk_positions(self) -> int:
+        """Return the positions of a whole chunk: each begins with one of its own, as the frames of its row do."""
+        return -(-self.chunk // self.stride)
+
+    def count_positions(self, frames: Any) -> Any:
+        """Count the positions of the layers that clips of so many frames become, int or int `[n]`."""
+        if not self.chunk:
+            return -(-frames // self.stride)
+        chunks, rest = frames // self.chunk, frames % self.chunk
+        return chunks * self.chunk_positions + -(-rest // self.stride)
+
+    def positions_of(self, inputs: Any) -> Any:
+        """Count the positions of the layers that so many frames of a row become, int or int `[n]`."""
+        return self.count_positions(inputs) if self.chunk else inputs // self.stride
+
+    def check(self, where: str) -> None:
+        check_remat(where, self)
+        divides(where, self.width, "width", self.heads, "heads")
+        for name in ("before_encoder", "before_llm"):
+            function = getattr(self.callbacks, name)
+            check(
+                not function,
+                f"{where}.callbacks.{name}={function}: it is called for images, and this encoder takes clips; "
+                "leave it out",
+            )
+        if not self.chunk:
+            check(
+                self.attended_chunks == 1,
+                f"{where}.attended_chunks={self.attended_chunks}: set chunk, or leave it out",
+            )
+            check(
+                not self.stem_width,
+                f"{where}.stem_width={self.stem_width}: positions are those of chunks; set chunk",
+            )
+            check(
+                not self.clips.mirrored,
+                f"{where}.clips.end=mirror: convolutions over whole clips read silence; set chunk",
+            )
+        positions = self.positions
+        check(
+            not self.stem_width or isinstance(positions, Sinusoids),
+            f"{where}.positions: with stem_width they are sinusoids",
+        )
+        check(
+            self.width % 2 == 0,
+            f"{where}.width={self.width}: sinusoidal positions come in pairs; make it even",
+        )
+        if isinstance(positions, StoredTable):
+            frames = self.clips.fixed_frames
+            longest = self.stride * positions.positions
+            check(
+                frames <= longest,
+                f"{where}.clips: a window of {frames} frames is longer than the {longest} of which "
+                f"positions.positions={positions.positions} has any; make seconds smaller",
+            )
+
+
+Encoder = VisionConfig | AudioConfig
