@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmjax.config import (
     ArrayRecordSource,
@@ -32,7 +32,12 @@ from mmjax.data.sample import Files, Medium, Source, Split
 from mmjax.data.sources.answers import FORMS, parse_answers, with_loss
 from mmjax.data.sources.array_records import INDEX, ArrayRecords
 from mmjax.data.sources.chat_files import ChatFiles
-from mmjax.data.sources.chat_records import parse_chat, parse_manifest_line, parse_question_record
+from mmjax.data.sources.chat_records import (
+    Record,
+    parse_chat,
+    parse_manifest_line,
+    parse_question_record,
+)
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.csv_tables import TABLES, to_parquet
 from mmjax.data.sources.dataset_info import DatasetInfo
@@ -50,6 +55,8 @@ from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.disk import user_cache
 from mmjax.errors import UserError
 from mmjax.hub import JSON, PARQUET, cached_path, dataset_files, is_dataset
+
+ReadRecord = Callable[[Mapping[str, Any]], Record]
 
 KEYS = {  # of a JSON record, by which its file is known
     **{form.key: form.source for form in FORMS.values()},
@@ -159,74 +166,126 @@ def open_conversations(
         raise UserError(
             f"data.cache={cache}: {error.strerror}; name a folder that you may write"
         ) from None
-    spool = Spool(cache / "window", round(window_space * 1e9))
-    opened = _open_conversations(
-        source, cached_path(os.path.expanduser(path)), split, cache, key, spool
+    files = _Files(
+        path=cached_path(os.path.expanduser(path)),
+        split=split,
+        cache=cache,
+        key=key,
+        spool=Spool(cache / "window", round(window_space * 1e9)),
     )
+    opened = OPENERS.get(source.kind, _open_json)(source, files)
     if not len(opened):
         raise UserError(f"{where}={path}: holds no records")
     return opened
 
 
-def _open_conversations(
-    source: FileSource, path: str, split: Split, cache: Path, key: str, spool: Spool
-) -> Conversations:
-    where = f"{key}.{'path' if split == 'train' else split}"
-    if isinstance(source, ArrayRecordSource):
-        return ArrayRecords(path, cache)
-    if isinstance(source, DatasetInfoSource):
-        info = DatasetInfo.read(
-            source.path, source.entry if split == "train" else path, key, source.outside
-        )
-        folders = dict.fromkeys(
-            FOLDERS, MediaFolder(info.folder, source.outside, cache, f"{key}.outside")
-        )
-        return ChatFiles(
-            info.files, cache, folders, read=info.record, reading=info.reading, samples=info.samples
-        )
-    if isinstance(source, WebDatasetSource):
-        return WebDatasetRecords(path, source, split, cache=cache, where=where, spool=spool)
-    if is_dataset(path):
-        parquet = isinstance(source, ParquetSource)
-        streamed = parquet and source.window > 0
-        paths = dataset_files(path, split, PARQUET if parquet else JSON, where, streamed)
-        path = paths[0]
-    else:
-        paths = list_files(path, where)
-    if isinstance(source, ParquetSource):
-        if isinstance(source, CsvSource) != paths[0].endswith(TABLES):
-            kind = "csv" if paths[0].endswith(TABLES) else "parquet"
-            raise UserError(f"{where}={path}: is read by the kind {kind}: {key}={kind}")
-        return ParquetRecords(
-            paths, source, _media_folder(source, "media", path, cache, key), key, spool
-        )
+class _Files(NamedTuple):
+    """Say where a source's files are, and what their key is called in messages."""
+
+    path: str
+    split: Split
+    cache: Path
+    key: str  # of the source in the config
+    spool: Spool
+
+    @property
+    def where(self) -> str:
+        """Return the key of the split's path."""
+        return f"{self.key}.{'path' if self.split == 'train' else self.split}"
+
+    def listed(self, kind: str, streamed: bool = False) -> tuple[list[str], str]:
+        """List the files, of a data set on the Hub those of this kind; also return what names of media start from."""
+        if is_dataset(self.path):
+            paths = dataset_files(self.path, self.split, kind, self.where, streamed)
+            return paths, paths[0]
+        return list_files(self.path, self.where), self.path
+
+
+def _open_array_records(source: ArrayRecordSource, files: _Files) -> Conversations:
+    return ArrayRecords(files.path, files.cache)
+
+
+def _open_dataset_info(source: DatasetInfoSource, files: _Files) -> Conversations:
+    entry = source.entry if files.split == "train" else files.path
+    info = DatasetInfo.read(source.path, entry, files.key, source.outside)
+    folder = MediaFolder(info.folder, source.outside, files.cache, f"{files.key}.outside")
+    return ChatFiles(
+        info.files,
+        files.cache,
+        dict.fromkeys(FOLDERS, folder),
+        read=info.record,
+        reading=info.reading,
+        samples=info.samples,
+    )
+
+
+def _open_webdataset(source: WebDatasetSource, files: _Files) -> Conversations:
+    return WebDatasetRecords(
+        files.path,
+        source,
+        files.split,
+        cache=files.cache,
+        where=files.where,
+        spool=files.spool,
+    )
+
+
+def _open_parquet(source: ParquetSource, files: _Files) -> Conversations:
+    paths, path = files.listed(PARQUET, streamed=source.window > 0)
+    kind = "csv" if paths[0].endswith(TABLES) else "parquet"
+    if source.kind != kind:
+        raise UserError(f"{files.where}={path}: is read by the kind {kind}: {files.key}={kind}")
+    folder = _media_folder(source, "media", path, files.cache, files.key)
+    return ParquetRecords(paths, source, folder, files.key, files.spool)
+
+
+def _open_json(source: FileSource, files: _Files) -> Conversations:
+    paths, path = files.listed(JSON)
+    read, reading = RECORDS[source.kind](source)
     folders = {
-        medium: _media_folder(source, name, path, cache, key) for medium, name in FOLDERS.items()
+        medium: _media_folder(source, name, path, files.cache, files.key)
+        for medium, name in FOLDERS.items()
     }
-    videos = f" videos={source.videos}" if getattr(source, "videos", "") else ""
-    if isinstance(source, ManifestSource):
-        return ChatFiles(
-            paths,
-            cache,
-            folders,
-            partial(parse_manifest_line, prompt=source.prompt),
-            f"clips {source.prompt}",
-        )
-    if isinstance(source, QuestionsSource):
-        keys = {"question": source.question, "answer": source.answer}
-        return ChatFiles(
-            paths,
-            cache,
-            folders,
-            partial(parse_question_record, **keys),
-            f"questions {keys}{videos}",
-        )
-    if any(isinstance(source, form.source) for form in FORMS.values()):
-        return ChatFiles(
-            paths, cache, folders, partial(parse_answers, kind=source.kind), source.kind + videos
-        )
+    return ChatFiles(paths, files.cache, folders, read, reading)
+
+
+def _manifest(source: ManifestSource) -> tuple[ReadRecord, str]:
+    return partial(parse_manifest_line, prompt=source.prompt), f"clips {source.prompt}"
+
+
+def _questions(source: QuestionsSource) -> tuple[ReadRecord, str]:
+    keys = {"question": source.question, "answer": source.answer}
+    return partial(parse_question_record, **keys), f"questions {keys}{_videos(source)}"
+
+
+def _answers(source: FileSource) -> tuple[ReadRecord, str]:
+    return partial(parse_answers, kind=source.kind), source.kind + _videos(source)
+
+
+def _turns(source: FileSource) -> tuple[ReadRecord, str]:
     turns = TURNS[source.kind]
-    return ChatFiles(paths, cache, folders, partial(parse_chat, turns=turns), turns + videos)
+    return partial(parse_chat, turns=turns), turns + _videos(source)
+
+
+def _videos(source: FileSource) -> str:
+    return f" videos={source.videos}" if source.videos else ""
+
+
+# By the kind of a source of JSON records, how a record is read, and what cached facts depend on.
+RECORDS: Mapping[str, Callable[[Any], tuple[ReadRecord, str]]] = {
+    **dict.fromkeys(TURNS, _turns),
+    **{form.source.kind: _answers for form in FORMS.values()},
+    "manifest": _manifest,
+    "questions": _questions,
+}
+# By the kind of a source, what opens its files; JSON records: `_open_json`.
+OPENERS: Mapping[str, Callable[[Any, _Files], Conversations]] = {
+    "arrayrecord": _open_array_records,
+    "dataset_info": _open_dataset_info,
+    "webdataset": _open_webdataset,
+    "parquet": _open_parquet,
+    "csv": _open_parquet,
+}
 
 
 def _media_folder(source: Any, name: str, path: str, cache: Path, key: str) -> MediaFolder:
