@@ -189,8 +189,8 @@ def _unknown(line: str, level: str, hint: Hint, cls: type, root: Tree) -> str:
     known = [join(parent, n) for n in field_hints(cls)]
     keys = list(_keys(root))
     if close := difflib.get_close_matches(level, known, 1):
-        whole = close[0] + key.removeprefix(level)
-        suggestions = [whole if whole in keys else close[0]]
+        full_key = close[0] + key.removeprefix(level)
+        suggestions = [full_key if full_key in keys else close[0]]
     else:
         suggestions = [k for k in keys if k.endswith(f".{name}")][:3]
     if suggestions:

@@ -75,14 +75,15 @@ class ModelConfig:
 
     def check(self, where: str) -> None:
         for name in self.item_modules:
-            of, article = ("encoder", "an") if name in self.encoders else ("generator", "a")
-            key = f"{where}.{of}s.{name}"
+            kind, article = ("encoder", "an") if name in self.encoders else ("generator", "a")
+            key = f"{where}.{kind}s.{name}"
             check(
-                name != "llm", f"{key}: 'llm' is the decoder's name; call this {of} something else"
+                name != "llm",
+                f"{key}: 'llm' is the decoder's name; call this {kind} something else",
             )
             check(
                 name.isidentifier(),
-                f"{key}: {article} {of}'s name must be a plain word: letters, digits and '_'",
+                f"{key}: {article} {kind}'s name must be a plain word: letters, digits and '_'",
             )
         for name in self.generators:
             check(

@@ -67,9 +67,9 @@ def towers_on(units: Mapping[str, Unit], name: str) -> list[str]:
     """Name the towers on a unit's devices: its own, and those of units beside it."""
     return [
         tower
-        for other, unit in units.items()
-        if name in (other, unit.beside)
-        for tower in unit_modules(other, unit)
+        for key, unit in units.items()
+        if name in (key, unit.beside)
+        for tower in unit_modules(key, unit)
     ]
 
 
@@ -166,10 +166,10 @@ def _check_stages(config: Config, name: str, unit: Unit, modules: Sequence[str])
     where = f"units.{name}"
     model = config.model
     stages = unit.pipeline * unit.virtual
-    behind = model.towers_behind("llm")
-    generator = next((module for module in modules if module in behind), "")
+    generators = model.towers_behind("llm")
+    generator = next((module for module in modules if module in generators), "")
     check(
-        not generator or "llm" in modules or set(modules) <= set(behind),
+        not generator or "llm" in modules or set(modules) <= set(generators),
         f"{where}.modules: the LLM stands between encoders and model.generators.{generator}; give {generator} a unit "
         "of its own, or name it in the LLM's",
     )

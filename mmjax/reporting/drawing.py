@@ -77,10 +77,10 @@ KNOWN = {"llm": "green", "text": "green", "vision": "blue", "image": "blue", "au
 
 def series_colours(names: Collection[str]) -> dict[str, str]:
     """Choose the colours of series; a module and its modality have the same in every figure."""
-    others = SERIES[3:]
+    unnamed = SERIES[3:]
     unknown = [name for name in names if name not in KNOWN]
     return {
-        name: KNOWN[name] if name in KNOWN else others[unknown.index(name) % len(others)]
+        name: KNOWN[name] if name in KNOWN else unnamed[unknown.index(name) % len(unnamed)]
         for name in names
     }
 

@@ -68,7 +68,7 @@ def pack_microbatch(
     sent = {
         name: plan_token_exchange(plan, k, layout, name, ranks)
         for name, k in numbers.items()
-        if name not in layout.rules.made
+        if name not in layout.rules.generator_names
     }
     items = {
         module: _pack_items(plan, k, layout, module, shares[module], reader, unreadable)
@@ -78,7 +78,7 @@ def pack_microbatch(
     text = _pack_text(
         plan, layout, _share(ranks, plan.rows[LLM]), reader, sent, queries, unreadable
     )
-    for name in layout.rules.made:
+    for name in layout.rules.generator_names:
         text.send[name], text.condition[name] = plan_condition_exchange(
             plan, numbers[name], layout, name, ranks, queries
         )
@@ -209,9 +209,9 @@ def plan_condition_exchange(
         local = slice(mine.start - ranks.start, mine.stop - ranks.start)
         send[local] = _take(position, sent)
         # Behind what arrives of peers come the rank's own positions.
-        own = _take(position, gather - received)
-        own = np.where(own >= 0, own + received, PADDING)
-        condition[local] = np.where(gather < received, gather, own)
+        resident = _take(position, gather - received)
+        resident = np.where(resident >= 0, resident + received, PADDING)
+        condition[local] = np.where(gather < received, gather, resident)
     return send, condition.reshape(len(ranks) * plan.rows[module], images * count)
 
 
@@ -341,7 +341,7 @@ def _pack_text(
                 places = _with_grids(places, layout, reader.facts(sample))
             contents = reader.sample(sample)
             write_sample(row_view(batch, row, span), contents, layout, places, spans[row])
-            if layout.rules.made:
+            if layout.rules.generator_names:
                 begin = row % plan.rows[LLM] * plan.shape.lengths[LLM] + span.start
                 offsets = _item_offsets(contents, layout, places)
                 queries[part + 1 : end] = np.stack([begin + offsets, offsets], axis=1)

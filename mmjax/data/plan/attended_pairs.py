@@ -32,14 +32,14 @@ class MaskRules:
     """Rules by which the tokens of texts and of items attend in the LLM."""
 
     modules: tuple[str, ...]  # encoders, then generators
-    made: tuple[str, ...]  # of these, the generators
+    generator_names: tuple[str, ...]  # of these, the generators
     items: str  # DecoderConfig.items
 
     @classmethod
     def of(cls, modules: ItemModules, items: str) -> MaskRules:
         """Return the rules for a model's encoders and generators. items: `DecoderConfig.items`."""
-        made = tuple(name for name, module in modules.items() if module.is_generator)
-        return cls(tuple(modules), made, items)
+        generator_names = tuple(name for name, module in modules.items() if module.is_generator)
+        return cls(tuple(modules), generator_names, items)
 
     @property
     def everyone(self) -> int:
@@ -61,7 +61,9 @@ class MaskRules:
 
     def item(self, module: str, group: int) -> tuple[int, int, int]:
         """Return kind, sight and span of an item's tokens; group: the span of those that see each other both ways."""
-        if module in self.made:  # queries of an image to be made, which attend as text does
+        if (
+            module in self.generator_names
+        ):  # queries of an image to be made, which attend as text does
             return self.bit(module), self.everyone, 0
         sees = 0 if self.items == "isolated" else self.everyone
         return self.bit(module), sees, group if self.items in ("bidirectional", "isolated") else 0
