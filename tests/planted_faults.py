@@ -83,14 +83,14 @@ FAULTS = (
     ),
     Fault(
         "a mask that leaks between the samples of a row",
-        "kernels/masks.py",
+        "batch.py",
         "return (q.sample == k.sample) & (q.sample >= 0) & (same_span | causal)",
         "return (q.sample >= 0) & (k.sample >= 0) & (same_span | causal)",
         ("models/test_multimodal.py::test_a_packed_row_gives_each_sample_what_it_gets_alone",),
     ),
     Fault(
         "answers about one image that see each other",
-        "kernels/masks.py",
+        "batch.py",
         "causal = (k.pos <= q.pos) & ((q.sees & k.kind) != 0)",
         "causal = k.pos <= q.pos",
         ("models/test_attention.py::test_mask_spec_allows_what_a_loop_over_its_definition_allows",),

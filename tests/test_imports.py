@@ -122,7 +122,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         ("mmjax.hf", "mmjax.hub", "mmjax.config", "mmjax.disk", "mmjax.errors"),
         frozenset({"numpy", "ml_dtypes"}),
     ),
-    "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
+    "kernels": May(("mmjax.kernels", "mmjax.batch"), frozenset({"jax", "numpy", "jaxtyping"})),
     "models": May(
         (
             "mmjax.models",
