@@ -51,7 +51,7 @@ from mmjax.inference.prompts import (
 from mmjax.reporting.page import clock, live_parts, page_of, templates
 from mmjax.reporting.rows import ShownItem, ShownPiece, ShownSample, shown_item
 from mmjax.reporting.run import MetricsFollower, read_runs
-from mmjax.runtime.checkpoint import checkpoint_step
+from mmjax.runtime.checkpoint_metadata import checkpoint_step
 from mmjax.runtime.run_dir import is_trained, path_words
 from mmjax.runtime.run_trust import HELP as TRUST_HELP
 from mmjax.training.run_data import read_launches

@@ -359,9 +359,9 @@ FAULTS = (
     ),
     Fault(
         "a damaged checkpoint that is believed",
-        "runtime/checkpoint.py",
-        "if (wrong := find_damaged(_state_of(single), saved.sums)) is not None:",
-        "if (wrong := None) is not None:",
+        "runtime/saved_parameters.py",
+        "if (damaged := find_damaged(state, self._sums)) is not None:",
+        "if (damaged := None) is not None:",
         ("runtime/test_checkpoint.py::test_noise_that_storage_does_not_notice_is_named",),
     ),
     Fault(
@@ -417,7 +417,7 @@ FAULTS = (
     ),
     Fault(
         "moments that a stage has none of, read as a number",
-        "runtime/checkpoint.py",
+        "runtime/array_storage.py",
         "item = _without_empty(structs) if partial else structs",
         "item = structs",
         (

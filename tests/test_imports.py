@@ -237,7 +237,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray": ("mmjax.data.loading.ray_pool",),
     "array_record": ("mmjax.data.sources.array_records", "mmjax.data.sources.array_record_writing"),
     "pyarrow": ("mmjax.data.sources.parquet", "mmjax.data.sources.csv_tables"),
-    "orbax": ("mmjax.runtime.checkpoint",),
+    "orbax": ("mmjax.runtime.array_storage",),
     "matplotlib": (
         "mmjax.reporting.plots",
         "mmjax.reporting.plan_plot",
@@ -436,7 +436,7 @@ def test_everything_imported_is_a_declared_dependency() -> None:
         (
             "train",
             "import orbax.checkpoint",
-            "mmjax.train imports orbax.checkpoint, which only mmjax.runtime.checkpoint may",
+            "mmjax.train imports orbax.checkpoint, which only mmjax.runtime.array_storage may",
         ),
         ("config", "import mmjax.console", "mmjax.config imports mmjax.console"),
         ("data/utils", "", "mmjax.data.utils: its name says nothing of what it holds"),

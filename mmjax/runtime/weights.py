@@ -27,7 +27,7 @@ from mmjax.hf.writing import Changed, NewTensor, rewrite_tensors
 from mmjax.models.layer_stacks import Params, named_layers
 from mmjax.models.model import ADAPTER_ATTRIBUTE, Model, module_of, parameter_group
 from mmjax.models.quantization import Quantized, dequantize, parameter_shapes, quantize
-from mmjax.runtime.checkpoint import SavedParameters
+from mmjax.runtime.saved_parameters import SavedParameters
 
 Index = tuple[slice, ...]
 
