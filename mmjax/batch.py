@@ -33,6 +33,33 @@ TIME, ROW, COLUMN = range(3)
 PADDING = -1  # in `sample`, `source`, `owner`, `item`, `slots` and `send`: nothing here
 
 
+class MaskSpec(NamedTuple):
+    """Attention mask in integers per token, every field int32 `[*B, T]`; `allowed` evaluates it."""
+
+    sample: Array  # which of the row's samples, -1 = padding
+    pos: Array  # index in the row before any permutation
+    span: Array  # item whose tokens attend each other bidirectionally, 0 = none
+    kind: Array  # one bit: this token's modality (bit 0 = text)
+    sees: Array  # bits of the kinds that this query may attend causally
+    # sliding window: causal keys, the query itself included; None: unlimited
+    reach: Array | None = None
+
+
+def allowed(q: MaskSpec, k: MaskSpec) -> Array:
+    """Evaluate the mask: bool `[*B, Q, K]`, in the library whose arrays these are.
+
+    A query attends keys of its own sample: those of its span, and earlier ones of a kind that it
+    sees, in its window.
+    """
+    q = MaskSpec._make(None if x is None else x[..., :, None] for x in q)
+    k = MaskSpec._make(None if x is None else x[..., None, :] for x in k)
+    same_span = (q.span == k.span) & (q.span != 0)
+    causal = (k.pos <= q.pos) & ((q.sees & k.kind) != 0)
+    if q.reach is not None:
+        causal &= k.pos > q.pos - q.reach
+    return (q.sample == k.sample) & (q.sample >= 0) & (same_span | causal)
+
+
 class WeightedSlots(NamedTuple):
     """Slots of an encoder whose tokens are interpolated: up to four per text position, with their weights."""
 
@@ -48,11 +75,11 @@ class TextBatch(NamedTuple):
     weight: Array  # of this position's loss
     # RoPE position, restarts with each sample; [R, T, 3] (t, y, x) for an LLM with rotary sections
     position: Array
-    sample: Array  # which of the row's samples, -1 = padding
-    pos: Array  # index in the row before any permutation
-    span: Array  # item whose tokens attend each other bidirectionally, 0 = none
-    kind: Array  # one bit: this token's modality (bit 0 = text)
-    sees: Array  # bits of the kinds that this query may attend causally
+    sample: Array  # these five as in MaskSpec
+    pos: Array
+    span: Array
+    kind: Array
+    sees: Array
     source: Array  # number of the sample's data source, -1 = padding
     owner: Array  # the sample's id in the length index, -1 = padding
     offset: Array  # index in the sample
@@ -71,6 +98,11 @@ class TextBatch(NamedTuple):
     # float32 [R, T] by name, of each position's target: what the loss reads of answers (`inputs` of
     # `config.losses`).
     loss_inputs: dict[str, Array] = {}  # noqa: RUF012
+
+    @property
+    def mask(self) -> MaskSpec:
+        """The attention mask of layers without a sliding window."""
+        return MaskSpec(self.sample, self.pos, self.span, self.kind, self.sees)
 
 
 TABLES = ("send", "spread", "condition")  # of the exchanges, by ranks and not by rows of the LLM

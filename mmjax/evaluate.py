@@ -44,10 +44,11 @@ from mmjax.inference.scores import MEASURES, Answered, Replies, Scores, chance, 
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
+from mmjax.runtime.checkpoint_metadata import checkpoint_step
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.run_trust import HELP as TRUST_HELP
+from mmjax.runtime.saved_parameters import restore_parameters
 from mmjax.runtime.state import parameter_shardings
 from mmjax.training.outcome import score_table
 

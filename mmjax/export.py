@@ -37,8 +37,9 @@ from mmjax.hf.writing import (
 )
 from mmjax.hub import checkpoint_folder
 from mmjax.models.model import Model
-from mmjax.runtime.checkpoint import SavedParameters, checkpoint_step
+from mmjax.runtime.checkpoint_metadata import checkpoint_step
 from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.saved_parameters import SavedParameters
 from mmjax.runtime.trained_weights import Exporter, Piece
 from mmjax.runtime.weights import modules_by_folder
 

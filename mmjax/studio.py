@@ -50,7 +50,7 @@ from mmjax.reporting.live import LiveReport
 from mmjax.reporting.page import page_of, render_macro
 from mmjax.reporting.rows import ShownItem, ShownPiece, ShownSample, shown_item
 from mmjax.reporting.run import Run, read_runs
-from mmjax.runtime.checkpoint import checkpoint_step
+from mmjax.runtime.checkpoint_metadata import checkpoint_step
 from mmjax.runtime.run_trust import HELP as TRUST_HELP
 
 HOST = "127.0.0.1"

@@ -19,8 +19,9 @@ from mmjax.config.loading import load, to_json
 from mmjax.hf.families import from_hf
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.runtime.checkpoint import CheckpointStore, DataState
+from mmjax.runtime.checkpoint import CheckpointStore
 from mmjax.runtime.checkpoint_commit import Retention
+from mmjax.runtime.checkpoint_metadata import DataState
 from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import make_optimizer, parameter_shardings
@@ -117,7 +118,7 @@ def moved_run(config: Config, amount: float = 0.05) -> Path:
         )
         state = State((state.stages[0]._replace(trainable=trainable),))
         checkpoints.save(state, to_json(config), DataState(step, "an index", {}))
-    checkpoints.close()
+    checkpoints.wait()
     return folder.path
 
 

@@ -28,16 +28,12 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.memory import ModelSharding
 from mmjax.planning.remat import MemoryLimit, RunPlan, StagePlan
-from mmjax.runtime.checkpoint import (
-    CheckpointMetadata,
-    CheckpointStore,
-    DataState,
-    read_metadata,
-    restore_parameters,
-)
+from mmjax.runtime.checkpoint import CheckpointStore
 from mmjax.runtime.checkpoint_commit import Retention
+from mmjax.runtime.checkpoint_metadata import CheckpointMetadata, DataState, read_metadata
 from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.run_dir import RunFolder, changes_of
+from mmjax.runtime.saved_parameters import restore_parameters
 from mmjax.runtime.state import make_optimizer, parameter_shardings
 from mmjax.training.metrics_log import MetricsLog
 
@@ -178,7 +174,7 @@ class Runs:
         checkpoints = CheckpointStore(folder, executor, Retention(2))
         for step in (2, 4):
             checkpoints.save(state, to_json(config), DataState(step, "an index", {"rows": [1]}))
-        checkpoints.close()
+        checkpoints.wait()
         shardings = parameter_shardings(model, mesh, rules)
         params = jax.device_get(restore_parameters(folder, 4, model, shardings))
         return folder, model, shardings, params, read_metadata(folder, 4)

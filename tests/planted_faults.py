@@ -83,14 +83,14 @@ FAULTS = (
     ),
     Fault(
         "a mask that leaks between the samples of a row",
-        "kernels/masks.py",
+        "batch.py",
         "return (q.sample == k.sample) & (q.sample >= 0) & (same_span | causal)",
         "return (q.sample >= 0) & (k.sample >= 0) & (same_span | causal)",
         ("models/test_multimodal.py::test_a_packed_row_gives_each_sample_what_it_gets_alone",),
     ),
     Fault(
         "answers about one image that see each other",
-        "kernels/masks.py",
+        "batch.py",
         "causal = (k.pos <= q.pos) & ((q.sees & k.kind) != 0)",
         "causal = k.pos <= q.pos",
         ("models/test_attention.py::test_mask_spec_allows_what_a_loop_over_its_definition_allows",),
@@ -359,9 +359,9 @@ FAULTS = (
     ),
     Fault(
         "a damaged checkpoint that is believed",
-        "runtime/checkpoint.py",
-        "if (wrong := find_damaged(_state_of(single), saved.sums)) is not None:",
-        "if (wrong := None) is not None:",
+        "runtime/saved_parameters.py",
+        "if (damaged := find_damaged(state, self._sums)) is not None:",
+        "if (damaged := None) is not None:",
         ("runtime/test_checkpoint.py::test_noise_that_storage_does_not_notice_is_named",),
     ),
     Fault(
@@ -417,7 +417,7 @@ FAULTS = (
     ),
     Fault(
         "moments that a stage has none of, read as a number",
-        "runtime/checkpoint.py",
+        "runtime/array_storage.py",
         "item = _without_empty(structs) if partial else structs",
         "item = structs",
         (

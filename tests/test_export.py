@@ -34,8 +34,9 @@ from mmjax.models.model import Model
 from mmjax.models.quantization import dequantize, quantize
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime import trained_weights
-from mmjax.runtime.checkpoint import SavedParameters, checkpoint_step, restore_parameters
+from mmjax.runtime.checkpoint_metadata import checkpoint_step
 from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.saved_parameters import SavedParameters, restore_parameters
 from mmjax.runtime.state import parameter_shardings
 
 BF16 = torch.bfloat16

@@ -122,7 +122,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         ("mmjax.hf", "mmjax.hub", "mmjax.config", "mmjax.disk", "mmjax.errors"),
         frozenset({"numpy", "ml_dtypes"}),
     ),
-    "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
+    "kernels": May(("mmjax.kernels", "mmjax.batch"), frozenset({"jax", "numpy", "jaxtyping"})),
     "models": May(
         (
             "mmjax.models",
@@ -237,7 +237,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray": ("mmjax.data.loading.ray_pool",),
     "array_record": ("mmjax.data.sources.array_records", "mmjax.data.sources.array_record_writing"),
     "pyarrow": ("mmjax.data.sources.parquet_files", "mmjax.data.sources.csv_tables"),
-    "orbax": ("mmjax.runtime.checkpoint",),
+    "orbax": ("mmjax.runtime.array_storage",),
     "matplotlib": ("mmjax.reporting.drawing",),
     "tokenizers": ("mmjax.data.text.tokenizer",),
     "jinja2": (
@@ -432,7 +432,7 @@ def test_everything_imported_is_a_declared_dependency() -> None:
         (
             "train",
             "import orbax.checkpoint",
-            "mmjax.train imports orbax.checkpoint, which only mmjax.runtime.checkpoint may",
+            "mmjax.train imports orbax.checkpoint, which only mmjax.runtime.array_storage may",
         ),
         ("config", "import mmjax.console", "mmjax.config imports mmjax.console"),
         ("data/utils", "", "mmjax.data.utils: its name says nothing of what it holds"),

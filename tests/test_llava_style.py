@@ -25,8 +25,9 @@ from mmjax.inference.generator import Generator
 from mmjax.inference.prompts import UserPromptSource, make_prompt
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
+from mmjax.runtime.checkpoint_metadata import checkpoint_step
 from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.saved_parameters import restore_parameters
 from mmjax.runtime.state import parameter_shardings
 
 pytestmark = pytest.mark.exhaustive

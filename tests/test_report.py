@@ -21,11 +21,11 @@ from PIL import Image
 from started import Ended
 
 from mmjax.balance.parts import dist_ratio
+from mmjax.batch import allowed
 from mmjax.config.loading import load
 from mmjax.data.loading.replay import PackedRow
 from mmjax.disk import verify_checksum, with_checksum, write_sealed
 from mmjax.inspect import replay, write
-from mmjax.models.attention import allowed
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import make_mesh
 from mmjax.report import main, report

@@ -26,8 +26,9 @@ from mmjax import __version__, train
 from mmjax.config.loading import default_config, describe_with_meanings, load, shipped_configs
 from mmjax.disk import verify_checksum, with_checksum
 from mmjax.distributed.watchdog import Watchdog
-from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
+from mmjax.runtime.checkpoint_metadata import checkpoint_step
 from mmjax.runtime.run_dir import RunFolder, claim, run_folder_of
+from mmjax.runtime.saved_parameters import restore_parameters
 from mmjax.runtime.state import parameter_shardings
 from mmjax.training.announce import loader_verdict
 from mmjax.training.loop import Trainer

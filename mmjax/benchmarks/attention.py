@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax.benchmarks.harness import Options, best_seconds, option
+from mmjax.kernels.masks import encoder_mask
 from mmjax.kernels.tiles import MAX_BLOCK
-from mmjax.models.attention import attention, encoder_mask
+from mmjax.models.attention import attention
 
 OPTIONS: Options = {
     "--tokens": option(4096),

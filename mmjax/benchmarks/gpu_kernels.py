@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mmjax.batch import MaskSpec
 from mmjax.kernels.grouped_matmul import grouped_matmul
 from mmjax.kernels.masked_tiles import KEYS, TILE, TilePlan
-from mmjax.kernels.masks import MaskSpec, encoder_mask
+from mmjax.kernels.masks import encoder_mask
 from mmjax.kernels.tiles import tiles_for
 from mmjax.models.attention import attention, plan_attention
 from mmjax.models.blockwise_attention import dense_attention

@@ -35,8 +35,9 @@ from mmjax.inference.prompts import PromptFormat
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
+from mmjax.runtime.checkpoint_metadata import checkpoint_step
 from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.saved_parameters import restore_parameters
 from mmjax.runtime.state import parameter_shardings
 from mmjax.runtime.weights import load_pretrained
 

@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from mmjax.kernels.masks import BlockLists, MaskSpec, allowed, block_pairs, pad_mask, select_mask
+from mmjax.batch import MaskSpec, allowed
+from mmjax.kernels.masks import BlockLists, block_pairs, pad_mask, select_mask
 from mmjax.kernels.tiles import TILES, KernelTiles, Tiles, padded_width
 
 _LOG2_E = math.log2(math.e)  # exp(x) = exp2(x * log2(e)): GPUs have an instruction for exp2 alone

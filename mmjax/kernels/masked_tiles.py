@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from mmjax.batch import MaskSpec, allowed
 from mmjax.kernels.flash_attention import BlockPlan
-from mmjax.kernels.masks import BlockLists, MaskSpec, allowed, block_pairs, pad_mask
+from mmjax.kernels.masks import BlockLists, block_pairs, pad_mask
 
 ROWS = 64  # of a tile for one warpgroup: those of a product
 COMPUTING = 2  # warpgroups that multiply

@@ -1,8 +1,7 @@
-"""Attention masks as a few integers per token, and the pairs of blocks in which a mask allows anything.
+"""The pairs of blocks of queries and keys in which an attention mask (`mmjax.batch.MaskSpec`) allows anything.
 
-`allowed` is the one definition of the mask. Kernels visit the pairs of blocks of queries and keys
-in `BlockLists`: full pairs, in which nothing is masked, and partial ones, in which `allowed` is
-evaluated (as FlexAttention's BlockMask).
+Kernels visit those of `BlockLists`: full pairs, in which nothing is masked, and partial ones, in
+which `mmjax.batch.allowed` is evaluated (as FlexAttention's BlockMask).
 """
 
 from __future__ import annotations
@@ -15,22 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from mmjax.batch import PADDING, MaskSpec
+
 Plan = TypeVar("Plan", bound=Any)
 
-PADDING = -1  # `sample` of positions that hold nothing
 _UNLIMITED = 2**30  # a window of more tokens than any row has
-
-
-class MaskSpec(NamedTuple):
-    """Attention mask in integers per token, every field int32 [B, T]; `allowed` evaluates it."""
-
-    sample: Array  # which of the row's samples, -1 = padding
-    pos: Array  # index in the row before any permutation
-    span: Array  # item whose tokens attend each other bidirectionally, 0 = none
-    kind: Array  # one bit: this token's modality (bit 0 = text)
-    sees: Array  # bits of the kinds that this query may attend causally
-    # sliding window: causal keys, the query itself included; None: unlimited
-    reach: Array | None = None
 
 
 def encoder_mask(item: Int[Array, "b t"]) -> MaskSpec:
@@ -38,21 +26,6 @@ def encoder_mask(item: Int[Array, "b t"]) -> MaskSpec:
     pos = jnp.broadcast_to(jnp.arange(item.shape[1], dtype=jnp.int32), item.shape)
     ones = jnp.ones_like(item)
     return MaskSpec(sample=item, pos=pos, span=item + 1, kind=ones, sees=ones)
-
-
-def allowed(q: MaskSpec, k: MaskSpec) -> Bool[Array, "*b q k"]:
-    """Evaluate the mask: queries on the last axis but one, keys on the last.
-
-    A query attends keys of its own sample: those of its span, and earlier ones of a kind that it
-    sees, in its window.
-    """
-    q = jax.tree.map(lambda x: x[..., :, None], q)
-    k = jax.tree.map(lambda x: x[..., None, :], k)
-    same_span = (q.span == k.span) & (q.span != 0)
-    causal = (k.pos <= q.pos) & ((q.sees & k.kind) != 0)
-    if q.reach is not None:
-        causal &= k.pos > q.pos - q.reach
-    return (q.sample == k.sample) & (q.sample >= 0) & (same_span | causal)
 
 
 class BlockLists(NamedTuple):

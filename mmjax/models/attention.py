@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from mmjax.batch import MaskSpec
 from mmjax.config import ContextAttention, context_form
 from mmjax.kernels.flash_attention import (
     BlockPlan,
@@ -27,7 +28,6 @@ from mmjax.kernels.flash_attention import (
     plan_blocks,
 )
 from mmjax.kernels.masked_tiles import TilePlan, plan_tiles, unsupported
-from mmjax.kernels.masks import MaskSpec, allowed, encoder_mask
 from mmjax.kernels.tiles import MAX_BLOCK, KernelTiles, tiles_for
 from mmjax.models.blockwise_attention import (
     DEFAULT_SCORING,
@@ -46,8 +46,6 @@ from mmjax.models.context_attention import (
     plan_specs,
 )
 from mmjax.parallel.sharding import CONTEXT, active, first_device, sharding, spec_axes
-
-__all__ = ["MaskSpec", "allowed", "attention", "encoder_mask"]
 
 Backend = Literal["dense", "blockwise", "flash", "auto"]
 Plan = BlockPlan | TilePlan | ContextPlan

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.kernels.masks import BlockLists, MaskSpec, allowed, block_pairs
+from mmjax.batch import MaskSpec, allowed
+from mmjax.kernels.masks import BlockLists, block_pairs
 from mmjax.kernels.tiles import MAX_BLOCK
 from mmjax.models.matmul import as_matrix
 

@@ -21,8 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
+from mmjax.batch import MaskSpec
 from mmjax.kernels.flash_attention import BlockPlan
-from mmjax.kernels.masks import MaskSpec, block_pairs, select_mask
+from mmjax.kernels.masks import block_pairs, select_mask
 from mmjax.parallel.sharding import CONTEXT
 
 # Pieces in which keys and values arrive, the device's own first. Each one more is another pass over

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.batch import TextBatch, branch_gap
+from mmjax.batch import MaskSpec, TextBatch, branch_gap
 from mmjax.config import DecoderConfig, PlainRope
 from mmjax.config.decoder import UNLIMITED, LayerKind
-from mmjax.kernels.masks import MaskSpec
 from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up
 from mmjax.models.experts import Experts
@@ -202,9 +201,7 @@ class Decoder(nnx.Module):
             pos = pos - in_row_order(
                 partial(branch_gap, _running_max), text.pos, text.sample, text.kind
             )
-        return self.context_of(
-            MaskSpec(text.sample, pos, text.span, text.kind, text.sees), text.position
-        )
+        return self.context_of(text.mask._replace(pos=pos), text.position)
 
     def context_of(self, mask: MaskSpec, position: Int[Array, "b t *n"]) -> Context:
         """Build the masks and the rotary angles of tokens with this mask, at these RoPE positions."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from mmjax.kernels.masks import MaskSpec
+from mmjax.batch import MaskSpec
 from mmjax.parallel.sharding import constrain
 
 

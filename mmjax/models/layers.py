@@ -13,8 +13,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from mmjax.batch import MaskSpec
 from mmjax.config import Activation, AudioConfig, Biased, VisionConfig
-from mmjax.kernels.masks import MaskSpec
 from mmjax.kernels.tiles import MAX_BLOCK, window_block
 from mmjax.models.attention import Backend, Plan, attention, plan_attention
 from mmjax.models.blockwise_attention import DEFAULT_SCORING, Scoring, dense_attention

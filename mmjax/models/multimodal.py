@@ -12,10 +12,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.batch import PADDING, TEXT_KIND, ItemBatch, TextBatch, WeightedSlots
+from mmjax.batch import PADDING, TEXT_KIND, ItemBatch, MaskSpec, TextBatch, WeightedSlots
 from mmjax.config import ModelConfig
 from mmjax.config.model import step_vaes
-from mmjax.kernels.masks import MaskSpec
 from mmjax.models.audio_encoder import AudioEncoder
 from mmjax.models.connector import Connector
 from mmjax.models.decoder import Decoder, logits_of

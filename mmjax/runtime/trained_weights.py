@@ -21,7 +21,7 @@ from mmjax.hf.layout import TensorNames, TensorSlice
 from mmjax.hf.writing import Changed, NewTensor, rewrite_tensors
 from mmjax.models.model import ADAPTER_ATTRIBUTE, module_of
 from mmjax.models.quantization import Quantized, dequantize, parameter_shapes
-from mmjax.runtime.checkpoint import SavedParameters
+from mmjax.runtime.saved_parameters import SavedParameters
 from mmjax.runtime.weights import Name, check_fits, leaf_at, name_inside
 
 GROUP_BYTES = 2**27  # of float32 parameters that are read from a checkpoint at once

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -82,28 +83,30 @@ class MetricsLog:
 
 
 class _Board:
-    """Writer of TensorBoard events without a thread: that of tensorboardX's own writer dies on a full disk."""
+    """Writer of TensorBoard events without a thread: that of tensorboardX's `SummaryWriter` dies on a full disk."""
 
     def __init__(self, folder: Path, done: int) -> None:
         with _without_torch():
-            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX import RecordWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog
-            from tensorboardX.proto.summary_pb2 import Summary
 
         self._event = Event
-        self._summary = Summary
         folder.mkdir(exist_ok=True)
-        self._writer = EventsWriter(str(folder / "events"))
+        # as TensorBoard looks for it
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+        self._writer = RecordWriter(str(folder / name))
+        self._add(file_version="brain.Event:2")
         # Makes TensorBoard drop events of later steps, which an earlier start wrote.
-        begin = SessionLog(status=SessionLog.START)
-        self._writer.write_event(Event(wall_time=time.time(), step=done + 1, session_log=begin))
+        self._add(step=done + 1, session_log={"status": SessionLog.START})
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write all numbers of a step. Raises OSError."""
-        values = [self._summary.Value(tag=tag, simple_value=x) for tag, x in numbers.items()]
-        summary = self._summary(value=values)
-        self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        values = [{"tag": tag, "simple_value": x} for tag, x in numbers.items()]
+        self._add(step=step, summary={"value": values})
         self._writer.flush()
+
+    def _add(self, **event: Any) -> None:
+        self._writer.write(self._event(wall_time=time.time(), **event).SerializeToString())
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -114,7 +117,8 @@ class _Board:
 def _without_torch() -> Iterator[None]:
     """Hide PyTorch from tensorboardX, which imports it if it can: two seconds and 200 MB, for nothing used here.
 
-    Remove when tensorboardX imports it only where a tensor is given.
+    Done where a log is opened, and undone at once. Remove when tensorboardX imports it only where a
+    tensor is given; 2.6.5, the newest, does not.
     """
     if "torch" in sys.modules:
         yield
@@ -161,10 +165,16 @@ def _wandb_run(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
         raise UserError(
             f"{path} is not what was written; remove it to begin a new run there"
         ) from None
-    options = {"id": run_id, "resume": "allow", "dir": str(folder), "config": dict(config)}
     with _wandb(project) as wandb:
-        run = wandb.init(project=project, name=folder.name, **options)
-    path.write_text(json.dumps({"id": run.id}) + "\n")
+        run = wandb.init(
+            project=project,
+            name=folder.name,
+            id=run_id,
+            resume="allow",
+            dir=str(folder),
+            config=dict(config),
+        )
+    path.write_text(json.dumps({"id": run.id}))
     return run
 
 

@@ -18,17 +18,17 @@ from mmjax.data.plan.budget import OF_START, OLDER_PLANNERS, PLANNER
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.model import Model, restrict
-from mmjax.runtime.checkpoint import (
+from mmjax.runtime.checkpoint import CheckpointStore
+from mmjax.runtime.checkpoint_commit import Retention, saved_steps, set_aside
+from mmjax.runtime.checkpoint_metadata import (
     CheckpointMetadata,
-    CheckpointStore,
     DamagedCheckpoint,
     DataState,
     checkpoint_step,
-    restore_parameters,
 )
-from mmjax.runtime.checkpoint_commit import Retention, saved_steps, set_aside
 from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.saved_parameters import restore_parameters
 from mmjax.runtime.weights import load_pretrained, modules_by_folder
 from mmjax.startup import activity
 from mmjax.training.run_data import RunData
@@ -220,7 +220,7 @@ class RunCheckpoints:
 
     def close(self) -> None:
         """Wait for the last save, whether it succeeds or not."""
-        self._store.close()
+        self._store.wait()
 
     def _data_state(self, step: int) -> DataState:
         """Return the position in the data before `step`."""

@@ -6,16 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.balance.mask_work import Mask, allowed_keys, block_work
+from mmjax.batch import MaskSpec, allowed
 
 TEXT, IMAGE, CLIP = 1, 2, 4
 
 
 def dense(mask: Mask) -> np.ndarray:
-    """The spec, word by word: which keys each query may attend, bool `[T, T]`."""
-    q, k = Mask(*(x[:, None] for x in mask)), Mask(*(x[None] for x in mask))
-    in_span = (q.span == k.span) & (q.span != 0)
-    causally = (k.pos <= q.pos) & ((q.sees & k.kind) != 0)
-    return (q.sample == k.sample) & (q.sample >= 0) & (in_span | causally)
+    """Which keys each query may attend, bool `[T, T]`."""
+    return allowed(MaskSpec(*mask), MaskSpec(*mask))
 
 
 def permuted(mask: Mask, order: np.ndarray) -> Mask:

@@ -11,10 +11,10 @@ import pytest
 from commands import run
 
 from mmjax import bench
+from mmjax.batch import allowed
 from mmjax.benchmarks.gpu import SECTIONS, markdown
 from mmjax.benchmarks.gpu_kernels import TINY, image_mask, products, text_mask
 from mmjax.benchmarks.gpu_steps import KINDS, row_lengths, samples_of, top_kernels
-from mmjax.models.attention import allowed
 
 
 @pytest.fixture(autouse=True)

@@ -41,8 +41,9 @@ from mmjax.export import export
 from mmjax.hf.families import from_hf
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
+from mmjax.runtime.checkpoint_metadata import checkpoint_step
 from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.saved_parameters import restore_parameters
 from mmjax.runtime.state import parameter_shardings
 
 TOWER = {

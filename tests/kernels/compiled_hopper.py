@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.autotune.absent import aot_devices
+from mmjax.batch import MaskSpec
 from mmjax.kernels.flash_attention import Scores, plan_blocks
 from mmjax.kernels.hopper_attention import hopper_attention
 from mmjax.kernels.masked_tiles import plan_tiles
-from mmjax.kernels.masks import MaskSpec
 from mmjax.kernels.tiles import tiles_for
 from mmjax.planning.hardware import parse_cluster
 

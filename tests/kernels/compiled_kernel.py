@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.autotune.absent import aot_devices
+from mmjax.batch import MaskSpec
 from mmjax.kernels.flash_attention import Scores, flash_attention, plan_blocks
-from mmjax.kernels.masks import MaskSpec
 from mmjax.kernels.tiles import MAX_BLOCK, tiles_for
 from mmjax.planning.hardware import parse_cluster
 

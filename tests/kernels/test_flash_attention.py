@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mmjax.batch import MaskSpec, allowed
 from mmjax.kernels.flash_attention import Scores, flash_attention, plan_blocks
-from mmjax.kernels.masks import MaskSpec, allowed, block_pairs, pad_mask
+from mmjax.kernels.masks import block_pairs, pad_mask
 from mmjax.kernels.tiles import KernelTiles, Tiles, tiles_for
 
 SMALL = KernelTiles(Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 32, 4, 1))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_flash_attention import exact_attention, random_mask
 
+from mmjax.batch import MaskSpec, allowed
 from mmjax.kernels import masked_tiles
 from mmjax.kernels.flash_attention import Scores, plan_blocks
 from mmjax.kernels.masked_tiles import (
@@ -19,7 +20,7 @@ from mmjax.kernels.masked_tiles import (
     plan_tiles,
     unsupported,
 )
-from mmjax.kernels.masks import MaskSpec, allowed, pad_mask
+from mmjax.kernels.masks import pad_mask
 from mmjax.kernels.tiles import tiles_for
 
 INTERPRETED = jax.__version_info__[:3] >= OLDEST_JAX

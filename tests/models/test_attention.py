@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mmjax.batch import MaskSpec, allowed
 from mmjax.config import MeshConfig
-from mmjax.models.attention import MaskSpec, allowed, attention
+from mmjax.models.attention import attention
 from mmjax.models.blockwise_attention import (
     DEFAULT_SCORING,
     Scoring,
@@ -114,6 +115,9 @@ def test_random_mask_specs_allow_what_the_loop_allows_after_any_permutation(seed
     order = rng.permutation(length)
     mask = MaskSpec(*(jnp.asarray(f[order], jnp.int32)[None] for f in fields))
     np.testing.assert_array_equal(allowed(mask, mask), by_hand(mask))
+    on_host = jax.tree.map(np.asarray, mask)
+    assert isinstance(allowed(on_host, on_host), np.ndarray)
+    np.testing.assert_array_equal(allowed(on_host, on_host), by_hand(mask))
 
 
 def random_case(seed, length, heads, kv_heads, dtype=jnp.float32, rows=2):

@@ -13,9 +13,9 @@ from test_attention import random_case
 
 from mmjax.balance.mask_work import block_work
 from mmjax.balance.token_blocks import block_samples, distribute_samples, token_order
+from mmjax.batch import MaskSpec
 from mmjax.benchmarks.baselines.token_blocks import KINDS, visible_keys
 from mmjax.config import MeshConfig
-from mmjax.kernels.masks import MaskSpec
 from mmjax.models.attention import attention, plan_attention
 from mmjax.models.blockwise_attention import DEFAULT_SCORING, Scoring
 from mmjax.models.context_attention import MAX_PIECES, pieces

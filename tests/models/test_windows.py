@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mmjax.batch import PADDING, ROW, ItemBatch
+from mmjax.batch import PADDING, ROW, ItemBatch, MaskSpec
 from mmjax.config import ConnectorConfig, MeshConfig, VisionConfig
 from mmjax.data.media.patches import item_input
 from mmjax.kernels.flash_attention import BlockPlan
-from mmjax.kernels.masks import MaskSpec, encoder_mask
+from mmjax.kernels.masks import encoder_mask
 from mmjax.kernels.tiles import Tiles, tiles_for
 from mmjax.models.layer_stacks import plan_stacks
 from mmjax.models.layers import Context

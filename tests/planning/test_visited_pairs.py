@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mmjax.batch import MaskSpec
 from mmjax.config.loading import load
-from mmjax.kernels.masks import MaskSpec, block_pairs, encoder_mask, pad_mask
+from mmjax.kernels.masks import block_pairs, encoder_mask, pad_mask
 from mmjax.kernels.tiles import KernelTiles, Tiles
 from mmjax.planning import work
 from mmjax.planning.flops import executed, recompute_flops

@@ -21,21 +21,20 @@ from mmjax.models.piece import Piece
 from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.bit_sums import bit_sums, host_bit_sum
-from mmjax.runtime.checkpoint import (
-    CheckpointStore,
+from mmjax.runtime.checkpoint import CheckpointStore
+from mmjax.runtime.checkpoint_commit import Retention, saved_steps
+from mmjax.runtime.checkpoint_metadata import (
     DamagedCheckpoint,
     DataState,
-    SavedParameters,
     checkpoint_step,
     read_metadata,
-    restore_parameters,
 )
-from mmjax.runtime.checkpoint_commit import Retention, saved_steps
 from mmjax.runtime.device_batch import ProcessReport, put_report
 from mmjax.runtime.devices import CompileCounter
 from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.passes import PlacedStage
 from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.saved_parameters import SavedParameters, restore_parameters
 from mmjax.runtime.state import all_parameters, hyperparameters, make_optimizer, parameter_shardings
 
 CONFIG = load(TINY_MEDIA)
@@ -87,7 +86,7 @@ def assert_equal(a, b) -> None:
 def save(folder: Path, on: Executor, state: State, step=4, config="{}") -> Path:
     checkpoints = CheckpointStore(folder, on, Retention(2))
     checkpoints.save(state, config, replace(DATA, step=step))
-    checkpoints.close()
+    checkpoints.wait()
     return folder
 
 
@@ -111,7 +110,7 @@ def restored(folder: Path, on: Executor, step=4) -> State:
     try:
         return checkpoints.restore(step)[0]
     finally:
-        checkpoints.close()
+        checkpoints.wait()
 
 
 def test_the_step_config_and_data_position_come_back(saved):
@@ -136,7 +135,7 @@ def test_a_checkpoint_holds_the_state_at_its_step_though_training_goes_on_at_onc
             part, accumulated, hyper, {"llm": np.float32(1)}, *reported
         )
     jax.block_until_ready(part)
-    checkpoints.close()
+    checkpoints.wait()
     after = values(restored(tmp_path, one))
     assert all((before[name] == after[name]).all() for name in before)
 
@@ -295,7 +294,7 @@ def test_only_the_newest_stay(one, state, tmp_path):
     checkpoints = CheckpointStore(tmp_path, one, Retention(2))
     for step in (1, 2, 3):
         checkpoints.save(state, "{}", replace(DATA, step=step))
-    checkpoints.close()
+    checkpoints.wait()
     assert saved_steps(tmp_path) == [2, 3]
 
 

@@ -2,9 +2,10 @@ import asyncio
 import contextlib
 import gc
 import logging
+import subprocess
 import sys
 
-from mmjax.runtime.checkpoint import silence_late_io_errors
+from mmjax.errors import silence_storage
 
 
 def test_of_writes_that_end_late_nothing_is_printed_and_of_anything_else_all(monkeypatch, caplog):
@@ -13,7 +14,8 @@ def test_of_writes_that_end_late_nothing_is_printed_and_of_anything_else_all(mon
     told, log = [], logging.getLogger("asyncio")
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     monkeypatch.setattr(log, "filters", [])
-    silence_late_io_errors.__wrapped__()
+    monkeypatch.setattr(logging.getLogger("absl"), "level", logging.NOTSET)
+    silence_storage.__wrapped__()
     loop = asyncio.new_event_loop()
 
     class Late:
@@ -39,3 +41,26 @@ def test_of_writes_that_end_late_nothing_is_printed_and_of_anything_else_all(mon
     Late(lambda: {}["of a user's own"])
     assert [of.exc_type for of in told] == [KeyError]
     assert [str(record.exc_info[1]) for record in caplog.records] == ["of a user's own"]
+
+
+LIBRARIES = """
+import logging, signal, sys
+import absl.logging, grain, jax, orbax.checkpoint
+
+def hooks():
+    loggers = [logging.getLogger(name) for name in ("", "absl", "asyncio", "jax")]
+    return (
+        [sys.unraisablehook, sys.excepthook, sys.displayhook],
+        [signal.getsignal(n) for n in signal.valid_signals()],
+        [(log.level, list(log.filters), list(log.handlers)) for log in loggers],
+        [name for name, module in sys.modules.items() if module is None],
+    )
+
+before = hooks()
+import mmjax.training.loop, mmjax.runtime.saved_parameters, mmjax.inference.evaluation
+sys.exit(before != hooks())
+"""
+
+
+def test_importing_the_library_leaves_the_hooks_of_a_process_as_they_are():
+    subprocess.run([sys.executable, "-c", LIBRARIES], check=True)

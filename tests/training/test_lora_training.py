@@ -20,8 +20,8 @@ from mmjax.errors import UserError
 from mmjax.models.layer_stacks import key_names
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.runtime.checkpoint import restore_parameters
 from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.saved_parameters import restore_parameters
 from mmjax.runtime.state import parameter_shardings
 from mmjax.train import train
 

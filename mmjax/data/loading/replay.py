@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.balance.parts import LLM
-from mmjax.batch import TOKEN_FIELDS, TextBatch, branch_gap
+from mmjax.batch import TOKEN_FIELDS, TextBatch, allowed, branch_gap
 from mmjax.config import DecoderConfig
 from mmjax.data.loading.batch_hash import hex_hash
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
@@ -172,23 +172,19 @@ def spoken(source: Any, tokens: Sequence[int]) -> str:
 
 
 def seen(text: TextBatch, window: int = 0) -> np.ndarray:
-    """Return the keys `[T]` that each query `[T]` of a row attends, bool (the mask spec of `mmjax.models.attention`).
+    """Return the keys `[T]` that each query `[T]` of a row attends, bool.
 
     window: the tokens that a windowed layer attends causally, the query's own included; 0 = all
     before it.
     """
-    same = (text.sample[:, None] == text.sample) & (text.sample >= 0)
-    mutual = (text.span[:, None] == text.span) & (text.span != 0)
-    causal = (text.pos <= text.pos[:, None]) & ((text.sees[:, None] & text.kind) != 0)
+    mask = text.mask
     if window:
         running_max = partial(np.maximum.accumulate, axis=1)
         order = np.argsort(text.pos)  # devices that share rows permute them
-        pos = (
-            text.pos
-            - branch_gap(running_max, text.sample[None, order], text.kind[None, order])[0, text.pos]
-        )
-        causal &= pos > pos[:, None] - window
-    return same & (mutual | causal)
+        gap = branch_gap(running_max, text.sample[None, order], text.kind[None, order])
+        reach = np.full_like(text.pos, window)
+        mask = mask._replace(pos=text.pos - gap[0, text.pos], reach=reach)
+    return allowed(mask, mask)
 
 
 NO_LAYER, WITHOUT_WINDOW, EVERY_LAYER = range(3)

@@ -24,13 +24,16 @@ from absl import flags
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.errors import UserError
 
-# Grain imports Orbax where it finds it, which takes .3 s in each process, for a class that is not
-# used here.
-_orbax = sys.modules.setdefault("orbax.checkpoint", None)
+# Grain imports Orbax where it finds it, .3 s in each data worker for a class that is not used there:
+# hidden in workers alone, which are processes of our own. Remove when Grain imports it where it is
+# asked for.
+_IN_WORKER = multiprocessing.parent_process() is not None
+if _IN_WORKER:
+    sys.modules.setdefault("orbax.checkpoint", None)
 import grain  # noqa: E402
 from grain.multiprocessing import SharedMemoryArray  # noqa: E402
 
-if _orbax is None:
+if _IN_WORKER and sys.modules["orbax.checkpoint"] is None:
     del sys.modules["orbax.checkpoint"]
 
 

@@ -24,7 +24,7 @@ from made import (
 )
 from planned import BALANCE_KINDS, BALANCES
 
-from mmjax.batch import TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch
+from mmjax.batch import TOKEN_FIELDS, ItemBatch, MaskSpec, Microbatch, TextBatch, allowed
 from mmjax.config import NoGrouping, Samples
 from mmjax.data.loading.packing import (
     pack_microbatch,
@@ -83,13 +83,10 @@ def tokens_of(source: Made, sample: int) -> list[dict[str, Any]]:
     return tokens
 
 
-def allowed(text: TextBatch, row: int) -> np.ndarray:
-    """The mask spec, [query, key]."""
-    sample, pos, span = text.sample[row], text.pos[row], text.span[row]
-    same = (sample[:, None] == sample) & (sample[:, None] >= 0)
-    together = (span[:, None] == span) & (span[:, None] != 0)
-    causal = (pos <= pos[:, None]) & ((text.sees[row][:, None] & text.kind[row]) != 0)
-    return same & (together | causal)
+def seen_in(text: TextBatch, row: int) -> np.ndarray:
+    """Which keys each query of a row attends, [query, key]."""
+    mask = MaskSpec._make(x if x is None else x[row] for x in text.mask)
+    return allowed(mask, mask)
 
 
 def may_see(items: str, query: dict[str, Any], key: dict[str, Any], later: bool) -> bool:
@@ -134,10 +131,10 @@ def test_every_token_stands_as_the_slow_reference_says(items, tmp_path):
                 [may_see(items, q, k, b > a) for b, k in enumerate(tokens)]
                 for a, q in enumerate(tokens)
             ]
-            np.testing.assert_array_equal(allowed(text, row)[at, at], expected)
+            np.testing.assert_array_equal(seen_in(text, row)[at, at], expected)
             count[row] += 1
         samples_in_a_row = max(samples_in_a_row, count.max())
-        outside = allowed(text, row=0)[~used[0]]
+        outside = seen_in(text, 0)[~used[0]]
         assert not outside.any()
         assert np.all(text.sample[~used] == -1)
         assert np.all(text.source[~used] == -1)
@@ -156,7 +153,7 @@ def test_samples_of_a_row_do_not_see_each_other(tmp_path):
     for _, batch in steps_of(random_samples(60, seed=2), "bidirectional", tmp_path)[:3]:
         for row in range(len(batch.text.token)):
             sample = batch.text.sample[row]
-            assert not allowed(batch.text, row)[sample[:, None] != sample].any()
+            assert not seen_in(batch.text, row)[sample[:, None] != sample].any()
 
 
 def test_slots_lead_every_item_token_to_its_patches_or_frames(tmp_path):
