@@ -17,7 +17,7 @@ from started import ROOT, Ended, without_activities
 
 from mmjax import train
 from mmjax.errors import run_command
-from mmjax.training import loop
+from mmjax.training import setup
 
 TINY = str(ROOT / "tests" / "tiny.py")
 TINY_MEDIA = str(ROOT / "tests" / "tiny_media.py")
@@ -74,7 +74,7 @@ def media_run(runs: Path) -> tuple[Path, str]:
                 contextlib.redirect_stdout(io.StringIO()) as out,
                 pytest.MonkeyPatch.context() as patch,
             ):
-                patch.setattr(loop, "steps", late(loop.steps))
+                patch.setattr(setup, "steps", late(setup.steps))
                 train.main(
                     [
                         str(sources / Path(TINY_MEDIA).name),
