@@ -15,7 +15,7 @@ from mmjax.benchmarks.baselines.allocation import (
     allocate_mmscale,
     allocate_replicated,
 )
-from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.harness import Options, option, timed
 from mmjax.config.loading import load
 from mmjax.data.plan.length_files import index_of_lengths, omni_corpus
 from mmjax.data.plan.length_index import LengthIndex
@@ -64,9 +64,7 @@ def _compare(name: str, cluster: Cluster, index: LengthIndex) -> dict[str, Any]:
     speed = Speed(cluster.device.rates(config.training.precision))
     problem = allocation_problem(config, cluster, index, [1.0], lambda _: speed)
     ours = allocate(problem)  # compiles, where nothing has before
-    began = time.process_time()
-    allocate(problem)
-    search = time.process_time() - began
+    _, search = timed(allocate, problem, clock=time.process_time)
     allocations = {
         "simulated": ours,
         "chain": allocate_chain(problem),

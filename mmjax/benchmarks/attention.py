@@ -40,28 +40,28 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     programs = {}
     for backend, block in [("dense", None), *(("blockwise", block) for block in args.blocks)]:
         options = {} if block is None else {"max_block": block}
-        function = partial(attention, backend=backend, **options)
-        loss = lambda q, k, v, mask, function=function: jnp.square(function(q, k, v, mask)).sum()  # noqa: E731
-        programs[backend, block] = (
-            jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*inputs, mask).compile()
-        )
-    runs = {
-        key: lambda p=program: jax.block_until_ready(p(*inputs, mask))
-        for key, program in programs.items()
-    }
+        gradients = jax.grad(partial(_loss, backend=backend, **options), argnums=(0, 1, 2))
+        programs[backend, block] = jax.jit(gradients).lower(*inputs, mask).compile()
+
+    def run_program(program: Any) -> None:
+        jax.block_until_ready(program(*inputs, mask))
+
+    runs = {key: partial(run_program, program) for key, program in programs.items()}
     best = best_seconds(runs, args.repeats)
-    memory = {
-        key: program.memory_analysis().temp_size_in_bytes for key, program in programs.items()
-    }
+    memory = {key: p.memory_analysis().temp_size_in_bytes for key, p in programs.items()}
     dense = "dense", None
     return [
         {
-            "backend": backend,
-            "block": block,
-            "milliseconds": 1e3 * best[backend, block],
-            "temporary_mb": memory[backend, block] / 2**20,
-            "speedup": best[dense] / best[backend, block],
-            "memory_saving": memory[dense] / memory[backend, block],
+            "backend": key[0],
+            "block": key[1],
+            "milliseconds": 1e3 * best[key],
+            "temporary_mb": memory[key] / 2**20,
+            "speedup": best[dense] / best[key],
+            "memory_saving": memory[dense] / memory[key],
         }
-        for backend, block in programs
+        for key in programs
     ]
+
+
+def _loss(*operands: Any, **options: Any) -> jax.Array:
+    return jnp.square(attention(*operands, **options)).sum()

@@ -17,17 +17,17 @@ from mmjax.benchmarks.balance_steps import (
     MODEL,
     MODES,
     PHASES,
-    LengthSource,
     Task,
     Trial,
     executed_flops,
     make_trial,
     predicted_gain,
+    samples_of,
     scaled,
-    work_per_rank,
 )
 from mmjax.benchmarks.corpora import LENGTHS, read_phases
 from mmjax.benchmarks.harness import Measurement, Options, option
+from mmjax.benchmarks.planned_steps import positions_per_rank
 from mmjax.benchmarks.processes import run_workers
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.length_index import LengthIndex, build_index
@@ -52,10 +52,10 @@ OPTIONS: Options = LENGTHS | {
 def run(args: Namespace) -> Measurement:
     """Plan, draw, run; return medians over all steps, where a step takes as long as its slowest process."""
     _check(args)
-    source = scaled(read_phases(args), args.scale)
+    lengths = scaled(read_phases(args), args.scale)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        index = _write_samples(source, folder)
+        index = _write_samples(lengths, folder)
         figures: dict[str, Any] = {}
         arrays: dict[str, np.ndarray] = {}
         if args.steps:
@@ -68,7 +68,7 @@ def run(args: Namespace) -> Measurement:
                 )
                 for mode, config in trial.configs.items()
             }
-            measured = _run_processes(Task(loaders, args.steps), folder, args.processes)
+            measured = _run_processes(Task(loaders, args.steps), args.processes)
             figures, arrays = _compute_figures(trial, measured, index, args.steps)
             for ranks, per_rank in PREDICTED:
                 predicted = make_trial(index, folder / "lengths.npz", ranks, per_rank, args.seed)
@@ -87,15 +87,15 @@ def _check(args: Namespace) -> None:
         check_output("--picture", args.picture, PLOT_SUFFIXES)
 
 
-def _write_samples(source: LengthSource, folder: Path) -> LengthIndex:
+def _write_samples(lengths: Mapping[str, np.ndarray], folder: Path) -> LengthIndex:
     """Write the samples and their index where processes find them."""
-    np.savez(folder / "lengths.npz", text=source.text, vision=source.vision, audio=source.audio)
-    index = build_index({"lengths": source}, MODEL.encoders)
+    np.savez(folder / "lengths.npz", **lengths)
+    index = build_index({"lengths": samples_of(lengths)}, MODEL.encoders)
     index.save(folder / "index")
     return index
 
 
-def _run_processes(task: Task, folder: Path, count: int) -> list[dict[str, Any]]:
+def _run_processes(task: Task, count: int) -> list[dict[str, Any]]:
     """Run the processes, each on a core of its own, and read what each measured."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if count > (available := len(cores) or os.cpu_count() or 1):
@@ -105,7 +105,7 @@ def _run_processes(task: Task, folder: Path, count: int) -> list[dict[str, Any]]
             flush=True,
         )
     pinned = [cores[p % len(cores) :][:1] if cores else [] for p in range(count)]
-    return run_workers("mmjax.benchmarks.balance_steps", task, folder, pinned)
+    return run_workers("mmjax.benchmarks.balance_steps", task, pinned)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -160,7 +160,9 @@ def _draw_picture(args: Namespace, index: LengthIndex, folder: Path) -> dict[str
     )
     planned = {m: trial.plans(m, args.picture_steps) for m in ("none", "llm", "post")}
     works = {
-        m: dict(zip(PHASES, np.stack([work_per_rank(plan) for plan in plans], axis=1), strict=True))
+        m: dict(
+            zip(PHASES, np.stack([positions_per_rank(plan) for plan in plans], axis=1), strict=True)
+        )
         for m, plans in planned.items()
     }
     headings = {}

@@ -8,20 +8,21 @@ number: what a step costs depends on lengths alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mmjax.balance.waits import Waits, mean_waits
 from mmjax.batch import Microbatch
 from mmjax.benchmarks.corpora import divided
+from mmjax.benchmarks.harness import timed
+from mmjax.benchmarks.planned_steps import measure_steps
 from mmjax.benchmarks.processes import run_worker
-from mmjax.benchmarks.synthetic_run import RandomSamples, make_executor
+from mmjax.benchmarks.synthetic_run import RandomSamples, Trainer, make_executor
 from mmjax.config import (
     AudioConfig,
     BatchConfig,
@@ -46,18 +47,23 @@ from mmjax.data.plan.budget import Budget, prices_of
 from mmjax.data.plan.fit_budget import make_budget
 from mmjax.data.plan.grouping import StepGrouper
 from mmjax.data.plan.length_index import LengthIndex
-from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology, waits_of
+from mmjax.data.plan.placement import Shape, Topology
 from mmjax.data.plan.placer import Balance
-from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, choose_layout, make_placer
+from mmjax.data.plan.step_plan import (
+    RankLayout,
+    StepPlan,
+    StepPlanner,
+    choose_layout,
+    make_placer,
+)
 from mmjax.data.sample import SampleLengths
-from mmjax.parallel.sharding import local_ranks, make_mesh, replicated
+from mmjax.distributed import coordination
+from mmjax.parallel.sharding import local_ranks
 from mmjax.planning.flops import executed
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter
-from mmjax.runtime.executor import Executor, State
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.passes import StagedBatch
-from mmjax.runtime.stage_program import Sums
-from mmjax.runtime.state import Hyperparameters, hyperparameters
 
 MODES: dict[str, Balance] = {
     "none": NoBalance(),
@@ -66,6 +72,7 @@ MODES: dict[str, Balance] = {
     "post": PostBalance(),
 }
 PHASES = ("llm", "vision", "audio")
+LENGTHS = ("text", "vision", "audio")  # of a sample
 VOCAB = 256
 RANKS_PER_NODE = 8
 
@@ -93,45 +100,36 @@ MODEL = ModelConfig(
 # samples
 
 
-@dataclass(frozen=True)
-class LengthSource(RandomSamples):
-    """Samples of given lengths: at most an image and a clip, then text. int64 `[n]`: text tokens, patches, frames."""
+def scaled(corpus: Mapping[str, np.ndarray], scale: int) -> dict[str, np.ndarray]:
+    """Divide all lengths by `scale`, to at least 1 where there is anything: text tokens, patches and frames.
 
-    text: np.ndarray
-    vision: np.ndarray
-    audio: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-    def facts(self, index: int) -> SampleLengths:
-        """Make an image a strip of two rows of patches, so that it has as many as the length, or one more."""
-        items: list[tuple[str, tuple[int, ...]]] = []
-        clips = MODEL.encoders["audio"].clips
-        if patches := int(self.vision[index]):
-            side = MODEL.encoders["vision"].patch
-            items.append(("vision", (2 * side, -(-patches // 2) * side)))  # 7 patches: 2 rows of 4
-        if frames := int(self.audio[index]):
-            items.append(("audio", (clips.window + (frames - 1) * clips.hop,)))
-        return SampleLengths(int(self.text[index]), tuple(items))
+    LLM tokens hold the items.
+    """
+    lengths = {name: divided(corpus[name], scale) for name in MODEL.encoders}
+    items = sum(-(-n // MODEL.encoders[name].positions_per_token) for name, n in lengths.items())
+    text = np.maximum(divided(corpus["llm_tokens"], scale) - items, 1)
+    return {"text": text} | lengths
 
 
-def scaled(corpus: Mapping[str, np.ndarray], scale: int) -> LengthSource:
-    """Divide all lengths by `scale`, to at least 1 where there is anything; LLM tokens hold the items."""
+def samples_of(lengths: Mapping[str, np.ndarray]) -> RandomSamples:
+    """Make samples of lengths as `scaled` returns them: at most an image and a clip, then text."""
+    side = MODEL.encoders["vision"].patch
+    clips = MODEL.encoders["audio"].clips
+    samples = []
+    for text, patches, frames in zip(*(lengths[k].tolist() for k in LENGTHS), strict=True):
+        # An image is a strip of two rows of patches, so that it has as many as the length, or one
+        # more: 7 patches are 2 rows of 4.
+        image = ("vision", (2 * side, -(-patches // 2) * side))
+        clip = ("audio", (clips.window + (frames - 1) * clips.hop,))
+        samples.append(SampleLengths(text, (image,) * (patches > 0) + (clip,) * (frames > 0)))
+    return RandomSamples(samples)
 
-    vision, audio, llm = (divided(corpus[key], scale) for key in ("vision", "audio", "llm_tokens"))
-    items = sum(
-        -(-length // MODEL.encoders[name].positions_per_token)
-        for name, length in (("vision", vision), ("audio", audio))
-    )
-    return LengthSource(np.maximum(llm - items, 1), vision, audio)
 
-
-def open_lengths(file: str, split: str) -> LengthSource:
+def open_lengths(file: str, split: str) -> RandomSamples:
     """Open the samples that were written to an `.npz` file; for `FunctionSource`."""
     del split
     with np.load(file) as lengths:
-        return LengthSource(**{key: lengths[key] for key in lengths.files})
+        return samples_of(lengths)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,11 +151,9 @@ class Trial:
 
     def waits(self, plans: Sequence[StepPlan]) -> Waits:
         """Compute how long ranks wait in these steps, and what of their time is for padding; mean over steps."""
-        planner = self.planners["none"]
         prices = prices_of(self.configs["none"], self.budget)
-        return mean_waits(
-            [waits_of(plan.microbatches, prices, planner.grouper.index) for plan in plans]
-        )
+        index = self.planners["none"].grouper.index
+        return mean_waits(measure_steps(plans, prices, index).waits)
 
 
 def make_trial(index: LengthIndex, lengths: Path, ranks: int, per_rank: int, seed: int) -> Trial:
@@ -198,23 +194,13 @@ def make_trial(index: LengthIndex, lengths: Path, ranks: int, per_rank: int, see
     return Trial(configs, planners, budget, layouts)
 
 
-def work_per_rank(plan: StepPlan) -> np.ndarray:
-    """Count positions of each module on each rank, int64 `[modules, ranks]`: no padding of rows."""
-    first = plan.microbatches[0]
-    work = np.zeros((len(first.rows), first.topology.ranks), np.int64)
-    for m in plan.microbatches:
-        np.add.at(work, (m.module, m.rank()), m.length)
-    return work
-
-
 def executed_flops(plan: StepPlan) -> float:
     """Count what a rank computes in a step, forward and backward, by the shapes that it runs in."""
-    return float(sum(_executed(m) for m in plan.microbatches))
-
-
-def _executed(plan: MicrobatchPlan) -> int:
-    shape = {name: (plan.rows[k], plan.shape.lengths[k]) for k, name in enumerate(PHASES)}
-    return sum(f.total for f in executed(MODEL, shape, frozen_modules(MODEL)).values())
+    total = 0
+    for m in plan.microbatches:
+        shape = dict(zip(PHASES, zip(m.rows, m.shape.lengths, strict=True), strict=True))
+        total += sum(f.total for f in executed(MODEL, shape, frozen_modules(MODEL)).values())
+    return float(total)
 
 
 def predicted_gain(trial: Trial, steps: int) -> float:
@@ -244,33 +230,19 @@ class Prepared(NamedTuple):
     loaded: LoadedStep
 
 
-@dataclass
-class Trainer:
-    """Hold an executor and the state that it trains."""
-
-    executor: Executor
-    state: State
-    accumulated: list[Sums | None]
-    hyper: Hyperparameters
-
-    def step(self, step: Prepared) -> bool:
-        """Run one update to its end; return whether all processes had planned the same."""
-        report = ProcessReport(
-            int(step.loaded.digest), needed_flops=float(step.loaded.needed_flops)
-        )
-        self.state, self.accumulated, outcome = self.executor.step(
-            self.state, self.accumulated, step.arrays, self.hyper, report
-        )
-        jax.block_until_ready((self.state, self.accumulated, outcome))
-        return bool(outcome.agreed)
+def _step(trainer: Trainer, step: Prepared) -> bool:
+    """Run one update to its end; return whether all processes had planned the same."""
+    report = ProcessReport(int(step.loaded.digest), needed_flops=float(step.loaded.needed_flops))
+    return bool(trainer.step(step.arrays, report).agreed)
 
 
-def measure(task: Task, folder: Path) -> dict[str, object]:
+def measure(task: Task) -> dict[str, object]:
     """Measure seconds of each step by mode, and count the programs compiled while they ran."""
-    trainer = _make_trainer(next(iter(task.loaders.values())).config)
-    barrier = _make_barrier(trainer.executor)
+    config = next(iter(task.loaders.values())).config
+    # All ranks are along the data axis: every process has the model whole.
+    trainer = Trainer.start(config, make_executor(config, jax.devices()))
     steps = [_prepare(task, trainer.executor, step) for step in range(task.steps)]
-    _warm_up(trainer, steps, barrier)
+    _warm_up(trainer, steps)
     programs = CompileCounter()
     modes = list(task.loaders)
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
@@ -279,33 +251,16 @@ def measure(task: Task, folder: Path) -> dict[str, object]:
         # Step 0 runs modes 0 1 2 3, step 1 modes 1 2 3 0: whatever drifts meanwhile meets all modes
         # alike.
         for mode in modes[number % len(modes) :] + modes[: number % len(modes)]:
-            barrier()
-            began = time.perf_counter()
+            coordination.wait_for_all(f"bench/{number}/{mode}")
             busy_before = time.process_time()
-            agreed = trainer.step(step[mode])
-            seconds[mode].append(time.perf_counter() - began)
+            agreed, taken = timed(_step, trainer, step[mode])
+            seconds[mode].append(taken)
             busy[mode].append(time.process_time() - busy_before)
             if not agreed:
                 raise AssertionError(
                     f"step {number}, mode {mode}: the processes planned different batches"
                 )
     return {"seconds": seconds, "busy": busy, "compiled": programs.requested}
-
-
-def _make_trainer(config: Config) -> Trainer:
-    """Build a trainer with all ranks along the data axis: every process has the model whole."""
-    executor = make_executor(config, make_mesh(config.mesh, jax.devices()))
-    state = executor.init(jax.random.key(config.seed))
-    return Trainer(executor, state, executor.zeros(), hyperparameters(config, 0))
-
-
-def _make_barrier(executor: Executor) -> Callable[[], None]:
-    """Make a barrier: it returns when all processes' devices have come to it."""
-    ones = jax.make_array_from_process_local_data(
-        executor.per_device, np.ones(len(executor.mesh.local_devices), np.float32)
-    )
-    total = jax.jit(jnp.sum, out_shardings=replicated(executor.mesh))
-    return lambda: jax.block_until_ready(total(ones))
 
 
 def _prepare(task: Task, executor: Executor, step: int) -> dict[str, Prepared]:
@@ -320,11 +275,8 @@ def _prepare(task: Task, executor: Executor, step: int) -> dict[str, Prepared]:
     return prepared
 
 
-def _warm_up(
-    trainer: Trainer, steps: list[dict[str, Prepared]], barrier: Callable[[], None]
-) -> None:
+def _warm_up(trainer: Trainer, steps: list[dict[str, Prepared]]) -> None:
     """Compile everything, and run a step with each shape: first runs also allocate."""
-    barrier()
     shapes: dict[Shape, tuple[Microbatch, Prepared]] = {}
     for step in steps:
         for prepared in step.values():
@@ -337,7 +289,7 @@ def _warm_up(
     examples = list(shapes.values())
     trainer.executor.compile(trainer.state, [batch for batch, _ in examples], trainer.hyper)
     for _, prepared in examples:
-        trainer.step(prepared)
+        _step(trainer, prepared)
 
 
 if __name__ == "__main__":  # of a folder with a task

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mmjax.batch import TOKEN_FIELDS, Microbatch, TextBatch
+from mmjax.batch import Microbatch
 from mmjax.benchmarks.harness import Options, best_seconds, option
 from mmjax.config import DecoderConfig, ModelConfig
+from mmjax.cost.trace import tower_batch
 from mmjax.models.model import Model
 
 OPTIONS: Options = {
@@ -36,11 +37,9 @@ def _compiler(layers: int) -> Callable[[], object]:
     llm = DecoderConfig(
         layers=layers, width=64, heads=4, kv_heads=2, head_width=16, mlp_width=128, vocab=64
     )
-    model = Model.build(ModelConfig(llm), jnp.float32)
-    ints = jax.ShapeDtypeStruct((2, 64), jnp.int32)
-    fields = {name: ints for name in TOKEN_FIELDS if name != "weight"}
-    weight = jax.ShapeDtypeStruct((2, 64), jnp.float32)
-    batch = Microbatch(TextBatch(**fields, weight=weight, slots={}, send={}), {})
+    config = ModelConfig(llm)
+    model = Model.build(config, jnp.float32)
+    batch = Microbatch(tower_batch(config, "llm", (2, 64)), {})
 
     def compile_step() -> None:
         jax.clear_caches()

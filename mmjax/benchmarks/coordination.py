@@ -16,22 +16,17 @@ from typing import Any
 from jax._src.lib import _jax
 
 from mmjax.benchmarks.harness import Options, option
-from mmjax.benchmarks.processes import free_port
+from mmjax.benchmarks.processes import free_port, run_for_json
 from mmjax.distributed.peer_monitor import HEARTBEAT_SECONDS, heartbeat_seconds, poll_seconds
 from mmjax.runtime.devices import resident_memory
 
 _TIMEOUT = 600  # seconds: the clients of thousands of processes share one machine here
 _LISTEN_SECONDS = 20  # after which each process asks again for the report of a stuck run
 _HOSTS = 250  # of 127.0.x.1 to 127.0.x.250: clients of one address would share a connection
-_HEARTBEAT = {
-    "step": 1000,
-    "name": "waiting for data",
-    "seconds": 1.5,
-    "action": 0,
-    "detail": "",
-    "beat": 1,
-    "host": "n",
-}
+_HEARTBEAT = (  # as `peer_monitor` writes it
+    '{"step": 1000, "name": "waiting for data", "seconds": 1.5, "action": 0, "detail": "", '
+    '"beat": 1, "host": "n"}'
+)
 
 
 OPTIONS: Options = {
@@ -45,10 +40,7 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     rows = []
     for count in args.processes:
         code = f"from mmjax.benchmarks.coordination import measure; measure({count}, {args.rounds})"
-        ended = subprocess.run(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
-        )
-        rows.append(json.loads(ended.stdout))
+        rows.append(run_for_json("-c", code))
     return rows
 
 
@@ -104,9 +96,8 @@ def _measure(count: int, rounds: int) -> dict[str, Any]:
     ]
     connect = cpu_seconds(lambda k: clients[k].connect(), 1)
     connected = time.monotonic() - began
-    text = json.dumps(_HEARTBEAT)
     heartbeat = cpu_seconds(
-        lambda k: clients[k].key_value_set(f"mmjax/phase/{k}", text, allow_overwrite=True)
+        lambda k: clients[k].key_value_set(f"mmjax/phase/{k}", _HEARTBEAT, allow_overwrite=True)
     )
     everyone = list(range(count))
     poll = cpu_seconds(lambda k: clients[k].get_live_nodes(everyone))

@@ -45,11 +45,10 @@ def run(args: Namespace) -> Measurement:
     plan = _plan(costs, ranks, peers, args.locality)
     peers = ranks if args.locality == "off" else peers
     planned = median_seconds(lambda: _plan(costs, ranks, peers, args.locality))
-    moved = [_rearrange(costs, plan.item_rank, plan.sample_rank, p) for p in range(1, costs.phases)]
-    counted = [
-        _run_exchange(m, int(w), ranks, peers, args.hidden)
-        for m, w in zip(moved, plan.width, strict=True)
-    ]
+    all_to_alls = 0
+    for phase, chunk in enumerate(plan.width.tolist(), start=1):
+        moved = _rearrange(costs, plan.item_rank, plan.sample_rank, phase)
+        all_to_alls += _run_exchange(moved, chunk, ranks, peers, args.hidden)
 
     size = 4 * args.hidden
     total = costs.item_tokens.sum()
@@ -60,7 +59,7 @@ def run(args: Namespace) -> Measurement:
             "wire_bytes": size * wire(plan.width, ranks, peers).sum(),
             "allgather_bytes": size * total * (ranks - 1),
             "two_step_bytes": size * _two_step_tokens(costs, ranks),
-            "all_to_alls": sum(counted),
+            "all_to_alls": all_to_alls,
             "output_bytes": size * total,
             "plan_milliseconds": 1e3 * planned,
         },

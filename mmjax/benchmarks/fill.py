@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.balance.parts import LLM, dist_ratio, fill
+from mmjax.balance.parts import fill
 from mmjax.balance.waits import mean_waits
 from mmjax.benchmarks.corpora import index_of_samples
-from mmjax.benchmarks.harness import Options, option, ranks_of_node
+from mmjax.benchmarks.harness import Options, named, option, ranks_of_node, timed
+from mmjax.benchmarks.planned_steps import measure_steps
 from mmjax.config import (
     BatchConfig,
     Config,
@@ -31,7 +31,7 @@ from mmjax.config.loading import copy_config, default_config, find_config, load
 from mmjax.data.plan.budget import prices_of
 from mmjax.data.plan.length_files import read_lengths
 from mmjax.data.plan.length_index import LengthIndex, build_index
-from mmjax.data.plan.placement import MicrobatchPlan, Topology, room_and_use, waits_of
+from mmjax.data.plan.placement import MicrobatchPlan, Topology
 from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
@@ -133,28 +133,16 @@ def _measure(
     planner, _ = make_planner(index, config, weights, topology)
     planner.plan(0)  # compiles
     steps = planner.grouper.steps_for_epochs(args.epochs) if args.epochs else args.steps
-    began = time.perf_counter()
-    plans = [planner.plan(step) for step in range(steps)]
-    seconds = time.perf_counter() - began
+    plans, seconds = timed(lambda: [planner.plan(step) for step in range(steps)])
+    measured = measure_steps(plans, prices_of(config, planner.grouper.budget), index)
+    waits = mean_waits(measured.waits)
     microbatches = [m for plan in plans for m in plan.microbatches]
-    prices = prices_of(config, planner.grouper.budget)
-    waits = mean_waits([waits_of(plan.microbatches, prices, index) for plan in plans])
-    room, useful = map(np.array, zip(*(room_and_use(m, index) for m in microbatches), strict=True))
-    aligned = [np.bincount(m.module, m.length, len(modules)) for m in microbatches]
-    figures = {
-        "fill": fill(useful, room),
-        "aligned": fill(np.array(aligned), room),
-        "dist_ratio": np.mean([rank_dist_ratios(plan.microbatches) for plan in plans], axis=0),
-        "width": np.mean([(0, *m.shape.widths) for m in microbatches], axis=0),
-    }
+    aligned = np.array([np.bincount(m.module, m.length, len(modules)) for m in microbatches])
+    widths = np.array([m.shape.widths for m in microbatches])
     idle = [
         (np.array(m.shape.widths) > 0) & (_count_moved_items(m, len(modules)) == 0)
         for m in microbatches
     ]
-    by_module = {
-        f"{key}_{m}": x for key, row in figures.items() for m, x in zip(modules, row, strict=True)
-    }
-    del by_module["width_llm"]
     return {
         "steps": steps,
         "wait": waits.wait,
@@ -162,8 +150,11 @@ def _measure(
         "padding": waits.padding,
         "samples": np.mean([len(m.samples) for m in microbatches]),
         "shapes": len({m.shape for m in microbatches}),
-        **by_module,
-        "wire_share": wire_share(microbatches, index),
+        **named("fill_", modules, fill(measured.used, measured.room)),
+        **named("aligned_", modules, aligned.sum(0) / measured.room.sum(0)),
+        **named("dist_ratio_", modules, measured.dist_ratio.mean(0)),
+        **named("width_", modules[1:], widths.mean(0)),
+        "wire_share": measured.wire_share,
         "idle_exchanges": float(np.mean(idle)) if modules[1:] else 0.0,
         "split_steps": sum(len(plan.microbatches) > config.batch.microbatches for plan in plans),
         "plan_ms": 1e3 * seconds / steps,
@@ -175,23 +166,3 @@ def _count_moved_items(microbatch: MicrobatchPlan, modules: int) -> np.ndarray:
     rank = microbatch.rank()
     sample_rank = rank[microbatch.part_start[:-1]][microbatch.sample_of()]
     return np.bincount(microbatch.module[rank != sample_rank], minlength=modules)[1:]
-
-
-def wire_share(microbatches: Sequence[MicrobatchPlan], index: LengthIndex) -> float:
-    """Return tokens that are sent, padding included, as a part of all that encoders make."""
-    sent = sum(
-        m.topology.ranks * (m.topology.peers - 1) * sum(m.shape.widths) for m in microbatches
-    )
-    encoded = sum(index.tokens(m.samples)[m.module != LLM].sum() for m in microbatches)
-    return sent / max(encoded, 1)
-
-
-def rank_dist_ratios(microbatches: Sequence[MicrobatchPlan]) -> np.ndarray:
-    """Compute the dist ratio over ranks of each module's positions in one step, float64 `[modules]`."""
-    modules = len(microbatches[0].rows)
-    ranks = microbatches[0].topology.ranks
-    # One count per pair: rank 1 of module 2 with 4 ranks is number 2 * 4 + 1.
-    flat = sum(
-        np.bincount(m.module * ranks + m.rank(), m.length, modules * ranks) for m in microbatches
-    )
-    return dist_ratio(flat.reshape(modules, ranks))

@@ -13,10 +13,7 @@ from mmjax.autotune.layer_profile import layer_programs
 from mmjax.benchmarks.harness import Options, option
 from mmjax.benchmarks.spmd import (
     POLICY,
-    SIDE,
-    TEXT,
     TIMING,
-    EqualSamples,
     check_width,
     make_step,
     predict_step,
@@ -32,29 +29,13 @@ from mmjax.config import (
     Samples,
 )
 from mmjax.config.model import SETTINGS, frozen_modules, train_only
-from mmjax.data.sample import Sample, SampleLengths
 from mmjax.planning.flops import executed, needed_gradients
 
 ROWS = 2  # samples of a step on every device, and rows of each module
 ALL = "all"
 
 
-class EqualDrawings(EqualSamples):
-    """The same samples with an image behind the text, which is to be made."""
-
-    def facts(self, index: int) -> SampleLengths:
-        """Return the lengths of a sample."""
-        return SampleLengths(TEXT, (("vision", (SIDE, SIDE)), ("picture", (SIDE, SIDE))))
-
-    def sample(self, index: int) -> Sample:
-        """Return an image, random text, and an image to be made."""
-        vision, picture, text = super().sample(index).segments
-        return Sample((vision, text, picture))
-
-
-OPTIONS: Options = TIMING | {
-    "--width": option(384, "of all modules, a multiple of 64"),
-}
+OPTIONS: Options = TIMING | {"--width": option(384, "of all modules, a multiple of 64")}
 
 
 def run(args: Namespace) -> list[dict[str, Any]]:
@@ -73,29 +54,37 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     steps = {name: make_step(config, devices) for name, config in configs.items()}
     shape = steps[ALL].batch.shape
     programs: dict[Hashable, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
-    # what a tower's layers are timed as in each setting, by tower and the gradients that they
-    # compute
-    layers = {}
+    # In each setting, what the layers of a tower are timed as: the tower and the gradients that
+    # they compute.
+    layers: dict[str, dict[str, Hashable]] = {}
     for name, config in configs.items():
-        for tower in shape:
-            gradients = needed_gradients(tower, config.model, frozen_modules(config.model))
-            layers[name, tower] = tower, gradients
-            if (tower, gradients) not in programs:
-                timed = layer_programs(config, tower, shape[tower], devices[0])
-                programs[tower, gradients] = timed.get(POLICY, timed["forward"])
+        frozen = frozen_modules(config.model)
+        layers[name] = {t: (t, needed_gradients(t, config.model, frozen)) for t in shape}
+        for tower, key in layers[name].items():
+            if key not in programs:
+                passes = layer_programs(config, tower, shape[tower], devices[0])
+                programs[key] = passes.get(POLICY, passes["forward"])
     turns = take_turns(programs, args)
-    typical = turns.seconds
     planned, flops = {}, {}
     for name, step in steps.items():
-        times = turns.layer_seconds({tower: layers[name, tower] for tower in shape})
-        planned[name] = predict_step(step, times, turns.device).total
-        model = step.config.model
+        planned[name] = predict_step(step, turns.layer_seconds(layers[name]), turns.device).total
+        model = step.prepared.config.model
         flops[name] = sum(f.total for f in executed(model, shape, frozen_modules(model)).values())
     rows = []
     for name in configs:
-        row = {"trained": name, "seconds": typical[name], "faster": typical[ALL] / typical[name]}
-        row |= {"planned": planned[ALL] / planned[name], "flops": flops[ALL] / flops[name]}
-        rows.append(row | {"off": row["planned"] / row["faster"] - 1})
+        seconds = turns.seconds[name]
+        faster = turns.seconds[ALL] / seconds
+        gain = planned[ALL] / planned[name]
+        rows.append(
+            {
+                "trained": name,
+                "seconds": seconds,
+                "faster": faster,
+                "planned": gain,
+                "flops": flops[ALL] / flops[name],
+                "off": gain / faster - 1,
+            }
+        )
     return rows
 
 
@@ -118,7 +107,10 @@ def _config(width: int, devices: int) -> Config:
         base,
         name="frozen",
         data=replace(
-            base.data, sources={"equal": FunctionSource("mmjax.benchmarks.frozen:EqualDrawings")}
+            base.data,
+            sources={
+                "equal": FunctionSource("mmjax.benchmarks.spmd:equal_samples", {"pictures": True})
+            },
         ),
         batch=BatchConfig(Samples(ROWS * devices), rows, microbatches=1, shapes=1),
         model=replace(base.model, generators={"picture": picture}),

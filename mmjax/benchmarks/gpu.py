@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -10,11 +9,23 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmjax.benchmarks.gpu_kernels import TINY, Sizes, device, first_line
+from mmjax.benchmarks.gpu_kernels import (
+    TINY,
+    Sizes,
+    delta_net,
+    device,
+    exactness,
+    first_line,
+    grouped_products,
+    image_attention,
+    products,
+    text_attention,
+)
+from mmjax.benchmarks.gpu_steps import measure_rows, measure_step, measure_torch
 from mmjax.benchmarks.harness import Options, option
 from mmjax.console import print_note
 from mmjax.disk import user_cache
@@ -23,35 +34,27 @@ from mmjax.runtime.devices import INSTALL_CUDA, enable_compilation_cache, set_gp
 
 
 class Section(NamedTuple):
-    """A section: its function, in a module that its process alone loads, its seconds at most, the model of a step."""
+    """A section: what measures it, the seconds that it takes at most, and the model of a step."""
 
-    module: str
-    function: str
+    measure: Callable[..., dict[str, Any]]
     seconds: float
     model: str = ""
-
-    def measure(self, sizes: Sizes, changes: Sequence[str]) -> dict[str, Any]:
-        """Measure it here. changes: to the config of a step."""
-        function = getattr(
-            importlib.import_module(f"mmjax.benchmarks.{self.module}"), self.function
-        )
-        return function(sizes, self.model, changes) if self.model else function(sizes)
 
 
 DEVICE = "device"  # the section that every run begins with
 SECTIONS = {  # in this order
-    "exactness": Section("gpu_kernels", "exactness", 120),
-    "products": Section("gpu_kernels", "products", 40),
-    "text_attention": Section("gpu_kernels", "text_attention", 120),
-    "image_attention": Section("gpu_kernels", "image_attention", 60),
-    "step_7b": Section("gpu_steps", "measure_step", 180, "7b"),
-    "step_3b": Section("gpu_steps", "measure_step", 120, "3b"),
-    "lora_7b": Section("gpu_steps", "measure_step", 120, "lora_7b"),
-    "decoder": Section("gpu_steps", "measure_step", 60, "decoder"),
-    "rows": Section("gpu_steps", "measure_rows", 180),
-    "torch": Section("gpu_steps", "measure_torch", 60),
-    "grouped_products": Section("gpu_kernels", "grouped_products", 60),
-    "delta_net": Section("gpu_kernels", "delta_net", 60),
+    "exactness": Section(exactness, 120),
+    "products": Section(products, 40),
+    "text_attention": Section(text_attention, 120),
+    "image_attention": Section(image_attention, 60),
+    "step_7b": Section(measure_step, 180, "7b"),
+    "step_3b": Section(measure_step, 120, "3b"),
+    "lora_7b": Section(measure_step, 120, "lora_7b"),
+    "decoder": Section(measure_step, 60, "decoder"),
+    "rows": Section(measure_rows, 180),
+    "torch": Section(measure_torch, 60),
+    "grouped_products": Section(grouped_products, 60),
+    "delta_net": Section(delta_net, 60),
 }
 
 
@@ -104,6 +107,10 @@ def run(args: Namespace) -> list[dict[str, Any]]:
         results[name] = _section(name, args, limit)
         args.results.write_text(json.dumps(results, indent=2) + "\n")
         args.results.with_suffix(".md").write_text(markdown(results))
+    return _rows(results)
+
+
+def _rows(results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [
         {"section": name, "figure": figure, "value": value}
         for name, figures in results.items()
@@ -134,10 +141,9 @@ def _section(name: str, args: Namespace, limit: float | None) -> dict[str, Any]:
 def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Format all figures as one Markdown table."""
     lines = ["| section | figure | value |", "|---|---|---|"]
-    for name, figures in results.items():
-        for figure, value in figures.items():
-            text = f"{value:.4g}" if isinstance(value, float) else str(value)
-            lines.append(f"| {name} | {figure} | {text.replace('|', '/')} |")
+    for name, figure, value in map(dict.values, _rows(results)):
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        lines.append(f"| {name} | {figure} | {text.replace('|', '/')} |")
     return "\n".join(lines) + "\n"
 
 
@@ -149,7 +155,11 @@ def main() -> None:
     sizes = TINY if "--tiny" in words else Sizes()
     changes = [word for word in words if word != "--tiny"]
     try:
-        figures = device(sizes) if name == DEVICE else SECTIONS[name].measure(sizes, changes)
+        if name == DEVICE:
+            figures = device(sizes)
+        else:
+            measure, _, model = SECTIONS[name]
+            figures = measure(sizes, model, changes) if model else measure(sizes)
     except Exception as error:
         figures = {"error": first_line(error)}
     print(json.dumps(figures))

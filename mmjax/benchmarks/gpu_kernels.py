@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import jax
@@ -77,10 +78,10 @@ def seconds_of(program: Callable[..., Any], *inputs: Any, calls: int) -> float:
 # inputs
 
 
-def text_mask(length: int, samples: tuple[int, int], seed: int = 0) -> tuple[MaskSpec, int]:
+def text_mask(length: int, samples: tuple[int, int]) -> tuple[MaskSpec, int]:
     """Fill a causal row with samples of random lengths; return its mask and the allowed pairs."""
     low, high = samples
-    drawn = np.random.default_rng(seed).integers(low, high, length // low + 1, endpoint=True)
+    drawn = np.random.default_rng(0).integers(low, high, length // low + 1, endpoint=True)
     sample = np.repeat(np.arange(len(drawn)), drawn)[None, :length].astype(np.int32)
     counts = np.bincount(sample[0]).astype(np.int64)
     ones = np.ones_like(sample)
@@ -111,31 +112,42 @@ def draw(
     ]
 
 
-def with_gradients(attend: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Make the program of an attention's output and gradients: `(q, k, v, d_out, *others)`."""
+def with_gradients(
+    function: Callable[..., jax.Array], count: int = 3
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Make the program of a function's output and gradients: `(*inputs, d_out, *others)`, of so many inputs."""
 
     @jax.jit
-    def program(
-        q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, *others: Any
-    ) -> tuple[jax.Array, ...]:
-        out, backward = jax.vjp(lambda q, k, v: attend(q, k, v, *others), q, k, v)
+    def program(*arrays: Any) -> tuple[jax.Array, ...]:
+        inputs, d_out, others = arrays[:count], arrays[count], arrays[count + 1 :]
+        out, backward = jax.vjp(lambda *inputs: function(*inputs, *others), *inputs)
         return out, *backward(d_out.astype(out.dtype))
 
     return program
 
 
 def rates(
-    attend: Callable[..., jax.Array], inputs: Sequence[Any], flops: float, calls: int
+    label: str,
+    function: Callable[..., jax.Array],
+    arrays: Sequence[Any],
+    flops: tuple[float, float],
+    calls: int,
+    count: int = 3,
 ) -> dict[str, float]:
-    """Measure the TFLOP/s of an attention, forward and backward; `flops` are those of its forward pass."""
-    # all but the output's gradient
-    forward = seconds_of(jax.jit(attend), *inputs[:3], *inputs[4:], calls=calls)
-    both = seconds_of(with_gradients(attend), *inputs, calls=calls)
+    """Measure the TFLOP/s of a function, forward and backward, with these FLOPs. arrays: as of `with_gradients`."""
+    forward = seconds_of(jax.jit(function), *arrays[:count], *arrays[count + 1 :], calls=calls)
+    both = seconds_of(with_gradients(function, count), *arrays, calls=calls)
     backward = max(both - forward, 1e-9)
     return {
-        "forward TFLOP/s": flops / forward / 1e12,
-        "backward TFLOP/s": BACKWARD * flops / backward / 1e12,
+        f"{label}forward TFLOP/s": flops[0] / forward / 1e12,
+        f"{label}backward TFLOP/s": flops[1] / backward / 1e12,
     }
+
+
+def attention_flops(pairs: int, heads: int, width: int) -> tuple[float, float]:
+    """Count the FLOPs of attention's forward and backward pass."""
+    forward = 4.0 * pairs * heads * width
+    return forward, BACKWARD * forward
 
 
 def flash(q: jax.Array, k: jax.Array, v: jax.Array, mask: MaskSpec, plan: Any = None) -> jax.Array:
@@ -184,29 +196,24 @@ def exactness(sizes: Sizes) -> dict[str, Any]:
             masks,
         )
     figures: dict[str, Any] = {}
-    for name, (shape, masks) in cases.items():
-        exact = with_gradients(lambda q, k, v, mask: dense_attention(q, k, v, mask, mask))
-        kernel = with_gradients(flash)
-        for dtype in ("float32", "bfloat16"):
-            inputs = draw(sizes.compared, *shape, dtype)
-            for mask in masks:
-                with jax.default_matmul_precision("highest"):
-                    expected = exact(*(x.astype(jnp.float32) for x in inputs), mask)
-                results = kernel(*inputs, mask)
-                pairs = zip(results, expected, strict=True)
-                errors = [
-                    float(jnp.abs(x - exact_x).max() / jnp.abs(exact_x).max())
-                    for x, exact_x in pairs
-                ]
-                repeated = kernel(*inputs, mask)
-                same = all(bool((x == y).all()) for x, y in zip(results, repeated, strict=True))
-                for part, error in (("output", errors[0]), ("gradients", max(errors[1:]))):
-                    key = f"{name} {dtype}, error of {part}"
-                    figures[key] = max(error, figures.get(key, 0.0))
-                figures["repeatable to the bit"] = same and figures.get(
-                    "repeatable to the bit", True
-                )
-    return figures
+    repeatable = True
+    exact = with_gradients(lambda q, k, v, mask: dense_attention(q, k, v, mask, mask))
+    kernel = with_gradients(flash)
+    for (name, (shape, masks)), dtype in product(cases.items(), ("float32", "bfloat16")):
+        inputs = draw(sizes.compared, *shape, dtype)
+        errors = []
+        for mask in masks:
+            with jax.default_matmul_precision("highest"):
+                expected = exact(*(x.astype(jnp.float32) for x in inputs), mask)
+            results = kernel(*inputs, mask)
+            pairs = zip(results, expected, strict=True)
+            errors.append([float(jnp.abs(x - e).max() / jnp.abs(e).max()) for x, e in pairs])
+            repeated = kernel(*inputs, mask)
+            repeatable &= all(bool((x == y).all()) for x, y in zip(results, repeated, strict=True))
+        output, *gradients = np.max(errors, axis=0).tolist()
+        figures[f"{name} {dtype}, error of output"] = output
+        figures[f"{name} {dtype}, error of gradients"] = max(gradients)
+    return figures | {"repeatable to the bit": repeatable}
 
 
 def text_attention(sizes: Sizes) -> dict[str, Any]:
@@ -218,8 +225,9 @@ def text_attention(sizes: Sizes) -> dict[str, Any]:
         for name, samples in (("packed", sizes.samples), ("one sample", (length, length))):
             mask, pairs = text_mask(length, samples)
             plan = plan_attention(mask, "flash", width, (heads, kv_heads), inputs[0].dtype)
-            measured = rates(flash, (*inputs, mask, plan), 4.0 * pairs * heads * width, sizes.calls)
-            figures |= {f"{length} {name}, {key}": value for key, value in measured.items()}
+            flops = attention_flops(pairs, heads, width)
+            arrays = (*inputs, mask, plan)
+            figures |= rates(f"{length} {name}, ", flash, arrays, flops, sizes.calls)
             hopper = isinstance(plan, TilePlan)
             figures[f"{length} {name}, kernel"] = "Mosaic" if hopper else "Triton"
             tile = tiles_for(width, length).forward
@@ -227,10 +235,7 @@ def text_attention(sizes: Sizes) -> dict[str, Any]:
             visited = int(blocks) * (TILE * KEYS if hopper else tile.q * tile.k)
             figures[f"{length} {name}, allowed / visited pairs"] = pairs / visited
         try:
-            measured = rates(cudnn, inputs, 4.0 * pairs * heads * width, sizes.calls)
-            figures |= {
-                f"{length} one sample, cuDNN {key}": value for key, value in measured.items()
-            }
+            figures |= rates(f"{length} one sample, cuDNN ", cudnn, inputs, flops, sizes.calls)
         except Exception as error:
             figures[f"{length} one sample, cuDNN"] = first_line(error)
     return figures
@@ -239,20 +244,15 @@ def text_attention(sizes: Sizes) -> dict[str, Any]:
 def image_attention(sizes: Sizes) -> dict[str, Any]:
     """Measure attention of images, whole and in windows, by the width of a head."""
     figures: dict[str, Any] = {}
+    heads = sizes.vision_heads
     for width in sizes.vision_widths:
-        inputs = draw(sizes.patches, sizes.vision_heads, sizes.vision_heads, width)
+        inputs = draw(sizes.patches, heads, heads, width)
         for name, window in (("whole", 0), ("windows", sizes.window)):
             mask, pairs = image_mask(sizes.patches, sizes.image, window)
-            plan = plan_attention(
-                mask, "flash", width, (sizes.vision_heads, sizes.vision_heads), inputs[0].dtype
-            )
-            measured = rates(
-                flash, (*inputs, mask, plan), 4.0 * pairs * sizes.vision_heads * width, sizes.calls
-            )
-            figures |= {
-                f"{sizes.vision_heads} x {width} {name}, {key}": value
-                for key, value in measured.items()
-            }
+            plan = plan_attention(mask, "flash", width, (heads, heads), inputs[0].dtype)
+            label = f"{heads} x {width} {name}, "
+            flops = attention_flops(pairs, heads, width)
+            figures |= rates(label, flash, (*inputs, mask, plan), flops, sizes.calls)
     return figures
 
 
@@ -282,27 +282,14 @@ def grouped_products(sizes: Sizes) -> dict[str, Any]:
     counts = jnp.asarray(rng.multinomial(rows, rng.dirichlet(np.full(experts, 4.0))), jnp.int32)
     interpret = jax.default_backend() == "cpu"
 
-    def seconds_of_both(
-        multiply: Callable[[jax.Array, jax.Array], jax.Array],
-    ) -> tuple[float, float]:
-        def both(x: jax.Array, weights: jax.Array, d_out: jax.Array) -> tuple[jax.Array, ...]:
-            out, backward = jax.vjp(multiply, x, weights)
-            return out, *backward(d_out)
-
-        forward = seconds_of(jax.jit(multiply), x, weights, calls=sizes.calls)
-        return forward, max(
-            seconds_of(jax.jit(both), x, weights, d_out, calls=sizes.calls) - forward, 1e-9
-        )
-
     flops = 2.0 * rows * width * output
     figures = {"largest group / mean": float(counts.max() / counts.mean())}
     for name, multiply in (
         ("kernel", lambda x, weights: grouped_matmul(x, weights, counts, interpret)),
         ("one matrix", lambda x, weights: x @ weights[0]),
     ):
-        forward, backward = seconds_of_both(multiply)
-        figures[f"{name}, forward TFLOP/s"] = flops / forward / 1e12
-        figures[f"{name}, backward TFLOP/s"] = 2 * flops / backward / 1e12
+        arrays = (x, weights, d_out)
+        figures |= rates(f"{name}, ", multiply, arrays, (flops, 2 * flops), sizes.calls, count=2)
     return figures
 
 

@@ -12,18 +12,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from mmjax.autotune.memory_plan import fit_run
 from mmjax.batch import PADDING
 from mmjax.benchmarks.corpora import visual_corpus
 from mmjax.benchmarks.gpu_kernels import Sizes
-from mmjax.benchmarks.synthetic_run import RandomSamples, make_executor, opened_data
+from mmjax.benchmarks.harness import seconds_of, timed
+from mmjax.benchmarks.synthetic_run import RandomSamples, Trainer, fit_data, opened_data, prepare
 from mmjax.config import (
     BatchConfig,
     Config,
@@ -40,16 +39,12 @@ from mmjax.config import (
 )
 from mmjax.config.loading import apply_overrides
 from mmjax.cost.table import parameters
-from mmjax.data.loading.step_loader import LoadedStep
 from mmjax.data.sample import SampleLengths, Split
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import RunPlan
-from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.devices import CompileCounter, peak_flops, peak_memory_used
-from mmjax.runtime.executor import Executor
-from mmjax.runtime.state import hyperparameters
 from mmjax.training.rate_probe import SAMPLES as PROBED_SAMPLES
 from mmjax.training.rate_probe import (
     ProbedRow,
@@ -68,68 +63,40 @@ ROWS = 60  # that are predicted, of each kind as many
 KINDS = ("1", "16", "64", "mixed")  # samples in a row
 
 
-def vision_language(size: str) -> ModelConfig:
-    """Return a model in the shape of Qwen2.5-VL-7B or -3B."""
-    common = {
-        "head_width": 128,
-        "rope_theta": 1e6,
-        "rope_sections": (16, 24, 24),
-        "biases": ("query", "key", "value"),
-    }
-    shapes = {
-        "7b": {
-            "layers": 28,
-            "width": 3584,
-            "heads": 28,
-            "kv_heads": 4,
-            "mlp_width": 18_944,
-            "vocab": 152_064,
-        },
-        "3b": {
-            "layers": 36,
-            "width": 2048,
-            "heads": 16,
-            "kv_heads": 2,
-            "mlp_width": 11_008,
-            "vocab": 151_936,
-        },
-    }
-    vision = VisionConfig(
-        layers=32,
-        width=1280,
-        heads=16,
-        mlp_width=3420,
-        patch=14,
-        frames=2,
-        window=8,
-        windowed=tuple(i for i in range(32) if i not in (7, 15, 23, 31)),
-        embed_bias=False,
-        head_norm=False,
-        norm="rms",
-        activation="silu",
-        gated=True,
-        biases=("query", "key", "value", "output", "gate", "up", "down"),
-        connector=ConnectorConfig(merge=2, mlp_width=5120, norm="rms", activation="gelu"),
-        attention="auto",
-    )
-    return ModelConfig(
-        DecoderConfig(**shapes[size], **common, tied=size == "3b", attention="auto"),
-        {"vision": vision},
-    )
-
-
-def text_decoder() -> ModelConfig:
-    """Return four layers of Qwen2.5-7B, which PyTorch can train beside."""
-    llm = vision_language("7b").llm
-    return ModelConfig(replace(llm, layers=4, rope_sections=()))
-
-
-def with_adapters() -> ModelConfig:
-    """Return the model of 7B with LoRA on every linear layer of its LLM; the vision encoder is frozen."""
-    model = vision_language("7b")
-    frozen = replace(model.encoders["vision"], frozen=True)
-    lora = {"llm": LoraConfig(("llm.layers.*",), rank=16, alpha=32.0)}
-    return replace(model, encoders={"vision": frozen}, lora=lora)
+QWEN = {
+    "rope_theta": 1e6,
+    "rope_sections": (16, 24, 24),
+    "biases": ("query", "key", "value"),
+    "attention": "auto",
+}
+LLM_7B = DecoderConfig(28, 3584, 28, 4, 128, mlp_width=18_944, vocab=152_064, tied=False, **QWEN)
+LLM_3B = DecoderConfig(36, 2048, 16, 2, 128, mlp_width=11_008, vocab=151_936, tied=True, **QWEN)
+VISION = VisionConfig(
+    layers=32,
+    width=1280,
+    heads=16,
+    mlp_width=3420,
+    patch=14,
+    frames=2,
+    window=8,
+    windowed=tuple(i for i in range(32) if i not in (7, 15, 23, 31)),
+    embed_bias=False,
+    head_norm=False,
+    norm="rms",
+    activation="silu",
+    gated=True,
+    biases=("query", "key", "value", "output", "gate", "up", "down"),
+    connector=ConnectorConfig(merge=2, mlp_width=5120, norm="rms", activation="gelu"),
+    attention="auto",
+)
+LORA = LoraConfig(("llm.layers.*",), rank=16, alpha=32.0)  # on every linear layer
+MODELS = {
+    "7b": ModelConfig(LLM_7B, {"vision": VISION}),
+    "3b": ModelConfig(LLM_3B, {"vision": VISION}),
+    "lora_7b": ModelConfig(LLM_7B, {"vision": replace(VISION, frozen=True)}, lora={"llm": LORA}),
+    # what PyTorch can train beside
+    "decoder": ModelConfig(replace(LLM_7B, layers=4, rope_sections=())),
+}
 
 
 def _tiny(model: ModelConfig) -> ModelConfig:
@@ -145,49 +112,33 @@ def _tiny(model: ModelConfig) -> ModelConfig:
     return replace(model, llm=llm, encoders=encoders)
 
 
-MODELS: dict[str, Callable[[], ModelConfig]] = {
-    "7b": partial(vision_language, "7b"),
-    "3b": partial(vision_language, "3b"),
-    "lora_7b": with_adapters,
-    "decoder": text_decoder,
-}
-
-
-class MadeSamples(RandomSamples):
-    """Samples with the lengths of `visual_corpus`: tiles of an image, then text.
+def visual_samples(split: Split, vocab: int, tile: int, scale: int) -> RandomSamples:
+    """Make samples with the lengths of `visual_corpus`: tiles of an image, then text.
 
     tile: pixels of a tile's side; 0: text alone, of as many tokens. scale: that the text's lengths
     are divided by.
     """
-
-    channels = 3
-
-    def __init__(self, split: Split, vocab: int, tile: int, scale: int) -> None:
-        lengths = visual_corpus(CORPUS, 0)
-        self.vocab = vocab
-        self.tile = tile
-        self.tiles = lengths["vision_items"] * (tile > 0)
-        self.text = np.maximum((lengths["llm_tokens"] - 256 * self.tiles) // scale, 4)
-
-    def __len__(self) -> int:
-        return CORPUS
-
-    def facts(self, index: int) -> SampleLengths:
-        """Return the lengths of a sample."""
-        return SampleLengths(
-            int(self.text[index]), (("vision", (self.tile, self.tile)),) * int(self.tiles[index])
-        )
+    del split
+    corpus = visual_corpus(CORPUS, 0)
+    tiles = corpus["vision_items"] * (tile > 0)
+    text = np.maximum((corpus["llm_tokens"] - 256 * tiles) // scale, 4)
+    lengths = [
+        SampleLengths(tokens, (("vision", (tile, tile)),) * count)
+        for tokens, count in zip(text.tolist(), tiles.tolist(), strict=True)
+    ]
+    return RandomSamples(lengths, vocab, channels=3)
 
 
 def make_config(sizes: Sizes, name: str, changes: Sequence[str] = ()) -> Config:
     """Return the config of full tuning in bfloat16 with rows of about so many tokens, one of each module a step."""
-    model = _tiny(MODELS[name]()) if sizes.tiny else MODELS[name]()
+    model = _tiny(MODELS[name]) if sizes.tiny else MODELS[name]
     tile = (model.encoders["vision"].patch * (4 if sizes.tiny else 32)) if model.encoders else 0
     arguments = {"vocab": model.llm.vocab, "tile": tile, "scale": 32 if sizes.tiny else 1}
     config = Config(
         name="gpu",
         data=DataConfig(
-            {"made": FunctionSource("mmjax.benchmarks.gpu_steps:MadeSamples", arguments)}, workers=0
+            {"made": FunctionSource("mmjax.benchmarks.gpu_steps:visual_samples", arguments)},
+            workers=0,
         ),
         batch=BatchConfig(
             Tokens(sizes.tokens),
@@ -202,94 +153,64 @@ def make_config(sizes: Sizes, name: str, changes: Sequence[str] = ()) -> Config:
     return apply_overrides(config, changes)
 
 
-def _fit(config: Config, data: RunData, mesh: jax.sharding.Mesh) -> tuple[Config, RunPlan]:
+def _fit(config: Config, mesh: jax.sharding.Mesh, data: RunData) -> tuple[Config, RunPlan]:
     """Plan full tuning, with three quarters of the LLM's layers until it fits. Raises UserError where one does not."""
     while True:
         try:
-            return config, fit_run(
-                config, mesh, data.layout_of(config, mesh), partial(data.layout_of, mesh=mesh)
-            )[0]
+            return fit_data(config, mesh, data)
         except UserError:
             llm = config.model.llm
             if llm.layers == 1:
                 raise
-            config = replace(
-                config, model=replace(config.model, llm=replace(llm, layers=llm.layers * 3 // 4))
-            )
-
-
-class Prepared(NamedTuple):
-    """A model that fits the first device, its programs, and steps of its samples."""
-
-    config: Config
-    plan: RunPlan
-    executor: Executor
-    steps: list[LoadedStep]
-
-
-def prepare(sizes: Sizes, name: str, steps: int, changes: Sequence[str] = ()) -> Prepared:
-    """Plan full tuning of a model on rows of about so many tokens, and load its first steps; compile nothing."""
-    devices = jax.devices()[:1]
-    config = make_config(sizes, name, changes)
-    mesh = make_mesh(config.mesh, devices)
-    with opened_data(config, mesh) as data:
-        config, plan = _fit(config, data, mesh)
-        loaded = [data.loader(n) for n in range(steps)]
-    compiler = compiler_options(config.compiler, devices[0])
-    planned = replace(config, model=plan.applied(config.model))
-    executor = make_executor(planned, mesh, loss_chunks=plan.loss_chunks, compiler_options=compiler)
-    return Prepared(config, plan, executor, loaded)
+            fewer = replace(llm, layers=llm.layers * 3 // 4)
+            config = replace(config, model=replace(config.model, llm=fewer))
 
 
 def measure_step(sizes: Sizes, name: str, changes: Sequence[str]) -> dict[str, Any]:
     """Measure compiling, a step, its MFU and memory, and the kernels that take most of it."""
-    config, plan, executor, steps = prepare(sizes, name, 2 + STEPS, changes)
-    layers = make_config(sizes, name, changes).model.llm.layers
-    devices = list(executor.mesh.devices.flat)
-    state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
-    hyper = hyperparameters(config, 0)
+    whole = make_config(sizes, name, changes)
+    config, plan, _, executor, steps = prepare(whole, jax.devices()[:1], 2 + STEPS, _fit)
+    trainer = Trainer.start(config, executor)
     programs = CompileCounter()
-    began = time.perf_counter()
-    executor.compile(state, steps[0].microbatches, hyper)
-    compiling = time.perf_counter() - began
+    _, compiling = timed(executor.compile, trainer.state, steps[0].microbatches, trainer.hyper)
     seconds = []
     for loaded in steps:
         batches = [executor.put(batch) for batch in loaded.microbatches]
-        jax.block_until_ready((batches, state))
-        began = time.perf_counter()
-        state, accumulated, report = executor.step(state, accumulated, batches, hyper)
-        jax.block_until_ready((state, report))
-        seconds.append(time.perf_counter() - began)
-    batches, weight, *_ = executor.weigh_batches(batches)
-    jax.block_until_ready((batches, accumulated))
-    began = time.perf_counter()
-    for batch in batches:
-        accumulated = executor.gradients(state, accumulated, [batch], weight, None).sums
-    jax.block_until_ready(accumulated)
-    gradients = time.perf_counter() - began
-    del accumulated
-    kernels = _trace(lambda: executor.step(state, executor.zeros(), batches, hyper))
+        jax.block_until_ready((batches, trainer.state))
+        report, taken = timed(trainer.step, batches)
+        seconds.append(taken)
+    weighed = executor.weigh_batches(batches)
+    jax.block_until_ready(weighed.batches)
+
+    def gradients() -> None:
+        for batch in weighed.batches:
+            trainer.sums = executor.gradients(
+                trainer.state, trainer.sums, [batch], weighed.weights, None
+            ).sums
+        jax.block_until_ready(trainer.sums)
+
+    of_gradients = seconds_of(gradients)
+    trainer.sums = executor.zeros()
+    kernels = _trace(lambda: trainer.step(batches))
     step = statistics.median(seconds[2:])
     needed = statistics.mean(float(loaded.needed_flops) for loaded in steps[2:])
     useful = statistics.mean(int(loaded.tokens.sum()) for loaded in steps[2:])
     peak = peak_memory_used(executor.mesh)
-    modules = ("llm", *config.model.encoders)
+    peak_rate = peak_flops(list(executor.mesh.devices.flat), config.training.precision)
+    rows = zip(("llm", *config.model.encoders), steps[0].lengths[0], strict=True)
+    policies = (f"{module} {dict(Counter(p))}" for module, p in plan.policies.items())
     return {
-        "layers of the LLM": f"{config.model.llm.layers} of {layers}",
+        "layers of the LLM": f"{config.model.llm.layers} of {whole.model.llm.layers}",
         "parameters, billions": sum(parameters(config.model).values()) / 1e9,
         "optimizer": config.optimizer.kind,
-        "rows": ", ".join(
-            f"{module} {n}" for module, n in zip(modules, steps[0].lengths[0], strict=True)
-        ),
-        "computed again": ", ".join(
-            f"{module} {dict(Counter(p))}" for module, p in plan.policies.items()
-        ),
+        "rows": ", ".join(f"{module} {length}" for module, length in rows),
+        "computed again": ", ".join(policies),
         "compiling, s": compiling,
         "programs compiled": programs.compiled,
         "step, s": step,
-        "of it forward and backward, s": gradients,
+        "of it forward and backward, s": of_gradients,
         "LLM tokens / s": useful / step,
-        "MFU": needed / step / peak_flops(devices, config.training.precision),
+        "MFU": needed / step / peak_rate,
         "loss": report.mean_loss,
         "memory predicted, GB": plan.device / GB,
         "memory used at most, GB": None if peak is None else peak / GB,
@@ -299,14 +220,17 @@ def measure_step(sizes: Sizes, name: str, changes: Sequence[str]) -> dict[str, A
 
 def measure_rows(sizes: Sizes) -> dict[str, Any]:
     """Predict what rows of `decoder` of all kinds take by the two that a run probes, and measure them."""
-    config, _, executor, (loaded,) = prepare(sizes, "decoder", 1)
-    state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
-    executor.compile(state, loaded.microbatches, hyperparameters(config, 0))
+    config, _, _, executor, (loaded,) = prepare(
+        make_config(sizes, "decoder"), jax.devices()[:1], 1, _fit
+    )
+    trainer = Trainer.start(config, executor)
+    executor.compile(trainer.state, loaded.microbatches, trainer.hyper)
     (batch,) = loaded.microbatches
 
     def measure(sample: np.ndarray) -> ProbedRow:
         text = with_samples(batch.text, sample)
-        seconds, _ = time_gradients(executor, state, accumulated, batch._replace(text=text), None)
+        row = batch._replace(text=text)
+        seconds, _ = time_gradients(executor, trainer.state, trainer.sums, row, None)
         return ProbedRow(min(seconds), fullest_pairs(config.model.llm, text, 1, 1))
 
     length = batch.text.sample.shape[1]
@@ -371,16 +295,18 @@ def top_kernels(folder: Path) -> dict[str, Any]:
     path = max(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
-    named = [event for event in events if event.get("ph") == "M"]
-    processes = {
-        event["pid"]: event["args"]["name"] for event in named if event["name"] == "process_name"
+    names = {
+        (e["name"], e["pid"], e["tid"] if e["name"] == "thread_name" else 0): e["args"]["name"]
+        for e in events
+        if e.get("ph") == "M" and "name" in e["args"]
     }
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}
     # Beside its streams a GPU has lines that name the same time once more, by operation or module.
     streams = {
-        key
-        for key, name in threads.items()
-        if "GPU" in processes.get(key[0], "") and name.startswith("Stream")
+        (pid, tid)
+        for (kind, pid, tid), name in names.items()
+        if kind == "thread_name"
+        and name.startswith("Stream")
+        and "GPU" in names.get(("process_name", pid, 0), "")
     }
     total: Counter[str] = Counter()
     launches: Counter[str] = Counter()
@@ -400,13 +326,10 @@ def top_kernels(folder: Path) -> dict[str, Any]:
 
 def measure_torch(sizes: Sizes) -> dict[str, Any]:
     """Measure forward and backward of `decoder` and its samples in PyTorch, packed by their positions."""
-    if missing := [
-        library
-        for library in ("torch", "transformers")
-        if importlib.util.find_spec(library) is None
-    ]:
+    libraries = ("torch", "transformers")
+    if missing := [name for name in libraries if importlib.util.find_spec(name) is None]:
         return {"skipped": f"{' and '.join(missing)} not installed"}
-    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    torch, transformers = map(importlib.import_module, libraries)
     if not torch.cuda.is_available() and not sizes.tiny:
         return {"skipped": f"torch {torch.__version__} finds no GPU"}
     config = make_config(sizes, "decoder")
@@ -432,17 +355,16 @@ def measure_torch(sizes: Sizes) -> dict[str, Any]:
         torch.tensor(x, dtype=torch.long, device=place)
         for x in (batch.text.token, batch.text.position)
     )
-    seconds = []
-    for _ in range(2 + STEPS):
+
+    def step() -> None:
         built.zero_grad()
-        began = time.perf_counter()
         loss = built(input_ids=token, labels=token, position_ids=position, use_cache=False).loss
         loss.backward()
         loss.item()
         if place == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    typical = statistics.median(seconds[2:])
+
+    typical = statistics.median([seconds_of(step) for _ in range(2 + STEPS)][2:])
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,11 +68,8 @@ def run(args: Namespace) -> Measurement:
         raise UserError(
             f"sample {int(lengths[:, TOKENS].argmin())} has no llm_tokens; every sample needs at least 1"
         )
-    grouped = (
-        _group_by_budget(lengths, args)
-        if args.method in BUDGETED
-        else _group_by_count(lengths, args)
-    )
+    group = _group_by_budget if args.method in BUDGETED else _group_by_count
+    grouped = group(lengths, args)
     rng = np.random.default_rng(args.seed)
     figures = {
         **_measure(lengths, data.get("source"), grouped, args),
@@ -82,13 +78,9 @@ def run(args: Namespace) -> Measurement:
     }
     if args.method == "isf":
         figures["iterations"] = [
-            {
-                "rows": i.groups,
-                "samples": i.samples,
-                "fill_items": i.fill[1],
-                "fill_tokens": i.fill[0],
-            }
+            {"rows": i.groups, "samples": i.samples, "fill_items": items, "fill_tokens": tokens}
             for i in grouped.iterations
+            for tokens, items in [i.fill]
         ]
     tokens, items = grouped.maximum
     arrays = {"row": grouped.row, "max_items": np.int64(items), "max_tokens": np.int64(tokens)}
@@ -103,12 +95,8 @@ def _parse_budget(name: str, text: str) -> int:
 
 
 def _group_by_budget(lengths: np.ndarray, args: Namespace) -> Rows:
-    budgets = np.array(
-        [
-            _parse_budget("--max-tokens", args.max_tokens),
-            _parse_budget("--max-items", args.max_items),
-        ]
-    )
+    named_budgets = {"--max-tokens": args.max_tokens, "--max-items": args.max_items}
+    budgets = np.array([_parse_budget(name, text) for name, text in named_budgets.items()])
     samples_per_row = (args.samples_per_row, args.samples_per_row + 1)
     try:
         if args.method == "isf":
@@ -127,35 +115,34 @@ def _group_by_budget(lengths: np.ndarray, args: Namespace) -> Rows:
             "no sample fits the budgets; raise --max-items and --max-tokens or give auto"
         )
 
-    def by_isf() -> tuple[np.ndarray, tuple[Iteration, ...]]:
-        accepted = isf(lengths, maximum, minimum, args.iterations, np.random.default_rng(args.seed))
+    def group() -> tuple[np.ndarray, tuple[Iteration, ...]]:
+        rng = np.random.default_rng(args.seed)
+        if args.method == "pack":
+            return pack_rows(lengths, maximum, rng.permutation(fits)), ()
+        accepted = isf(lengths, maximum, minimum, args.iterations, rng)
         return group_leftovers(lengths, accepted, maximum).group, accepted.iterations
 
-    def by_pack() -> tuple[np.ndarray, tuple[Iteration, ...]]:
-        return pack_rows(lengths, maximum, np.random.default_rng(args.seed).permutation(fits)), ()
-
-    group = by_isf if args.method == "isf" else by_pack
     row, iterations = group()  # compiles
     seconds = median_seconds(group)
     shuffled = np.random.default_rng(args.seed).permutation(row.max() + 1).astype(np.int32)
-    return Rows(
-        np.where(row >= 0, shuffled[row], -1).astype(np.int32), maximum, iterations, seconds
-    )
+    row = np.where(row >= 0, shuffled[row], -1).astype(np.int32)
+    return Rows(row, maximum, iterations, seconds)
 
 
 def _group_by_count(lengths: np.ndarray, args: Namespace) -> Rows:
     """Group a fixed number of samples a row, padded to the longest; the budget is what the largest row takes."""
-    groups: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
-        "random": lambda rng: random_groups(len(lengths), args.samples_per_row, rng),
-        "length": lambda rng: length_groups(lengths, args.samples_per_row, args.ranks, rng),
-        "device": lambda rng: device_groups(lengths, args.samples_per_row, args.ranks, rng),
-    }
-    row = groups[args.method](np.random.default_rng(args.seed))
-    seconds = median_seconds(lambda: groups[args.method](np.random.default_rng(args.seed)))
+
+    def group() -> np.ndarray:
+        rng = np.random.default_rng(args.seed)
+        if args.method == "random":
+            return random_groups(len(lengths), args.samples_per_row, rng)
+        groups = length_groups if args.method == "length" else device_groups
+        return groups(lengths, args.samples_per_row, args.ranks, rng)
+
+    row = group()
     items = int(np.bincount(row, lengths[:, ITEMS]).max())
-    return Rows(
-        row, np.array([int(lengths[:, TOKENS].max()) * args.samples_per_row, items]), (), seconds
-    )
+    tokens = int(lengths[:, TOKENS].max()) * args.samples_per_row
+    return Rows(row, np.array([tokens, items]), (), median_seconds(group))
 
 
 def _measure(
@@ -230,10 +217,8 @@ def overdispersion(source: np.ndarray, step: np.ndarray) -> float:
     steps, step = np.unique(np.asarray(step), return_inverse=True)
     if len(sources) < 2 or len(steps) < 2:
         return 0.0
-    count = np.bincount(step * len(sources) + source, minlength=len(steps) * len(sources)).astype(
-        np.float64
-    )
-    count = count.reshape(len(steps), len(sources))
+    shape = (len(steps), len(sources))
+    count = np.bincount(step * shape[1] + source, minlength=shape[0] * shape[1]).reshape(shape)
     size = count.sum(1, keepdims=True)
     share = count.sum(0) / len(source)
     excess = (size * (count / size - share) ** 2).sum(0) / (share * (1 - share))

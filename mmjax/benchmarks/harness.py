@@ -6,10 +6,11 @@ returns a row for each variant, or one `Measurement`.
 
 from __future__ import annotations
 
+import operator
 import statistics
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +19,7 @@ import numpy as np
 from mmjax.errors import UserError
 
 K = TypeVar("K")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,35 +32,34 @@ class Measurement:
 
 
 class Option(NamedTuple):
-    """An option as argparse has it, and the values that it may have."""
+    """An option as argparse has it, and the limits of its values by their names in `LIMITS`."""
 
     settings: dict[str, Any]
-    minimum: float | None
-    above: float | None
-    maximum: float | None = None
+    limits: dict[str, float]
 
 
 Options = Mapping[str, Option]
+LIMITS = {
+    "minimum": (operator.ge, "at least"),
+    "above": (operator.gt, "more than"),
+    "maximum": (operator.le, "at most"),
+}
 
 
-def option(
-    default: Any = None,
-    help: str | None = None,
-    *,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    **settings: Any,
-) -> Option:
-    """Declare an option whose type is its default's: a flag where that is False, several values where it is a list."""
+def option(default: Any = None, help: str | None = None, **settings: Any) -> Option:
+    """Declare an option whose type is its default's: a flag where that is False, several values where it is a list.
+
+    settings: as of argparse, and limits by their names in `LIMITS`.
+    """
+    limits = {name: settings.pop(name) for name in LIMITS if name in settings}
     if default is False:
-        return Option({"action": "store_true", "help": help}, None, None)
+        return Option({"action": "store_true", "help": help}, limits)
     one = default[0] if isinstance(default, list) and default else default
     if one is not None and not isinstance(one, list):
         settings = {"type": type(one)} | settings
     if isinstance(default, list):
         settings = {"nargs": "+"} | settings
-    return Option({"default": default, "help": help} | settings, minimum, above, maximum)
+    return Option({"default": default, "help": help} | settings, limits)
 
 
 def add_options(parser: ArgumentParser, options: Options) -> None:
@@ -69,15 +70,13 @@ def add_options(parser: ArgumentParser, options: Options) -> None:
 
 def check_options(args: Namespace, options: Options) -> None:
     """Raise UserError for the first value that its option may not have."""
-    for name, (_, minimum, above, maximum) in options.items():
+    for name, (_, limits) in options.items():
         values = getattr(args, name.removeprefix("--").replace("-", "_"))
         for value in values if isinstance(values, list) else [values]:
-            if minimum is not None and value is not None and not value >= minimum:
-                raise UserError(f"{name} {value}: give at least {minimum}")
-            if above is not None and not value > above:
-                raise UserError(f"{name} {value}: give more than {above}")
-            if maximum is not None and value is not None and not value <= maximum:
-                raise UserError(f"{name} {value}: give at most {maximum}")
+            for kind, limit in limits.items():
+                holds, words = LIMITS[kind]
+                if value is not None and not holds(value, limit):
+                    raise UserError(f"{name} {value}: give {words} {limit}")
 
 
 def ranks_of_node(per_node: int, ranks: int, usual: int, option: str = "--ranks") -> int:
@@ -88,10 +87,10 @@ def ranks_of_node(per_node: int, ranks: int, usual: int, option: str = "--ranks"
     return per_node
 
 
-def median_seconds(run: Callable[[], object], within: float = 10.0) -> float:
-    """Time five runs, or fewer where they take longer than `within` seconds in all; return the median."""
+def median_seconds(run: Callable[[], object]) -> float:
+    """Time five runs, or fewer where they take longer than 10 seconds in all; return the median."""
     seconds: list[float] = []
-    while len(seconds) < 5 and sum(seconds) <= within:
+    while len(seconds) < 5 and sum(seconds) <= 10:
         seconds.append(seconds_of(run))
     return statistics.median(seconds)
 
@@ -104,6 +103,18 @@ def best_seconds(runs: Mapping[K, Callable[[], object]], repeats: int) -> dict[K
 
 def seconds_of(run: Callable[[], object]) -> float:
     """Time one run."""
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+    return timed(run)[1]
+
+
+def timed(
+    work: Callable[..., T], *args: Any, clock: Callable[[], float] = time.perf_counter
+) -> tuple[T, float]:
+    """Do the work; return its result and the seconds that it took. clock: `time.process_time` counts the CPU's."""
+    began = clock()
+    result = work(*args)
+    return result, clock() - began
+
+
+def named(prefix: str, names: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
+    """Return a figure for each value: the prefix and the value's name."""
+    return {f"{prefix}{name}": value for name, value in zip(names, values, strict=True)}

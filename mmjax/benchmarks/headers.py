@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmjax.benchmarks.harness import Options, best_seconds, option
+from mmjax.benchmarks.harness import Options, option, seconds_of
 from mmjax.config import LlavaSource
 from mmjax.data.media.decode_images import decode_image
 from mmjax.data.media.video_header import import_pyav, open_container
@@ -49,15 +49,11 @@ def run(args: Namespace) -> list[dict[str, Any]]:
         local = _rate(args.images, partial(_read, folder, images), args)
         with _serve_late(folder / "images", args.delay) as url:
             late = _rate(args.images, partial(_read, folder, replace(images, images=url)), args)
-        rows = [
-            {"headers": "local", "files_per_second": local, "ratio": local / decoded},
-            {
-                "headers": f"after {args.delay:g} s",
-                "files_per_second": late,
-                "ratio": late * args.delay,
-            },
+        return [
+            _row("local", local, local / decoded),
+            _row(f"after {args.delay:g} s", late, late * args.delay),
+            *(_videos(folder, ending, args) for ending in CODECS if args.videos),
         ]
-        return rows + [_videos(folder, ending, args) for ending in CODECS if args.videos]
 
 
 # of videos, by the ending of their files
@@ -80,11 +76,11 @@ def _videos(folder: Path, ending: str, args: Namespace) -> dict[str, Any]:
 
     videos = LlavaSource(str(folder / "video.json"), videos=str(folder / ending))
     local = _rate(args.videos, partial(_read, folder, videos), args)
-    return {
-        "headers": ending,
-        "files_per_second": local,
-        "ratio": local / _rate(args.videos, open_each, args),
-    }
+    return _row(ending, local, local / _rate(args.videos, open_each, args))
+
+
+def _row(headers: str, rate: float, ratio: float) -> dict[str, Any]:
+    return {"headers": headers, "files_per_second": rate, "ratio": ratio}
 
 
 def _write_video(path: Path, codec: str) -> None:
@@ -121,7 +117,7 @@ def _read(folder: Path, source: LlavaSource) -> None:
 
 def _rate(files: int, work: Callable[[], object], args: Namespace) -> float:
     """Time the work; return files per second of the fastest repeat."""
-    return files / best_seconds({"": work}, args.repeats)[""]
+    return files / min(seconds_of(work) for _ in range(args.repeats))
 
 
 class _Late(SimpleHTTPRequestHandler):
@@ -133,36 +129,25 @@ class _Late(SimpleHTTPRequestHandler):
         super().__init__(*args, **kwargs)
 
     def do_GET(self) -> None:
-        self._send_late()
-
-    def do_HEAD(self) -> None:
-        self._send_late()
-
-    def _send_late(self) -> None:
         """Send the whole file, or the range of bytes that the request names."""
         time.sleep(self._delay)
         content = Path(self.translate_path(self.path)).read_bytes()
-        byte_range = self.headers.get("Range", "").removeprefix("bytes=").split("-")
-        begin, end = (
-            (int(byte_range[0]), int(byte_range[1]) + 1)
-            if len(byte_range) == 2
-            else (0, len(content))
-        )
-        self.send_response(206 if len(byte_range) == 2 else 200)
-        for key, value in (
-            ("Content-Length", len(content[begin:end])),
-            ("Accept-Ranges", "bytes"),
-            ("ETag", '"1"'),
-        ):
-            self.send_header(key, str(value))
-        if len(byte_range) == 2:
-            self.send_header(
-                "Content-Range", f"bytes {begin}-{min(end, len(content)) - 1}/{len(content)}"
-            )
+        size = len(content)
+        byte_range = self.headers.get("Range")
+        headers = {"Accept-Ranges": "bytes", "ETag": '"1"'}
+        if byte_range:
+            begin, end = map(int, byte_range.removeprefix("bytes=").split("-"))
+            content = content[begin : end + 1]
+            headers["Content-Range"] = f"bytes {begin}-{begin + len(content) - 1}/{size}"
+        self.send_response(206 if byte_range else 200)
+        for key, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(key, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(content[begin:end])
+            self.wfile.write(content)
         self.wfile.flush()
+
+    do_HEAD = do_GET
 
     def log_message(self, *_: object) -> None:
         pass

@@ -10,7 +10,7 @@ from typing import Any
 from mmjax.autotune.absent import aot_devices
 from mmjax.autotune.compile_run import compiled_bytes
 from mmjax.benchmarks.harness import Options, option
-from mmjax.benchmarks.synthetic_run import plan_rows
+from mmjax.benchmarks.synthetic_run import plan_rows, with_policies
 from mmjax.config import (
     AdamW,
     AudioConfig,
@@ -65,12 +65,10 @@ def _compare(config: Config, lengths: dict[str, int], devices: list[Any]) -> dic
 
 
 def _config(model: ModelConfig, mix: dict[str, Any], chunks: int) -> Config:
-    encoders = {name: replace(encoder, remat=mix[name]) for name, encoder in model.encoders.items()}
-    model = replace(model, llm=replace(model.llm, remat=mix["llm"]), encoders=encoders)
     base = load("tiny_omni")
     return replace(
         base,
-        model=model,
+        model=with_policies(model, mix),
         mesh=MeshConfig(1, fsdp=DEVICES),
         optimizer=AdamW(),
         training=replace(base.training, precision="bfloat16", loss_chunks=chunks),
@@ -78,23 +76,13 @@ def _config(model: ModelConfig, mix: dict[str, Any], chunks: int) -> Config:
 
 
 def _llm(layers: int, vocab: int = 65_536) -> DecoderConfig:
-    return DecoderConfig(
-        layers,
-        2048,
-        16,
-        4,
-        head_width=128,
-        mlp_width=8192,
-        vocab=vocab,
-        tied=False,
-        attention="auto",
-    )
+    sizes = {"heads": 16, "kv_heads": 4, "head_width": 128, "mlp_width": 8192, "vocab": vocab}
+    return DecoderConfig(layers, 2048, **sizes, tied=False, attention="auto")
 
 
 def _vision(layers: int) -> VisionConfig:
-    return VisionConfig(
-        layers, 1024, 16, 4096, 14, connector=ConnectorConfig(mlp_width=2048), attention="auto"
-    )
+    connector = ConnectorConfig(mlp_width=2048)
+    return VisionConfig(layers, 1024, 16, 4096, 14, connector=connector, attention="auto")
 
 
 AUDIO = AudioConfig(
@@ -111,5 +99,5 @@ MODELS = {
 }
 LOSS_CHUNKS = {"large-vocabulary": (1, 8)}  # of the others 1
 OPTIONS: Options = {
-    "--model": option(None, "default: all", choices=sorted(MODELS), action="append"),
+    "--model": option(None, "default: all", choices=sorted(MODELS), action="append")
 }

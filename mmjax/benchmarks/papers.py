@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,10 +28,10 @@ from mmjax.benchmarks.papers_omnibal import (
     stage_sizes,
 )
 from mmjax.benchmarks.papers_row import SAME_LAYERS, Row
+from mmjax.benchmarks.pipeline import chain, reorder_gain, simulated_step
+from mmjax.benchmarks.processes import run_for_json
 from mmjax.planning.partition import partition
-from mmjax.planning.reorder import reorder
-from mmjax.planning.schedules import ScheduleName, StageGraph, make_schedule
-from mmjax.planning.simulate import StageTimes, simulate
+from mmjax.planning.schedules import ScheduleName, StageGraph
 
 REORDER_SIGMA = 0.6  # of the logarithm of an encoder's times
 # Other values of SAME_LAYERS and ENCODER_RATE, to see what the share of right directions owes to
@@ -47,21 +43,14 @@ SENSITIVITY = (
 )
 
 
-def reordering_rows(draws: int = 12) -> list[Row]:
+def reordering_rows() -> list[Row]:
     """Predict what reordering gains where an encoder's times are lognormal, before three equal LLM stages."""
-    graph = StageGraph(((0, 1), (1, 2), (2, 3)), (0, 1, 2, 3))
-    schedule = make_schedule("1f1b", graph, 24)
     gains = []
-    for seed in range(draws):
+    for seed in range(12):
         forward = np.full((4, 24), 10**6)
         drawn = np.random.default_rng(seed).lognormal(0, REORDER_SIGMA, 24)
         forward[0] = 1e6 * drawn / drawn.mean()
-        order = reorder("1f1b", graph, forward, 2 * forward)
-        planned, reordered = (
-            simulate(schedule, StageTimes(times, 2 * times)).makespan
-            for times in (forward, forward[:, order])
-        )
-        gains.append(planned / reordered)
+        gains.append(reorder_gain(chain(4), forward))
     return [
         Row(
             source="MMScale section 7.2.2",
@@ -77,8 +66,7 @@ def reordering_rows(draws: int = 12) -> list[Row]:
 # whole trainings
 
 
-@dataclass(frozen=True)
-class TextFigure:
+class TextFigure(NamedTuple):
     """A figure of a whole training, which `mmjax.plan` predicts for a shipped config like the paper's.
 
     over: kind of balance that the figure is a ratio to, of MFUs or of GPU days; empty: the MFU
@@ -86,33 +74,22 @@ class TextFigure:
     """
 
     source: str
-    reported: tuple[float, float]  # a range
+    low: float  # reported, a range
+    high: float
     config: str
     cluster: str
     over: str = ""
 
 
+ORCHMLLM = "omni_84b", "h100x320x8"
+MMSCALE = "mllm_72b", "a800x120x8"
+OMNIBAL = "internvl_26b", "a100x8x8"
 TEXT_FIGURES = (
-    TextFigure("OrchMLLM figure 8: MFU of 84B", (0.416, 0.416), "omni_84b", "h100x320x8"),
+    TextFigure("OrchMLLM figure 8: MFU of 84B", 0.416, 0.416, *ORCHMLLM),
+    TextFigure("OrchMLLM figure 8: MFU over that without balance", 1.5, 2.0, *ORCHMLLM, "none"),
+    TextFigure("MMScale figure 15: MFU of 72B, there on 1,172 GPUs", 0.518, 0.547, *MMSCALE),
     TextFigure(
-        "OrchMLLM figure 8: MFU over that without balance",
-        (1.5, 2.0),
-        "omni_84b",
-        "h100x320x8",
-        over="none",
-    ),
-    TextFigure(
-        "MMScale figure 15: MFU of 72B, there on 1,172 GPUs",
-        (0.518, 0.547),
-        "mllm_72b",
-        "a800x120x8",
-    ),
-    TextFigure(
-        "OmniBal table 2: GPU days without balance",
-        (38.9 / 25.3,) * 2,
-        "internvl_26b",
-        "a100x8x8",
-        over="none",
+        "OmniBal table 2: GPU days without balance", 38.9 / 25.3, 38.9 / 25.3, *OMNIBAL, "none"
     ),
 )
 
@@ -120,17 +97,12 @@ TEXT_FIGURES = (
 def planned_figures() -> list[dict[str, Any]]:
     """Plan the configs of `TEXT_FIGURES`. The error: from the nearer end of the range."""
 
-    @cache
-    def plan(config: str, cluster: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", "mmjax.plan", config, f"cluster={cluster}", "--json"]
-        return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-
     figures = []
     for figure in TEXT_FIGURES:
-        planned = plan(figure.config, figure.cluster)
+        planned = _plan(figure.config, figure.cluster)
         mfu = planned["ways"][planned["balance"]]["mfu"]
         predicted = mfu / planned["ways"][figure.over]["mfu"] if figure.over else mfu
-        low, high = figure.reported
+        low, high = figure.low, figure.high
         figures.append(
             {
                 "source": figure.source,
@@ -141,6 +113,11 @@ def planned_figures() -> list[dict[str, Any]]:
             }
         )
     return figures
+
+
+@cache
+def _plan(config: str, cluster: str) -> dict[str, Any]:
+    return run_for_json("-m", "mmjax.plan", config, f"cluster={cluster}", "--json")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -172,21 +149,15 @@ def anchors() -> dict[str, tuple[float, float]]:
 
     def step(name: ScheduleName, graph: StageGraph, microbatches: int, chunks: int = 1) -> float:
         forward = np.full((len(graph.workers), microbatches), 2 / chunks)
-        return simulate(
-            make_schedule(name, graph, microbatches), StageTimes(forward, 2 * forward)
-        ).makespan
-
-    def chain(stages: int, workers: int) -> StageGraph:
-        edges = tuple((stage, stage + 1) for stage in range(stages - 1))
-        return StageGraph(edges, tuple(stage % workers for stage in range(stages)))
+        return simulated_step(name, graph, forward)
 
     modalities = StageGraph(((0, 2), (1, 2), (2, 3), (3, 4)), (0, 1, 2, 3, 4))
     return {
-        "gpipe": (step("gpipe", chain(4, 4), 8), (8 + 4 - 1) * (2 + 4)),
-        "1f1b": (step("1f1b", chain(4, 4), 8), (8 + 4 - 1) * (2 + 4)),
+        "gpipe": (step("gpipe", chain(4), 8), (8 + 4 - 1) * (2 + 4)),
+        "1f1b": (step("1f1b", chain(4), 8), (8 + 4 - 1) * (2 + 4)),
         "interleaved": (step("interleaved", chain(8, 4), 8, chunks=2), (8 + (4 - 1) / 2) * (2 + 4)),
         "encoders side by side": (step("1f1b", modalities, 16), (16 + 4 - 1) * (2 + 4)),
-        "encoders in a chain": (step("1f1b", chain(5, 5), 16), (16 + 5 - 1) * (2 + 4)),
+        "encoders in a chain": (step("1f1b", chain(5), 16), (16 + 5 - 1) * (2 + 4)),
     }
 
 
@@ -212,9 +183,7 @@ def sensitivity(rows: Sequence[Row]) -> list[dict[str, float]]:
     return figures
 
 
-OPTIONS: Options = {
-    "--plans": option(False, "plan whole trainings too, which takes minutes"),
-}
+OPTIONS: Options = {"--plans": option(False, "plan whole trainings too, which takes minutes")}
 
 
 def run(args: Namespace) -> Measurement:
@@ -222,14 +191,13 @@ def run(args: Namespace) -> Measurement:
     rows = [row for make in ROW_MAKERS for row in make()]
     counted = [row for row in rows if row.counts()]
     directions = _directions(rows)
-    contradictory = [row for row in rows if not row.counts() and row.direction is not None]
+    contradictory = [r.direction for r in rows if not r.counts() and r.direction is not None]
     by_flops = omnibal_chain(MAIN_MODEL, encoder_rate=1.0)
     figures = {
         "all_rows": len(rows),
-        "direction_share": sum(directions) / len(directions),
+        "direction_share": statistics.fmean(directions),
         "direction_rows": len(directions),
-        "direction_share_of_contradictory": sum(row.direction for row in contradictory)
-        / len(contradictory),
+        "direction_share_of_contradictory": statistics.fmean(contradictory),
         "median_error": statistics.median(row.error for row in counted),
         "error_rows": len(counted),
         "anchors_exact": all(simulated == exact for simulated, exact in anchors().values()),
@@ -256,14 +224,5 @@ def run(args: Namespace) -> Measurement:
 
 
 def _to_dict(row: Row) -> dict[str, Any]:
-    return {
-        "source": row.source,
-        "case": row.case,
-        "reported": row.reported,
-        "predicted": row.predicted,
-        "error": row.error,
-        "direction": row.direction,
-        "ours": dict(row.ours),
-        "contradiction": row.conflict(),
-        "note": row.note,
-    }
+    names = ("source", "case", "reported", "predicted", "error", "direction", "ours", "note")
+    return {name: getattr(row, name) for name in names} | {"contradiction": row.conflict()}

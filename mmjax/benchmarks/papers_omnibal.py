@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.benchmarks.baselines.partition import BASELINES
-from mmjax.benchmarks.papers_row import Row
+from mmjax.benchmarks.papers_row import Row, read_table
 from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, VisionConfig
 from mmjax.cost.table import module_parameters
 from mmjax.planning.flops import model_flops
@@ -26,23 +26,6 @@ TABLE_6 = "OmniBal table 6"
 MIB = 2**20
 
 
-def _vit(layers: int, width: int, heads: int, mlp_width: int) -> VisionConfig:
-    connector = ConnectorConfig(merge=2, mlp_width=0)
-    return VisionConfig(
-        layers=layers, width=width, heads=heads, mlp_width=mlp_width, patch=14, connector=connector
-    )
-
-
-def _llm(layers: int, width: int, heads: int, kv_heads: int, mlp_width: int) -> DecoderConfig:
-    # A vocabulary of one token: the layers alone count.
-    sizes = {"layers": layers, "width": width, "heads": heads, "mlp_width": mlp_width}
-    return DecoderConfig(**sizes, kv_heads=kv_heads, head_width=128, vocab=1)
-
-
-INTERNVIT_6B = _vit(45, 3200, 25, 12_800)  # InternVL-Chat-1.5 uses 45 of its 48 layers
-INTERNLM2_20B = _llm(48, 6144, 48, 8, 16_384)
-
-
 class OmniBalRow(NamedTuple):
     """A row of table 1 of OmniBal's appendix."""
 
@@ -53,37 +36,62 @@ class OmniBalRow(NamedTuple):
     contradiction: str = ""
 
 
-OMNIBAL_MODELS = {
-    "InternViT-6B, Llama3-8B": OmniBalRow(
-        INTERNVIT_6B, _llm(32, 4096, 32, 8, 14_336), 1, (16, 17, 20, 24)
-    ),
-    "InternViT-6B, InternLM2-20B": OmniBalRow(INTERNVIT_6B, INTERNLM2_20B, 2, (22, 23, 24, 24)),
-    "InternViT-6B, Yi-34B": OmniBalRow(
-        INTERNVIT_6B, _llm(60, 7168, 56, 8, 20_480), 4, (28, 29, 24, 24)
-    ),
-    "InternViT-6B, Llama3-70B": OmniBalRow(
-        INTERNVIT_6B, _llm(80, 8192, 64, 8, 28_672), 4, (22, 23, 13, 14, 14, 14, 13, 12)
-    ),
-    "InternViT-6B, Qwen1.5-110B": OmniBalRow(
-        INTERNVIT_6B, _llm(80, 8192, 64, 8, 49_152), 8, (21, 22, 13, 13, 14, 14, 14, 14)
-    ),
-    "EVA-CLIP-1B, InternLM2-20B": OmniBalRow(
-        _vit(40, 1408, 16, 6144), INTERNLM2_20B, 2, (43, 16, 15, 14)
-    ),
-    "EVA-CLIP-4B, InternLM2-20B": OmniBalRow(
-        _vit(54, 1792, 16, 15_360),
-        INTERNLM2_20B,
-        2,
-        (39, 22, 21, 20),
-        contradiction="102 layers in all leave 54 for the encoder, and EVA-02-CLIP-E has 64",
-    ),
-    "EVA-CLIP-8B, InternLM2-20B": OmniBalRow(
-        _vit(32, 4096, 32, 20_480), INTERNLM2_20B, 2, (17, 18, 23, 22)
-    ),
-    "EVA-CLIP-18B, InternLM2-20B": OmniBalRow(
-        _vit(48, 5120, 40, 25_600), INTERNLM2_20B, 4, (18, 19, 25, 34)
-    ),
+# Layers, width, heads, width of the MLP. InternVL-Chat-1.5 uses 45 of the 48 layers of its encoder.
+ENCODERS = """
+InternViT-6B  45 3200 25 12800
+EVA-CLIP-1B   40 1408 16  6144
+EVA-CLIP-4B   54 1792 16 15360
+EVA-CLIP-8B   32 4096 32 20480
+EVA-CLIP-18B  48 5120 40 25600
+"""
+# Layers, width, heads, key and value heads of 128 channels, width of the MLP.
+LLMS = """
+Llama3-8B      32 4096 32 8 14336
+InternLM2-20B  48 6144 48 8 16384
+Yi-34B         60 7168 56 8 20480
+Llama3-70B     80 8192 64 8 28672
+Qwen1.5-110B   80 8192 64 8 49152
+"""
+# Encoder, LLM, tensor parallelism, and the layers of each stage.
+PARTITIONS = """
+InternViT-6B Llama3-8B      1  16 17 20 24
+InternViT-6B InternLM2-20B  2  22 23 24 24
+InternViT-6B Yi-34B         4  28 29 24 24
+InternViT-6B Llama3-70B     4  22 23 13 14 14 14 13 12
+InternViT-6B Qwen1.5-110B   8  21 22 13 13 14 14 14 14
+EVA-CLIP-1B  InternLM2-20B  2  43 16 15 14
+EVA-CLIP-4B  InternLM2-20B  2  39 22 21 20
+EVA-CLIP-8B  InternLM2-20B  2  17 18 23 22
+EVA-CLIP-18B InternLM2-20B  4  18 19 25 34
+"""
+CONTRADICTIONS = {
+    "EVA-CLIP-4B": "102 layers in all leave 54 for the encoder, and EVA-02-CLIP-E has 64"
 }
+
+
+def _models() -> dict[str, OmniBalRow]:
+    connector = ConnectorConfig(merge=2, mlp_width=0)
+    encoders = {
+        name: VisionConfig(*map(int, sizes), patch=14, connector=connector)
+        for name, *sizes in read_table(ENCODERS)
+    }
+    llms = {}
+    for name, *sizes, mlp_width in read_table(LLMS):
+        # A vocabulary of one token: the layers alone count.
+        llms[name] = DecoderConfig(*map(int, sizes), 128, mlp_width=int(mlp_width), vocab=1)
+    models = {}
+    for encoder, llm, tensor, *layers in read_table(PARTITIONS):
+        models[f"{encoder}, {llm}"] = OmniBalRow(
+            vision=encoders[encoder],
+            llm=llms[llm],
+            tensor=int(tensor),
+            layers=tuple(map(int, layers)),
+            contradiction=CONTRADICTIONS.get(encoder, ""),
+        )
+    return models
+
+
+OMNIBAL_MODELS = _models()
 MAIN_MODEL = OMNIBAL_MODELS["InternViT-6B, InternLM2-20B"]
 # of a microbatch (section 5.1: 9K patches, 4K tokens)
 OMNIBAL_TILES, OMNIBAL_TILE, OMNIBAL_TOKENS = 9, 1025, 4096
@@ -113,18 +121,19 @@ def omnibal_chain(row: OmniBalRow, encoder_rate: float = ENCODER_RATE) -> Chain:
     modules = module_parameters(model)
     rate = row.tensor * parse_cluster("a100").device.rates("bfloat16").flops
     counts = vision.layers, llm.layers
-    forward = np.repeat(
-        [
-            flops["vision"].forward / vision.layers / (encoder_rate * rate),
-            flops["llm"].forward / llm.layers / rate,
-        ],
-        counts,
+
+    def by_layer(vision_layer: float, llm_layer: float) -> np.ndarray:
+        return np.repeat([vision_layer, llm_layer], counts)
+
+    forward = by_layer(
+        flops["vision"].forward / vision.layers / (encoder_rate * rate),
+        flops["llm"].forward / llm.layers / rate,
     )
-    sizes = np.repeat([2 * patches * vision.width, 2 * OMNIBAL_TOKENS * llm.width], counts)
+    sizes = by_layer(2 * patches * vision.width, 2 * OMNIBAL_TOKENS * llm.width)
     sizes[vision.layers] = 2 * tokens * llm.width  # behind the connector, which merges four patches
     return Chain(
-        parameters=np.repeat(
-            [modules["vision"].layers / vision.layers, modules["llm"].layers / llm.layers], counts
+        parameters=by_layer(
+            modules["vision"].layers / vision.layers, modules["llm"].layers / llm.layers
         ),
         forward=forward,
         backward=2 * forward,

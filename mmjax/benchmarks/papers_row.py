@@ -48,3 +48,8 @@ class Row:
     def counts(self, same_layers: float = SAME_LAYERS) -> bool:
         """Return whether there is a figure, and nothing that contradicts it."""
         return self.reported is not None and not self.conflict(same_layers)
+
+
+def read_table(text: str) -> list[list[str]]:
+    """Split a table into its rows of words."""
+    return [line.split() for line in text.strip().splitlines()]

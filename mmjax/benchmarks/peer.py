@@ -12,9 +12,8 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -48,27 +47,16 @@ class Case:
         return f"{self.data} {self.size} {self.tune} {self.dtype}"
 
 
-@dataclass(frozen=True)
-class Turn:
-    """Hold the figures of a side in a turn, or in several."""
-
-    samples: int
-    tokens: int  # of the LLM, without padding
-    positions: int  # of the LLM's rows
-    cpu: float  # seconds of all its processes
-    workers: float  # of these, those of processes that it has started
-    wall: float  # seconds by the clock
-    loss: float = 0.0  # of the last step
-    numbers: list[int] | None = None  # of its samples
-
-    @property
-    def rate(self) -> float:
-        """Return tokens a CPU second."""
-        return self.tokens / self.cpu
-
-    def __add__(self, other: Turn) -> Turn:
-        names = ("samples", "tokens", "positions", "cpu", "workers", "wall")
-        return Turn(**{name: getattr(self, name) + getattr(other, name) for name in names})
+# A side's reply to a request: its samples, their tokens in the LLM without padding, the positions of
+# the LLM's rows; seconds by the clock (`wall`), of the CPU in all its processes (`cpu`) and in those
+# that it has started (`workers`); the loss of its last step and the numbers of its samples.
+Turn = dict[str, Any]
+FIGURES = {  # of a row: what is divided by what, both summed over turns
+    "tokens/CPU s": ("tokens", "cpu"),
+    "samples/s": ("samples", "wall"),
+    "useful": ("tokens", "positions"),
+    "loading": ("workers", "cpu"),
+}
 
 
 @dataclass(frozen=True)
@@ -149,19 +137,14 @@ def _check(args: Namespace) -> None:
 
 
 def _cases(args: Namespace) -> Sequence[Case]:
-    named = (args.data, args.sizes, args.tune, args.dtypes)
-    if args.tiny:
-        tunes, dtypes = args.tune or ["full"], args.dtypes or ["float32"]
-        against = tuple(args.against or TINY.against)
-        return [
-            Case(TINY.data, TINY.size, tune, dtype, against) for tune in tunes for dtype in dtypes
-        ]
-    if not any(named) and not args.against:
+    usual = TINY if args.tiny else Case()
+    sets = (None, None) if args.tiny else (args.data, args.sizes)
+    named = (*sets, args.tune, args.dtypes)
+    if not args.tiny and not any((*named, args.against)):
         return STANDARD
-    usual = Case()
-    defaults = ([usual.data], [usual.size], [usual.tune], [usual.dtype])
+    defaults = (usual.data, usual.size, usual.tune, usual.dtype)
     against = tuple(args.against or usual.against)
-    lists = (given or default for given, default in zip(named, defaults, strict=True))
+    lists = (given or [default] for given, default in zip(named, defaults, strict=True))
     return [Case(*chosen, against=against) for chosen in itertools.product(*lists)]
 
 
@@ -209,30 +192,32 @@ def _race(folder: Path, number: int, case: Case, cores: set[int], args: Namespac
     names = ("mmjax", *case.against)
     starts: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
-        sides = {name: stack.enter_context(start(name)) for name in names}
+        sides = {name: stack.enter_context(closing(start(name))) for name in names}
         first = sides["mmjax"].request(steps=1)
         starts["cold start s"] = {"mmjax": sides["mmjax"].start_seconds + first["wall"]}
         errors = {}
-        untimed = {"mmjax": [Turn(**first)]}
+        untimed = {"mmjax": [first]}
         for name in case.against:
             errors[name] = _compare(case, first, sides[name].request(loss_of=first["numbers"]))
-            untimed[name] = [Turn(**sides[name].request(steps=1))]
-            starts["cold start s"][name] = sides[name].start_seconds + untimed[name][0].wall
+            untimed[name] = [sides[name].request(steps=1)]
+            starts["cold start s"][name] = sides[name].start_seconds + untimed[name][0]["wall"]
         for name, side in sides.items():
-            untimed[name].append(Turn(**side.request(steps=WARM_STEPS)))
+            untimed[name].append(side.request(steps=WARM_STEPS))
         turns: dict[str, list[Turn]] = {name: [] for name in names}
         for turn in range(args.segments):
             for name, side in sides.items():
-                turns[name].append(Turn(**side.request(steps=args.steps)))
-            shown = ", ".join(f"{name} {turns[name][-1].rate:.0f}" for name in names)
-            print_note(f"{case}: turn {turn + 1} of {args.segments}, tokens a CPU second: {shown}")
+                turns[name].append(side.request(steps=args.steps))
+            rates = (f"{name} {_ratio(turns[name][-1:], 'tokens', 'cpu'):.0f}" for name in names)
+            print_note(
+                f"{case}: turn {turn + 1} of {args.segments}, tokens a CPU second: {', '.join(rates)}"
+            )
         memory = {name: side.peak_memory() / 1e9 for name, side in sides.items()}
     if not args.start:
         starts = {}
     else:
         starts["warm start s"] = {}
         for name in names:
-            with start(name, "again") as side:
+            with closing(start(name, "again")) as side:
                 starts["warm start s"][name] = side.start_seconds + side.request(steps=1)["wall"]
     rows = [
         _row(case, name, turns, {"GB": memory} | starts) | {"loss error": errors[name]}
@@ -243,8 +228,8 @@ def _race(folder: Path, number: int, case: Case, cores: set[int], args: Namespac
 
 def _losses(turns: Sequence[Turn]) -> list[tuple[int, float]]:
     """Return the tokens trained on and the last step's loss after every turn."""
-    tokens = itertools.accumulate(turn.tokens for turn in turns)
-    return [(count, turn.loss) for count, turn in zip(tokens, turns, strict=True)]
+    tokens = itertools.accumulate(turn["tokens"] for turn in turns)
+    return [(count, turn["loss"]) for count, turn in zip(tokens, turns, strict=True)]
 
 
 def _draw(path: Path, races: Sequence[Race]) -> None:
@@ -283,27 +268,36 @@ def _row(
     case: Case, name: str, turns: dict[str, list[Turn]], figures: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
     """Compare mmjax with a Trainer. figures: of both by side."""
+    both = {"mmjax": turns["mmjax"], "Trainer": turns[name]}
     ratios = [
-        ours.rate / theirs.rate for ours, theirs in zip(turns["mmjax"], turns[name], strict=True)
+        _ratio([ours], "tokens", "cpu") / _ratio([theirs], "tokens", "cpu")
+        for ours, theirs in zip(*both.values(), strict=True)
     ]
-    ours, theirs = (reduce(Turn.__add__, turns[side]) for side in ("mmjax", name))
-    both = {"mmjax": ours, "Trainer": theirs}
+    compared = {
+        figure: {side: _ratio(of_side, *names) for side, of_side in both.items()}
+        for figure, names in FIGURES.items()
+    }
+    padding = {side: 1 - useful for side, useful in compared.pop("useful").items()}
+    rates = compared["tokens/CPU s"]
     return {
         "data": case.data,
         "size": case.size,
         "tune": case.tune,
         "dtype": case.dtype,
         "Trainer": name,
-        "ratio": ours.rate / theirs.rate,
+        "ratio": rates["mmjax"] / rates["Trainer"],
         "min": min(ratios),
         "median": statistics.median(ratios),
         "max": max(ratios),
-        "tokens/CPU s": {side: turn.rate for side, turn in both.items()},
-        "samples/s": {side: turn.samples / turn.wall for side, turn in both.items()},
-        "padding": {side: 1 - turn.tokens / turn.positions for side, turn in both.items()},
-        "loading": {side: turn.workers / turn.cpu for side, turn in both.items()},
+        **compared,
+        "padding": padding,
         **{
             figure: {"mmjax": values["mmjax"], "Trainer": values[name]}
             for figure, values in figures.items()
         },
     }
+
+
+def _ratio(turns: Sequence[Turn], figure: str, over: str) -> float:
+    """Divide a figure by another one, both summed over turns."""
+    return sum(turn[figure] for turn in turns) / sum(turn[over] for turn in turns)

@@ -76,54 +76,37 @@ MERGED = 2 * PATCH  # pixels of a token's side
 # records
 
 
-@dataclass(frozen=True)
-class Record:
-    """The numbers of a record: the sides of its images, height and width in pixels, and the words of its text."""
-
-    images: tuple[tuple[int, int], ...]
-    question: int
-    answer: int
+Draw = Callable[[np.random.Generator], tuple[np.ndarray, int]]
 
 
-Draw = Callable[[np.random.Generator], Record]
-
-
-def _uneven(rng: np.random.Generator) -> Record:
+def _uneven(rng: np.random.Generator) -> tuple[np.ndarray, int]:
     """Draw 0 to 3 images of 56 to 448 pixels a side, and a lognormal text."""
     sides = rng.integers(56, 448, (rng.integers(4), 2), endpoint=True)
-    return _record(sides, _lognormal(rng, 60, 1.0, 1000))
+    return sides, _lognormal(rng, 60, 1.0)
 
 
-def _near_equal(rng: np.random.Generator) -> Record:
+def _near_equal(rng: np.random.Generator) -> tuple[np.ndarray, int]:
     """Draw one image of 224 to 280 pixels a side, and 55 to 75 words."""
-    return _record(
-        rng.integers(224, 280, (1, 2), endpoint=True), int(rng.integers(55, 75, endpoint=True))
-    )
+    sides = rng.integers(224, 280, (1, 2), endpoint=True)
+    return sides, int(rng.integers(55, 75, endpoint=True))
 
 
-def _text(rng: np.random.Generator) -> Record:
+def _text(rng: np.random.Generator) -> tuple[np.ndarray, int]:
     """Draw a lognormal text."""
-    return _record(np.zeros((0, 2), np.int64), _lognormal(rng, 120, 0.8, 1000))
+    return np.zeros((0, 2), np.int64), _lognormal(rng, 120, 0.8)
 
 
-def _tiny(rng: np.random.Generator) -> Record:
+def _tiny(rng: np.random.Generator) -> tuple[np.ndarray, int]:
     """Draw 0 to 2 images of 28 to 84 pixels a side, and a few words."""
-    return _record(
-        rng.integers(28, 84, (rng.integers(3), 2), endpoint=True), int(rng.integers(6, 24))
-    )
+    sides = rng.integers(28, 84, (rng.integers(3), 2), endpoint=True)
+    return sides, int(rng.integers(6, 24))
 
 
-def _lognormal(rng: np.random.Generator, median: float, sigma: float, longest: int) -> int:
-    return int(np.clip(rng.lognormal(np.log(median), sigma), 6, longest))
+def _lognormal(rng: np.random.Generator, median: float, sigma: float) -> int:
+    return int(np.clip(rng.lognormal(np.log(median), sigma), 6, 1000))
 
 
-def _record(sides: np.ndarray, words: int) -> Record:
-    question = words // 3
-    return Record(
-        tuple((int(height), int(width)) for height, width in sides), question, words - question
-    )
-
-
+# of a set's record: the sides of its images, height and width in pixels, and the words of its text
 DATA: dict[str, Draw] = {"uneven": _uneven, "near-equal": _near_equal, "text": _text, "tiny": _tiny}
 
 
@@ -133,18 +116,15 @@ def write_records(folder: Path, name: str, count: int, seed: int) -> None:
     (folder / IMAGES).mkdir(parents=True)
     lines = []
     for number in range(count):
-        drawn = DATA[name](rng)
-        images = []
-        for k, (height, width) in enumerate(drawn.images):
-            images.append(f"{number:04}_{k}.jpg")
-            _draw_image(rng, height, width).save(folder / IMAGES / images[-1], quality=90)
+        sides, words = DATA[name](rng)
+        question = words // 3
+        images = [f"{number:04}_{k}.jpg" for k in range(len(sides))]
+        for file, (height, width) in zip(images, sides.tolist(), strict=True):
+            _draw_image(rng, height, width).save(folder / IMAGES / file, quality=90)
         markers = "<image>\n" * len(images)
-        turns = [
-            ("human", markers + _draw_words(rng, drawn.question)),
-            ("gpt", _draw_words(rng, drawn.answer)),
-        ]
-        conversation = [{"from": role, "value": text} for role, text in turns]
-        lines.append(json.dumps({"conversations": conversation, "images": images}))
+        asked = {"from": "human", "value": markers + _draw_words(rng, question)}
+        answered = {"from": "gpt", "value": _draw_words(rng, words - question)}
+        lines.append(json.dumps({"conversations": [asked, answered], "images": images}))
     (folder / RECORDS).write_text("\n".join(lines) + "\n")
 
 

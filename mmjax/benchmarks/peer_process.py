@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from mmjax.benchmarks.processes import end_with_error, environment, pinned
@@ -132,19 +131,8 @@ class Side:
             self._read()
             self.start_seconds = time.perf_counter() - began
         except BaseException:
-            self.end()
+            self.close()
             raise
-
-    def __enter__(self) -> Side:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ):
-        self.end()
 
     def request(self, **request: Any) -> dict[str, Any]:
         """Wake the side, have it do something, and stop it; return its reply with `wall`, `cpu` and `workers` seconds.
@@ -171,7 +159,7 @@ class Side:
             1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")
         )
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the training: between two steps it ends by itself when its input does."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGCONT)

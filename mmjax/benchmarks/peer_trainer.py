@@ -37,6 +37,7 @@ from mmjax.errors import exit_process, run_command
 
 IGNORED = -100  # label of a token that is not learned
 PREPARED = "prepared"
+SPECIAL_NAMES = ("vision_start", "vision_end", "image", "video")  # of the last special tokens
 ADAPTED = r".*language_model\..*\.(q|k|v|o|gate|up|down)_proj"
 
 # -------------------------------------------------------------------------------------------------
@@ -94,14 +95,13 @@ def save_checkpoint(folder: Path, size: Size, seed: int) -> None:
             "fullatt_block_indexes": [size.vision_layers - 1],
         },
         tie_word_embeddings=True,
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
-        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
-        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        **{
+            f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
+            for name, token in zip(SPECIAL_NAMES, SPECIAL[3:], strict=True)
+        },
     )
     torch.manual_seed(seed)
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config)
-    model.save_pretrained(folder)
+    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
 
 
 def prepare_samples(checkpoint: Path, data: Path) -> None:

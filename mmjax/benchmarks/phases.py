@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,14 @@ from mmjax.balance.phases import (
 )
 from mmjax.balance.waits import Prices, least_fullest, wait_share
 from mmjax.benchmarks.corpora import PHASES, draw_steps, steps_options
-from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.harness import Options, named, option, timed
 from mmjax.config.loading import find_config, load
 from mmjax.data.plan.attended_pairs import causal_pairs
 from mmjax.planning.prices import pair_costs
 
 AUDIO_STRIDE = 2  # frames of a position in the layers
+
+_timed = partial(timed, clock=time.process_time)
 
 OPTIONS: Options = steps_options(60) | {
     "--ranks": option(8, minimum=1),
@@ -49,39 +52,31 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     steps = list(draw_steps(args))
     prices = pair_costs(load(find_config("omni_10b"), ()).model)
     attention = [_attention(costs, prices) for costs in steps]
-    sorting = np.median([_time_plan(_sort_lengths, costs)[1] for costs in steps])
+    sorting = np.median([_timed(_sort_lengths, costs)[1] for costs in steps])
     rows = []
     for name, plan in balances(args.ranks, peers).items():
         plan(steps[0])  # compiles
         over = args.ranks if name == "apart" else peers
-        ratios, sent, seconds, waits = [], [], [], []
-        for costs, attended in zip(steps, attention, strict=True):
-            placed, took = _time_plan(plan, costs)
-            seconds.append(took)
-            positions = cost_per_rank(costs, placed, args.ranks).T
+        placed, seconds = zip(*(_timed(plan, costs) for costs in steps), strict=True)
+        ratios, waits, sent = [], [], []
+        for costs, attended, step in zip(steps, attention, placed, strict=True):
+            positions = cost_per_rank(costs, step, args.ranks).T
             ratios.append(dist_ratio(positions))
             rows_seconds = (prices.position * positions.max(1))[:, None]
-            waits.append(wait_share(rows_seconds + cost_per_rank(attended, placed, args.ranks).T))
-            sent.append(
-                wire(placed.width, args.ranks, over).sum() / max(costs.item_tokens.sum(), 1)
-            )
+            waits.append(wait_share(rows_seconds + cost_per_rank(attended, step, args.ranks).T))
+            sent.append(wire(step.width, args.ranks, over).sum() / max(costs.item_tokens.sum(), 1))
         took = np.median(seconds)
-        cost = {
-            "wait": np.mean(waits),
-            "wire_share": np.mean(sent),
-            "ms": 1e3 * took,
-            "sorts": took / sorting,
-        }
-        rows.append(_row(name, np.array(ratios)) | cost)
+        rows.append(
+            _row(name, np.array(ratios), np.mean(waits))
+            | {"wire_share": np.mean(sent), "ms": 1e3 * took, "sorts": took / sorting}
+        )
     bounds = np.array([_bound(costs, args.ranks) for costs in steps])
     waits = [
         wait_bound(prices.position @ costs.sample.sum(0) / args.ranks, attended.sample, args.ranks)
         for costs, attended in zip(steps, attention, strict=True)
     ]
-    rows.append(
-        _row("bound", bounds) | {"wait": np.mean(waits), "wire_share": 0.0, "ms": 0.0, "sorts": 0.0}
-    )
-    return rows
+    nothing = {"wire_share": 0.0, "ms": 0.0, "sorts": 0.0}
+    return [*rows, _row("bound", bounds, np.mean(waits)) | nothing]
 
 
 def _attention(costs: Costs, prices: Prices) -> Costs:
@@ -104,23 +99,14 @@ def balances(ranks: int, peers: int) -> dict[str, Callable[[Costs], PhasePlan]]:
     }
 
 
-def _time_plan(plan: Callable[[Costs], Any], costs: Costs) -> tuple[Any, float]:
-    began = time.process_time()
-    return plan(costs), time.process_time() - began
-
-
 def _sort_lengths(costs: Costs) -> list[np.ndarray]:
     return [np.argsort(cost, kind="stable") for cost in costs.sample.T.astype(np.int64)]
 
 
-def _row(name: str, ratios: np.ndarray) -> dict[str, Any]:
+def _row(name: str, ratios: np.ndarray, wait: float) -> dict[str, Any]:
     names = [phase.removesuffix("_tokens") for phase in PHASES]
-    means = {f"mean_{n}": x for n, x in zip(names, ratios.mean(0), strict=True)}
-    return (
-        {"balance": name}
-        | means
-        | {f"worst_{n}": x for n, x in zip(names, ratios.max(0), strict=True)}
-    )
+    worst = named("worst_", names, ratios.max(0))
+    return {"balance": name} | named("mean_", names, ratios.mean(0)) | worst | {"wait": wait}
 
 
 def _bound(costs: Costs, ranks: int) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import threading
 import time
 from argparse import Namespace
@@ -12,20 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from mmjax.benchmarks.harness import Measurement, Options, option
+from mmjax.benchmarks.harness import Measurement, Options, option, seconds_of, timed
 from mmjax.benchmarks.processes import run_worker, run_workers
+from mmjax.benchmarks.synthetic_run import make_executor, opened_data
 from mmjax.config import MeshConfig
 from mmjax.config.loading import find_config, load
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
-from mmjax.models.model import Model
 from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.reorder import reorder
 from mmjax.planning.schedules import (
@@ -35,18 +32,14 @@ from mmjax.planning.schedules import (
     StageGraph,
     make_schedule,
     schedule_name,
-    stage_cuts,
     unit_graph,
 )
 from mmjax.planning.simulate import StageTimes, simulate, total_order
 from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.passes import Gradients, StagedBatch
-from mmjax.runtime.placement import place_stages, tower_rows
-from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
-from mmjax.runtime.state import make_optimizer
+from mmjax.runtime.placement import tower_rows
 from mmjax.runtime.transfer import links
 from mmjax.runtime.units import unit_ranks
-from mmjax.training.run_data import open_data
 
 DEVICES = 6
 UNITS = (
@@ -87,18 +80,12 @@ def run(args: Namespace) -> Measurement:
         raise UserError(
             f"--processes {wrong[0]}: four stages of one device run in 1, 2 or 4 processes"
         )
-    figures: dict[str, Any] = {}
+    figures = _drive(args.steps) if args.steps else {}
     arrays: dict[str, np.ndarray] = {}
-    if args.steps:
-        figures |= _drive(args.steps)
     for processes in args.processes:
         measured = _run_stages(args, processes)
-        figures |= {
-            f"{name}_{processes}_processes": value for name, value in measured.figures.items()
-        }
-        arrays |= {
-            f"{name}_{processes}_processes": value for name, value in measured.arrays.items()
-        }
+        for all_figures, those in ((figures, measured.figures), (arrays, measured.arrays)):
+            all_figures |= {f"{name}_{processes}_processes": x for name, x in those.items()}
     return Measurement(figures | _reorder(), arrays)
 
 
@@ -135,23 +122,21 @@ class Pipeline(NamedTuple):
         )
 
 
-def make_pipeline(words: Sequence[str], devices: Sequence[jax.Device], folder: Path) -> Pipeline:
+def make_pipeline(words: Sequence[str], devices: Sequence[jax.Device]) -> Pipeline:
     """Make the stages of tiny_omni with these changes, and load its first step."""
     config = load(find_config("tiny_omni"), words)
-    data = open_data(
-        config, RunFolder(folder), 0, NO_CHANGES, make_mesh(MeshConfig(data=1, fsdp=-1), devices)
-    )
-    model = Model.build(config.model, jnp.dtype(config.training.precision), stage_cuts(config))
-    executor = Executor(
-        model,
-        make_optimizer(config.optimizer, model.axes, model.dtype),
-        place_stages(config, model, devices),
+    data_mesh = make_mesh(MeshConfig(data=1, fsdp=-1), devices)
+    with opened_data(config, data_mesh) as data:
+        loaded = data.loader(0)
+    executor = make_executor(
+        config,
+        devices,
         sources=data.sources,
         schedule=schedule_name(config),
         rows=tower_rows(config, data.loader.layout, unit_ranks(config, devices)),
     )
     state = executor.init(jax.random.key(0))
-    put = [executor.put(batch) for batch in data.loader(0).microbatches]
+    put = [executor.put(batch) for batch in loaded.microbatches]
     batches, weight, *_ = executor.weigh_batches(put)
     return Pipeline(executor, state, batches, weight)
 
@@ -166,12 +151,9 @@ def _drive(steps: int) -> dict[str, float]:
         raise UserError(
             f"bench pipeline needs {DEVICES} devices; on a CPU set JAX_NUM_CPU_DEVICES={DEVICES}"
         )
-    with tempfile.TemporaryDirectory() as path:
-        pipeline = make_pipeline(UNITS, jax.devices()[:DEVICES], Path(path))
+    pipeline = make_pipeline(UNITS, jax.devices()[:DEVICES])
     # The first walk compiles every program, slices and joins of transfers included.
-    began = time.perf_counter()
-    jax.block_until_ready(pipeline.gradients().sums)
-    compiling = time.perf_counter() - began
+    compiling = seconds_of(lambda: jax.block_until_ready(pipeline.gradients().sums))
     seconds: dict[str, list[float]] = defaultdict(list)
     passes = pipeline.executor.passes
     passes.forward = _timed(passes.forward, seconds)
@@ -179,13 +161,12 @@ def _drive(steps: int) -> dict[str, float]:
     passes.synchronous = False  # each pass is waited for here, outside its time
     for _ in range(steps):
         pipeline.gradients()
-    return {
+    figures = {
         "actions_per_step": len(passes.order(len(pipeline.batches))),
         "compile_seconds": compiling,
-        **{
-            f"{kind}_milliseconds": 1e3 * statistics.median(times)
-            for kind, times in seconds.items()
-        },
+    }
+    return figures | {
+        f"{kind}_milliseconds": 1e3 * statistics.median(times) for kind, times in seconds.items()
     }
 
 
@@ -223,14 +204,8 @@ def _run_stages(args: Namespace, processes: int) -> Measurement:
         variants=variants,
         repeats=args.repeats,
     )
-    with tempfile.TemporaryDirectory() as path:
-        measured = run_workers(
-            "mmjax.benchmarks.pipeline",
-            task,
-            Path(path),
-            [()] * processes,
-            len(forward) // processes,
-        )
+    devices = len(forward) // processes
+    measured = run_workers("mmjax.benchmarks.pipeline", task, [()] * processes, devices)
     seconds = step_seconds(measured, len(variants))
     graph = unit_graph(load(find_config("tiny_omni"), STAGES))
     simulated = np.array(
@@ -270,18 +245,13 @@ def step_seconds(measured: Sequence[Mapping[str, Any]], variants: int) -> np.nda
 
 def simulated_seconds(graph: StageGraph, processes: int, task: Task, variant: Variant) -> float:
     """Simulate a step in processes of a CPU, each of which waits for every pass of its stages, in the order of all."""
-    order = [*total_order(make_schedule(variant.schedule, graph, task.microbatches))]
-    # The last stage's backward pass is one program with its forward pass.
-    order = [
-        action for action in order if action.kind == "forward" or action.stage not in graph.sinks
-    ]
-    order = [
-        part
-        for action in order
-        for part in (
-            [action, action._replace(kind="backward")] if action.stage in graph.sinks else [action]
-        )
-    ]
+    order: list[Action] = []
+    for action in total_order(make_schedule(variant.schedule, graph, task.microbatches)):
+        # The last stage's backward pass is one program with its forward pass.
+        if action.stage not in graph.sinks:
+            order.append(action)
+        elif action.kind == "forward":
+            order += [action, action._replace(kind="backward")]
     workers = tuple(stage * processes // len(graph.workers) for stage in range(len(graph.workers)))
     orders = tuple(
         tuple(a for a in order if workers[a.stage] == process) for process in range(processes)
@@ -307,57 +277,60 @@ def hidden_share(seconds: np.ndarray, task: Task) -> np.ndarray:
 def _reorder() -> dict[str, Any]:
     """Simulate what reordering gains before three LLM stages of equal times, and time it on six stages."""
     figures: dict[str, Any] = {}
-    chain = _chain(4)
     for microbatches in (8, 32):
         gains = {}
         for spread in SPREADS:
             rng = np.random.default_rng(0)
             ratios = [
-                _gain(chain, *_encoder_times(rng, 4, microbatches, spread)) for _ in range(STEPS)
+                reorder_gain(chain(4), _encoder_times(rng, 4, microbatches, spread))
+                for _ in range(STEPS)
             ]
             gains[str(spread)] = round(float(np.mean(ratios)), 4)
         figures[f"reorder_gain_{microbatches}_microbatches"] = gains
     rng = np.random.default_rng(0)
     seconds = []
     for _ in range(STEPS):
-        times = _encoder_times(rng, 6, 32, 1.0)
-        began = time.process_time()  # whatever else runs on the machine
-        reorder("1f1b", _chain(6), *times)
-        seconds.append(time.process_time() - began)
+        forward = _encoder_times(rng, 6, 32, 1.0)
+        arguments = ("1f1b", chain(6), forward, 2 * forward)
+        seconds.append(timed(reorder, *arguments, clock=time.process_time)[1])
     return figures | {"reorder_milliseconds": 1e3 * statistics.median(seconds)}
 
 
-def _chain(stages: int) -> StageGraph:
-    return StageGraph(tuple(pairwise(range(stages))), tuple(range(stages)))
+def chain(stages: int, workers: int | None = None) -> StageGraph:
+    """Return the graph of stages behind each other, each with a worker of its own or with so many in turns."""
+    turns = tuple(stage % (workers or stages) for stage in range(stages))
+    return StageGraph(tuple(pairwise(range(stages))), turns)
 
 
 def _encoder_times(
     rng: np.random.Generator, stages: int, microbatches: int, spread: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw log-normal times of the first stage, whose mean is the time of every other one."""
+) -> np.ndarray:
+    """Draw log-normal times of the first stage's forward passes, whose mean is the time of every other one."""
     forward = np.full((stages, microbatches), 10**6)
     forward[0] = np.rint(1e6 * np.exp(rng.normal(-(spread**2) / 2, spread, microbatches)))
-    return forward, 2 * forward
+    return forward
 
 
-def _gain(graph: StageGraph, forward: np.ndarray, backward: np.ndarray) -> float:
-    """Return how many times as long a step takes as planned."""
-    order = reorder("1f1b", graph, forward, backward)
-    schedule = make_schedule("1f1b", graph, len(order))
-    planned, reordered = (
-        simulate(schedule, StageTimes(forward[:, o], backward[:, o])).makespan
-        for o in (np.arange(len(order)), order)
-    )
-    return planned / reordered
+def reorder_gain(graph: StageGraph, forward: np.ndarray) -> float:
+    """Return how many times as long a step takes as planned. forward: as of `simulated_step`."""
+    order = reorder("1f1b", graph, forward, 2 * forward)
+    reordered = simulated_step("1f1b", graph, forward[:, order])
+    return simulated_step("1f1b", graph, forward) / reordered
+
+
+def simulated_step(name: ScheduleName, graph: StageGraph, forward: np.ndarray) -> float:
+    """Simulate a step of these forward passes `[stages, microbatches]`; backward passes take twice as long."""
+    schedule = make_schedule(name, graph, forward.shape[1])
+    return simulate(schedule, StageTimes(forward, 2 * forward)).makespan
 
 
 # -------------------------------------------------------------------------------------------------
 # one of the processes
 
 
-def measure(task: Task, folder: Path) -> dict[str, Any]:
+def measure(task: Task) -> dict[str, Any]:
     """Measure when the steps of each variant began and ended here, on a clock that all processes of a host share."""
-    pipeline = make_pipeline(STAGES, jax.devices(), folder)
+    pipeline = make_pipeline(STAGES, jax.devices())
     # Equal microbatches: nothing compiles after the first walk.
     pipeline = pipeline._replace(batches=pipeline.batches[:1] * task.microbatches)
     jax.block_until_ready(pipeline.gradients().sums)

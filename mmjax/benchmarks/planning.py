@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from mmjax.balance.parts import fill
 from mmjax.balance.waits import mean_waits
 from mmjax.benchmarks.corpora import LENGTHS, TILES, index_of_samples
-from mmjax.benchmarks.fill import rank_dist_ratios, wire_share
 from mmjax.benchmarks.grouping import overdispersion
-from mmjax.benchmarks.harness import Measurement, Options, option, ranks_of_node
+from mmjax.benchmarks.harness import Measurement, Options, named, option, ranks_of_node, timed
+from mmjax.benchmarks.planned_steps import measure_steps
 from mmjax.config import (
     Config,
     LlmBalance,
@@ -27,9 +29,10 @@ from mmjax.config import (
     Samples,
 )
 from mmjax.config.loading import default_config, find_config, load
-from mmjax.data.plan.grouping import Group
 from mmjax.data.plan.length_files import omni_corpus, read_lengths
-from mmjax.data.plan.placement import MicrobatchPlan, Topology, room_and_use, waits_of
+from mmjax.data.plan.placement import (
+    Topology,
+)
 from mmjax.data.plan.placer import Balance, Placer
 from mmjax.data.plan.step_plan import StepPlan, StepPlanner, make_planner
 from mmjax.errors import UserError
@@ -46,7 +49,7 @@ RANKS_PER_NODE = 8
 # planned before timing
 _COMPILED = {"ranks": 2 * RANKS_PER_NODE, "per_rank": 16, "ranks_per_node": 0, "steps": 2}
 
-T = TypeVar("T")
+_timed = partial(timed, clock=time.process_time)
 
 
 OPTIONS: Options = LENGTHS | {
@@ -85,26 +88,37 @@ def run(args: Namespace) -> Measurement:
         raise UserError(
             f"--lengths {args.lengths[0]}: no lengths of an encoder; give vision, audio or {TILES}"
         )
-    small = Namespace(**vars(args) | _COMPILED)
-    _plan(small, read, encoders)
-    return _measurement(_plan(args, read, encoders), read.get("source"))
+    _plan(Namespace(**vars(args) | _COMPILED), read, encoders)
+    placer, plans, figures = _plan(args, read, encoders)
+    measured = measure_steps(plans, placer.prices, placer.index)
+    mean = mean_waits(measured.waits)
+    samples = [plan.samples() for plan in plans]
+    sample = np.concatenate(samples)
+    step = np.repeat(np.arange(len(plans)), list(map(len, samples)))
+    source = read.get("source")
+    random = None if source is None else overdispersion(source[sample % len(source)], step)
+    modules = ("llm", *encoders)
+    worst = (measured.used / measured.room).min(0)
+    figures |= {
+        "fill": named("", modules, fill(measured.used, measured.room).tolist()),
+        "worst_fill": named("", modules, worst.tolist()),
+        "dist_ratio": named("", modules, measured.dist_ratio.mean(0).tolist()),
+        "wait": mean.wait,
+        "worst_wait": max(w.wait for w in measured.waits),
+        "wait_bound": mean.bound,
+        "padding": mean.padding,
+        "wire_share": measured.wire_share,
+        "overdispersion": random,
+        "steps": len(plans),
+    }
+    arrays = {"used": measured.used, "room": measured.room, "dist_ratio": measured.dist_ratio}
+    return Measurement(figures, {"sample": sample, "step": step} | arrays)
 
 
-@dataclass
-class _Planned:
-    """Hold steps planned one after the other, and the CPU seconds that this took."""
-
-    encoders: Sequence[str]
-    planner: StepPlanner
-    first_step_seconds: float
-    plans: list[StepPlan] = field(default_factory=list)
-    grouped: int = 0  # steps, of which those of `plans` were also placed
-    longest_wait: int = 0
-    grouping_seconds: float = 0.0
-    placing_seconds: float = 0.0
-
-
-def _plan(args: Namespace, read: Mapping[str, np.ndarray], encoders: Mapping[str, str]) -> _Planned:
+def _plan(
+    args: Namespace, read: Mapping[str, np.ndarray], encoders: Mapping[str, str]
+) -> tuple[Placer, list[StepPlan], dict[str, Any]]:
+    """Plan steps one after the other; return also the figures of the CPU seconds that this took."""
     available = len(read["llm_tokens"])
     step = args.ranks * args.per_rank * getattr(args, "microbatches", 1)
     # whole chunks may be more than these steps
@@ -118,26 +132,29 @@ def _plan(args: Namespace, read: Mapping[str, np.ndarray], encoders: Mapping[str
         planner.plan(0)
         return planner
 
-    planner, seconds = _cpu_seconds(first_step)
-    planned = _Planned(tuple(encoders), planner, first_step_seconds=seconds)
+    planner, first_seconds = _timed(first_step)
     grouper = replace(planner.grouper, first_steps=[0])  # without the chunks that are in memory
-    number = 0
+    grouping: list[float] = []
+    placing: list[float] = []
+    plans: list[StepPlan] = []
+    longest_wait = number = 0
     while number < args.steps or number not in grouper.first_steps:  # chunks are grouped as a whole
-        groups, seconds = _cpu_seconds(grouper.step, number)
-        planned.grouping_seconds += seconds
+        groups, seconds = _timed(grouper.step, number)
+        grouping.append(seconds)
         # without grouping the end of a chunk is as its beginning
         if args.grouping == "pack" or number < args.steps:
-            microbatches, seconds = _cpu_seconds(_place, planner.placer, groups)
-            planned.placing_seconds += seconds
-            planned.plans.append(StepPlan(number, tuple(microbatches)))
-            planned.longest_wait = max(planned.longest_wait, grouper.longest_wait(number))
+            placed, seconds = _timed(lambda groups=groups: [*map(planner.placer.place, groups)])
+            placing.append(seconds)
+            plans.append(StepPlan(number, tuple(m for group in placed for m in group)))
+            longest_wait = max(longest_wait, grouper.longest_wait(number))
         number += 1
-    planned.grouped = number
-    return planned
-
-
-def _place(placer: Placer, groups: Sequence[Group]) -> list[MicrobatchPlan]:
-    return [m for group in groups for m in placer.place(group)]
+    figures = {
+        "grouping_seconds_per_step": statistics.fmean(grouping),
+        "placing_seconds_per_step": statistics.fmean(placing),
+        "first_step_seconds": first_seconds,
+        "longest_wait": longest_wait,
+    }
+    return planner.placer, plans, figures
 
 
 def _config(args: Namespace, encoders: Sequence[str]) -> Config:
@@ -161,56 +178,3 @@ def _config(args: Namespace, encoders: Sequence[str]) -> Config:
         balance=BALANCES[args.balance],
     )
     return replace(config, model=model, batch=batch, seed=args.seed)
-
-
-def _measurement(planned: _Planned, source: np.ndarray | None) -> Measurement:
-    index = planned.planner.placer.index
-    steps = len(planned.plans)
-    step_room: list[np.ndarray] = []
-    step_use: list[np.ndarray] = []
-    for plan in planned.plans:
-        room, use = zip(*(room_and_use(m, index) for m in plan.microbatches), strict=True)
-        step_room.append(sum(room))
-        step_use.append(sum(use))
-    used = np.array(step_use)
-    room = np.array(step_room)
-    prices = planned.planner.placer.prices
-    waits = [waits_of(plan.microbatches, prices, index) for plan in planned.plans]
-    mean = mean_waits(waits)
-    dist_ratio = np.array([rank_dist_ratios(plan.microbatches) for plan in planned.plans])
-    sample = np.concatenate([plan.samples() for plan in planned.plans])
-    step = np.repeat(np.arange(steps), [len(plan.samples()) for plan in planned.plans])
-    modules = ("llm", *planned.encoders)
-    figures = {
-        "grouping_seconds_per_step": planned.grouping_seconds / planned.grouped,
-        "placing_seconds_per_step": planned.placing_seconds / steps,
-        "first_step_seconds": planned.first_step_seconds,
-        "fill": _by_module(modules, fill(used, room)),
-        "worst_fill": _by_module(modules, (used / room).min(0)),
-        "longest_wait": planned.longest_wait,
-        "dist_ratio": _by_module(modules, dist_ratio.mean(0)),
-        "wait": mean.wait,
-        "worst_wait": max(w.wait for w in waits),
-        "wait_bound": mean.bound,
-        "padding": mean.padding,
-        "wire_share": wire_share([m for plan in planned.plans for m in plan.microbatches], index),
-        "overdispersion": None
-        if source is None
-        else overdispersion(source[sample % len(source)], step),
-        "steps": steps,
-    }
-    return Measurement(
-        figures,
-        {"sample": sample, "step": step, "used": used, "room": room, "dist_ratio": dist_ratio},
-    )
-
-
-def _by_module(modules: Sequence[str], values: np.ndarray) -> dict[str, float]:
-    return dict(zip(modules, values.tolist(), strict=True))
-
-
-def _cpu_seconds(work: Callable[..., T], *args: Any) -> tuple[T, float]:
-    """Do the work; return its result and the CPU seconds of this process that it took."""
-    began = time.process_time()
-    result = work(*args)
-    return result, time.process_time() - began

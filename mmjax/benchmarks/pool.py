@@ -6,15 +6,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from mmjax.benchmarks.harness import Options, option
 from mmjax.benchmarks.processes import SHORT, train
@@ -28,30 +25,12 @@ SAMPLES = 24  # of a step
 COMPUTED = 0.18
 
 
-class LateImages(RandomSamples):
-    """Samples of tiny images, of which each takes a while to read, as from slow storage."""
-
-    vocab = 30
-
-    def __init__(self, split: str, tokens: int, images: int, seconds: float) -> None:
-        """tokens, images: of a sample."""
-        # Of the other splits only a few are read, for the score at the end of a run.
-        self._samples = 200 * SAMPLES if split == "train" else SAMPLES
-        self._facts = SampleLengths(tokens, (("vision", (8, 8)),) * images)
-        self._seconds = seconds
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def fingerprint(self) -> str:
-        return f"late {self._facts}"
-
-    def facts(self, index: int) -> SampleLengths:
-        return self._facts
-
-    def item(self, index: int, number: int) -> np.ndarray:
-        time.sleep(self._seconds)
-        return super().item(index, number)
+def late_images(split: str, tokens: int, images: int, seconds: float) -> RandomSamples:
+    """Make samples of so many tokens and tiny images, of which each takes a while to read, as from slow storage."""
+    # Of the other splits only a few are read, for the score at the end of a run.
+    samples = 200 * SAMPLES if split == "train" else SAMPLES
+    facts = SampleLengths(tokens, (("vision", (8, 8)),) * images)
+    return RandomSamples([facts] * samples, vocab=30, delay=seconds)
 
 
 OPTIONS: Options = {
@@ -94,7 +73,7 @@ def _train(
         "data.prefetch=1",
         f"batch.size.count={SAMPLES}",
         f"{source}=function",
-        f"{source}.function=mmjax.benchmarks.pool:LateImages",
+        f"{source}.function=mmjax.benchmarks.pool:late_images",
         f"{source}.arguments.tokens={args.tokens}",
         f"{source}.arguments.seconds={seconds}",
         f"{source}.arguments.images={images}",

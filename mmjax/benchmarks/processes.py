@@ -8,6 +8,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,6 +70,12 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def run_for_json(*words: str) -> Any:
+    """Run `python WORDS`; return the JSON that it prints."""
+    command = [sys.executable, *words]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+
+
 def train(folder: Path, words: Sequence[str], variables: Mapping[str, str]) -> list[dict[str, Any]]:
     """Run `mmjax.train` with these words in a folder, without checkpoints and evaluation; return its metrics."""
     command = [sys.executable, "-m", "mmjax.train", *words, f"run={folder}"]
@@ -79,14 +86,13 @@ def train(folder: Path, words: Sequence[str], variables: Mapping[str, str]) -> l
 
 
 def run_workers(
-    module: str, task: Any, folder: Path, cores: Sequence[Collection[int]], devices: int = 1
+    module: str, task: Any, cores: Sequence[Collection[int]], devices: int = 1
 ) -> list[dict[str, Any]]:
-    """Run `python -m MODULE FOLDER` as the processes of one group, each on its cores, and wait for them.
+    """Run `python -m MODULE FOLDER` as the processes of one group, each on its cores; return what they measured.
 
     The module calls `run_worker`. Each process has so many devices and one thread. Where one fails,
     prints its last lines and ends the command with an error.
     """
-    (folder / "task.pickle").write_bytes(pickle.dumps(task))
     one_core = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     variables = environment(devices=devices) | {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {one_core}".strip(),
@@ -94,23 +100,24 @@ def run_workers(
         "MMJAX_COORDINATOR": f"127.0.0.1:{free_port()}",
     }
     started = []
-    try:
-        for p, of_process in enumerate(cores):
-            with (folder / f"{p}.txt").open("w") as log, pinned(of_process):
-                command = [sys.executable, "-m", module, str(folder)]
-                numbered = variables | {"MMJAX_PROCESS": str(p)}
-                started.append(
-                    subprocess.Popen(command, env=numbered, stdout=log, stderr=subprocess.STDOUT)
-                )
-        _wait(started, folder)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return [json.loads((folder / f"{p}.json").read_text()) for p in range(len(cores))]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "task.pickle").write_bytes(pickle.dumps(task))
+        try:
+            for p, of_process in enumerate(cores):
+                with (folder / f"{p}.txt").open("w") as log, pinned(of_process):
+                    command = [sys.executable, "-m", module, name]
+                    numbered = variables | {"MMJAX_PROCESS": str(p)}
+                    started.append(subprocess.Popen(command, env=numbered, stdout=log, stderr=log))
+            _wait(started, folder)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        return [json.loads((folder / f"{p}.json").read_text()) for p in range(len(cores))]
 
 
-def run_worker(measure: Callable[[Any, Path], dict[str, Any]]) -> None:
+def run_worker(measure: Callable[[Any], dict[str, Any]]) -> None:
     """Be one process: measure the task that FOLDER's `task.pickle` holds, write it to FOLDER's `<process>.json`."""
 
     # imports JAX, which the Trainer's side of `peer` must not load
@@ -119,7 +126,7 @@ def run_worker(measure: Callable[[Any, Path], dict[str, Any]]) -> None:
     def main() -> None:
         folder = Path(sys.argv[1])
         with coordination.process_group():
-            measured = measure(pickle.loads((folder / "task.pickle").read_bytes()), folder)
+            measured = measure(pickle.loads((folder / "task.pickle").read_bytes()))
             (folder / f"{coordination.index()}.json").write_text(json.dumps(measured))
 
     exit_process(run_command(main))

@@ -11,15 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mmjax.autotune.layer_profile import (
-    STACK,
-    layer_programs,
-    time_layer,
-    typical_seconds,
-)
+from mmjax.autotune.layer_profile import STACK, layer_programs, time_layer, typical_seconds
 from mmjax.batch import Microbatch
 from mmjax.benchmarks.harness import Options, option
-from mmjax.benchmarks.synthetic_run import make_executor, plan_rows
+from mmjax.benchmarks.synthetic_run import make_executor, plan_rows, with_policies
 from mmjax.config import (
     Config,
     ConnectorConfig,
@@ -32,7 +27,6 @@ from mmjax.config import (
 from mmjax.config.loading import load
 from mmjax.cost.trace import tower_batch
 from mmjax.errors import UserError
-from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.memory import GB, DeviceBatch
 from mmjax.planning.remat import MemoryLimit, RunPlan
 from mmjax.planning.speed import LayerTimes, Speed
@@ -89,17 +83,12 @@ def run(args: Namespace) -> list[dict[str, Any]]:
         for name, fitted in fits.items()
     }
     for tower, shape in batch.shape.items():
-        programs |= {
-            (tower, name): run for name, run in layer_programs(config, tower, shape, device).items()
-        }
+        timed = layer_programs(config, tower, shape, device)
+        programs |= {(tower, policy): run for policy, run in timed.items()}
     typical = typical_seconds(programs, args.seconds)
     steps = {name: typical[STEP, name] for name in fits}
     layers = {
-        name: sum(
-            typical[tower, policy] / STACK
-            for tower, policies in fitted.policies.items()
-            for policy in policies
-        )
+        name: sum(typical[tower, p] for tower, mix in fitted.policies.items() for p in mix) / STACK
         for name, fitted in fits.items()
     }
     first = min(steps, key=lambda name: steps[name])
@@ -107,34 +96,28 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     for name, seconds in steps.items():
         measured = seconds - steps[first]
         predicted = layers[name] - layers[first]
-        off = predicted / measured - 1 if measured else 0.0
-        row = {
-            "remat": name,
-            "activations": fits[name].fullest.memory["activations"] / GB,
-            "step": seconds,
-        }
-        gained = (steps["full"] - seconds) / (steps["full"] - steps["none"])
         rows.append(
-            row | {"measured": measured, "predicted": predicted, "off": off, "gained": gained}
+            {
+                "remat": name,
+                "activations": fits[name].fullest.memory["activations"] / GB,
+                "step": seconds,
+                "measured": measured,
+                "predicted": predicted,
+                "off": predicted / measured - 1 if measured else 0.0,
+                "gained": (steps["full"] - seconds) / (steps["full"] - steps["none"]),
+            }
         )
     return rows
 
 
 def _config(args: Namespace) -> Config:
     width = args.width
-    llm = DecoderConfig(
-        args.layers,
-        width,
-        heads=width // 64,
-        kv_heads=width // 256,
-        head_width=64,
-        mlp_width=4 * width,
-        vocab=512,
-    )
     half = width // 2
-    vision = VisionConfig(
-        args.layers, half, half // 64, 4 * half, 14, connector=ConnectorConfig(mlp_width=half)
+    llm = DecoderConfig(
+        args.layers, width, width // 64, width // 256, 64, mlp_width=4 * width, vocab=512
     )
+    connector = ConnectorConfig(mlp_width=half)
+    vision = VisionConfig(args.layers, half, half // 64, 4 * half, 14, connector=connector)
     base = load("tiny_omni")
     batch, training = replace(base.batch, microbatches=1), replace(base.training, loss_chunks=1)
     model = ModelConfig(llm, {"vision": vision})
@@ -142,10 +125,8 @@ def _config(args: Namespace) -> Config:
 
 
 def _mixed(config: Config, mix: tuple[Remat, Remat]) -> Config:
-    model = config.model
-    encoders = {name: replace(encoder, remat=mix[1]) for name, encoder in model.encoders.items()}
     return replace(
-        config, model=replace(model, llm=replace(model.llm, remat=mix[0]), encoders=encoders)
+        config, model=with_policies(config.model, dict(zip(("llm", "vision"), mix, strict=True)))
     )
 
 
@@ -161,7 +142,7 @@ def _gradients(
     config: Config, batch: DeviceBatch, states: dict[str, tuple[Any, Any]]
 ) -> Callable[[], jax.Array]:
     """Build the program of a microbatch's gradients. Models of the same runs of layers share the `states`."""
-    executor = make_executor(config, make_mesh(config.mesh, jax.devices()[:1]))
+    executor = make_executor(config, jax.devices()[:1])
     towers = executor.model.runs.items()
     runs = str({tower: [name for run in plan for name in run.parts] for tower, plan in towers})
     if runs not in states:

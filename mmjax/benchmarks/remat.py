@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,10 @@ import numpy as np
 from mmjax.balance.parts import LLM, dist_ratio
 from mmjax.balance.phases import cost_per_rank
 from mmjax.benchmarks.corpora import draw_steps, steps_options
-from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.harness import Options, named, option
 from mmjax.benchmarks.phases import balances
 from mmjax.benchmarks.synthetic_run import plan_rows
-from mmjax.config import AdamW, AudioConfig, Config, ModelConfig, Remat
+from mmjax.config import AdamW, Config, ModelConfig, Remat
 from mmjax.config.loading import load
 from mmjax.config.model import frozen_modules
 from mmjax.planning.flops import executed, recompute_flops
@@ -78,29 +79,29 @@ def _row(config: Config, longest: np.ndarray, args: Namespace) -> dict[str, Any]
     training = replace(config.training, precision=PRECISION, loss_chunks=1)
     config = replace(config, training=training, optimizer=AdamW())
     plan = plan_rows(config, shape, {"fsdp": args.shards}, speed, room)
-    everything = sum(f.total for f in executed(model, shape, frozen_modules(model)).values())
+    needed = sum(f.total for f in executed(model, shape, frozen_modules(model)).values())
 
-    def again_flops(name: str, policy: Remat) -> int:
-        return recompute_flops(model, name, work[name], policy)
+    def recomputed(policies: Mapping[str, Sequence[Remat]]) -> float:
+        """Return the FLOPs that these policies of layers compute again, over all others."""
+        flops = (
+            recompute_flops(model, name, work[name], policy)
+            for name, mix in policies.items()
+            for policy in mix
+        )
+        return sum(flops) / needed
 
-    full = sum(config.layers * again_flops(name, "full") for name, config in towers.items())
-    share = (
-        sum(again_flops(name, policy) for name, mix in plan.policies.items() for policy in mix)
-        / everything
-    )
-    row = {f"length_{name}": length for name, (_, length) in shape.items()}
-    row |= {
+    share = recomputed(plan.policies)
+    row = named("length_", shape, (length for _, length in shape.values())) | {
         "policies": {name: dict(Counter(mix)) for name, mix in plan.policies.items()},
         "recompute_share": share,
-    }
-    row |= {
         "seconds": plan.seconds,
         "bound": plan.lower_bound,
-        "pflops": everything * (1 + share) / 1e15,
+        "pflops": needed * (1 + share) / 1e15,
     }
     if not plan.fits:
         row |= dict.fromkeys(("policies", "recompute_share", "seconds", "bound", "pflops"))
-    return row | {"all": full / everything, "memory": plan.device / GB}
+    everything = {name: ["full"] * config.layers for name, config in towers.items()}
+    return row | {"all": recomputed(everything), "memory": plan.device / GB}
 
 
 def _shape(model: ModelConfig, longest: np.ndarray) -> dict[str, tuple[int, int]]:
@@ -109,5 +110,5 @@ def _shape(model: ModelConfig, longest: np.ndarray) -> dict[str, tuple[int, int]
     for (name, encoder), positions in zip(model.encoders.items(), longest[1:], strict=True):
         group = encoder.token_positions
         rounded = -(-int(positions) // group) * group
-        shape[name] = (1, rounded * (encoder.stride if isinstance(encoder, AudioConfig) else 1))
+        shape[name] = (1, rounded * encoder.stride)
     return shape

@@ -6,18 +6,15 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from mmjax.autotune.layer_profile import STACK, layer_programs, typical_seconds
-from mmjax.autotune.memory_plan import fit_run
 from mmjax.autotune.run_time import StepTime, time_run
 from mmjax.autotune.sharded_stages import device_microbatch, on_one_mesh
 from mmjax.benchmarks.harness import Options, option
-from mmjax.benchmarks.synthetic_run import RandomSamples, make_executor, opened_data
+from mmjax.benchmarks.synthetic_run import Prepared, RandomSamples, Trainer, prepare
 from mmjax.config import (
     BatchConfig,
     Config,
@@ -31,17 +28,12 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
-from mmjax.data.plan.placement import MicrobatchPlan
-from mmjax.data.plan.step_plan import RankLayout
 from mmjax.data.sample import SampleLengths, Split
 from mmjax.errors import UserError
-from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.hardware import Cluster, Device
 from mmjax.planning.memory import DeviceBatch
-from mmjax.planning.remat import RunPlan
 from mmjax.planning.speed import FORWARD, LayerTimes, Speed
 from mmjax.runtime.devices import device_description
-from mmjax.runtime.state import hyperparameters
 
 # of every sample: text tokens, and pixels of the side of its image
 VOCAB, TEXT, SIDE = 2048, 192, 64
@@ -49,30 +41,20 @@ LAYERS = 4  # of each tower
 POLICY = "none"  # of all layers
 
 
-class EqualSamples(RandomSamples):
-    """Samples of an image and a text that are as long as those of all others, so that every row has one length."""
+def equal_samples(split: Split, pictures: bool = False) -> RandomSamples:
+    """Make samples of an image and a text, all as long, so that every row has one length.
 
-    vocab = VOCAB
-
-    def __init__(self, split: Split) -> None:
-        pass
-
-    def __len__(self) -> int:
-        return 64
-
-    def facts(self, index: int) -> SampleLengths:
-        """Return the lengths of a sample."""
-        return SampleLengths(TEXT, (("vision", (SIDE, SIDE)),))
+    pictures: also an image behind the text, which is to be made.
+    """
+    del split
+    items = (("vision", (SIDE, SIDE)),) + (("picture", (SIDE, SIDE)),) * pictures
+    return RandomSamples([SampleLengths(TEXT, items)] * 64, VOCAB, behind=("picture",))
 
 
 class Step(NamedTuple):
     """A step on a mesh, with what the planner knows of it."""
 
-    config: Config
-    mesh: jax.sharding.Mesh
-    layout: RankLayout
-    plan: RunPlan
-    microbatches: list[MicrobatchPlan]
+    prepared: Prepared
     batch: DeviceBatch  # of each microbatch
     run: Callable[[], Any]
 
@@ -103,22 +85,23 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     programs: dict[Hashable, Callable[[], Any]] = {count: step.run for count, step in steps.items()}
     first = next(iter(steps.values()))
     for tower, shape in first.batch.shape.items():
-        programs[tower] = layer_programs(first.config, tower, shape, devices[0])[POLICY]
+        programs[tower] = layer_programs(first.prepared.config, tower, shape, devices[0])[POLICY]
     turns = take_turns(programs, args)
     layers = turns.layer_seconds({tower: tower for tower in first.batch.shape})
     rows = []
     for count, step in steps.items():
         predicted = predict_step(step, layers, turns.device)
         measured = turns.seconds[count]
-        row = {
-            "devices": len(devices),
-            "microbatches": count,
-            "measured": measured,
-            "predicted": predicted.total,
-        }
-        row["ratio"] = predicted.total / measured
         rows.append(
-            row | {"layers": LAYERS * count * sum(layers.values()), "update": predicted.update}
+            {
+                "devices": len(devices),
+                "microbatches": count,
+                "measured": measured,
+                "predicted": predicted.total,
+                "ratio": predicted.total / measured,
+                "layers": LAYERS * count * sum(layers.values()),
+                "update": predicted.update,
+            }
         )
     return rows
 
@@ -168,7 +151,9 @@ def spmd_config(width: int, devices: int, microbatches: int) -> Config:
     )
     return Config(
         name="spmd",
-        data=DataConfig({"equal": FunctionSource("mmjax.benchmarks.spmd:EqualSamples")}, workers=0),
+        data=DataConfig(
+            {"equal": FunctionSource("mmjax.benchmarks.spmd:equal_samples")}, workers=0
+        ),
         batch=BatchConfig(
             Samples(devices * microbatches),
             {"llm": devices, "vision": devices},
@@ -183,36 +168,12 @@ def spmd_config(width: int, devices: int, microbatches: int) -> Config:
 
 def make_step(config: Config, devices: list[jax.Device]) -> Step:
     """Compile a config's step, and load its first batch."""
-    mesh = make_mesh(config.mesh, devices)
-    with opened_data(config, mesh) as data:
-        loaded = data.loader(0)
-    layout = data.loader.layout
-    plan, _ = fit_run(config, mesh, layout, partial(data.layout_of, mesh=mesh))
-    planned = replace(config, model=plan.applied(config.model))
-    executor = make_executor(planned, mesh, loss_chunks=plan.loss_chunks)
-    hyper = hyperparameters(config, 0)
-    batches = [executor.put(batch) for batch in loaded.microbatches]
-    state = executor.init(jax.random.key(0))
-    accumulated = executor.zeros()
-
-    def run() -> Any:
-        nonlocal state, accumulated
-        state, accumulated, report = executor.step(
-            state, accumulated, batches, hyper, noise=np.zeros(2, np.uint32)
-        )
-        return state, report
-
+    prepared = prepare(config, devices, 1)
+    trainer = Trainer.start(config, prepared.executor)
+    batches = [prepared.executor.put(batch) for batch in prepared.steps[0].microbatches]
+    layout = prepared.loader.layout
     batch = device_microbatch(config, layout, layout.shapes[0])
-    microbatches = data.loader.planner.plan(0).microbatches
-    return Step(
-        config=config,
-        mesh=mesh,
-        layout=layout,
-        plan=plan,
-        microbatches=microbatches,
-        batch=batch,
-        run=run,
-    )
+    return Step(prepared, batch, lambda: trainer.step(batches))
 
 
 def predict_step(step: Step, layers: Mapping[str, float], device: Device) -> StepTime:
@@ -223,9 +184,10 @@ def predict_step(step: Step, layers: Mapping[str, float], device: Device) -> Ste
         tower: LayerTimes(rows, {length: {POLICY: layers[tower], FORWARD: layers[tower]}})
         for tower, (rows, length) in step.batch.shape.items()
     }
-    config = on_one_mesh(
-        replace(step.config, model=step.plan.applied(step.config.model)), step.mesh.shape
-    )
+    config, plan, loader, executor, _ = step.prepared
+    mesh = executor.mesh
+    planned = on_one_mesh(replace(config, model=plan.applied(config.model)), mesh.shape)
     speed = Speed(device.rates(config.training.precision), times)
-    cluster = Cluster(device, 1, step.mesh.size)
-    return time_run(config, step.layout, step.plan, cluster, speed, [step.microbatches]).step
+    cluster = Cluster(device, 1, mesh.size)
+    microbatches = loader.planner.plan(0).microbatches
+    return time_run(planned, loader.layout, plan, cluster, speed, [microbatches]).step

@@ -15,9 +15,10 @@ from mmjax.benchmarks.balance_steps import (
     PHASES,
     make_trial,
     predicted_gain,
+    samples_of,
     scaled,
-    work_per_rank,
 )
+from mmjax.benchmarks.planned_steps import positions_per_rank
 from mmjax.data.media.patches import item_input
 from mmjax.data.plan.length_files import omni_corpus
 from mmjax.data.plan.length_index import build_index
@@ -25,7 +26,7 @@ from mmjax.data.plan.length_index import build_index
 
 @pytest.fixture(scope="module")
 def source():
-    return scaled(omni_corpus(3000, 0), 64)
+    return samples_of(scaled(omni_corpus(3000, 0), 64))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def test_all_modes_have_the_same_samples_in_one_ladder_and_post_is_the_most_even
         for mode in MODES:
             plan = plans[mode][step]
             assert np.array_equal(np.sort(none.samples()), np.sort(plan.samples()))
-            assert np.array_equal(work_per_rank(none).sum(1), work_per_rank(plan).sum(1))
+            assert np.array_equal(positions_per_rank(none).sum(1), positions_per_rank(plan).sum(1))
             assert all(m.shape in trial.layouts[mode].shapes for m in plan.microbatches)
 
 

@@ -142,7 +142,4 @@ def test_rows_of_every_kind_are_full_but_those_of_one_sample():
 def test_the_table_has_a_row_for_every_figure():
     assert markdown({"products": {"TFLOP/s": 812.345}, "torch": {"skipped": "a | b"}}).splitlines()[
         2:
-    ] == [
-        "| products | TFLOP/s | 812.3 |",
-        "| torch | skipped | a / b |",
-    ]
+    ] == ["| products | TFLOP/s | 812.3 |", "| torch | skipped | a / b |"]
