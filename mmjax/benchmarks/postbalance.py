@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from mmjax.benchmarks.baselines.postbalance import (
     paper_quadratic,
     rank_costs,
 )
-from mmjax.benchmarks.corpora import ONE_STEP, draw_step, rank_of_samples
+from mmjax.benchmarks.corpora import ONE_STEP, draw_step
 from mmjax.benchmarks.harness import Measurement, Options, median_seconds, option
 from mmjax.errors import UserError
 
@@ -61,6 +60,8 @@ def run(args: Namespace) -> Measurement:
     unbalanced = rank_costs(args.cost, length, source[present], args.ranks, LAM).max()
     packed = args.cost == "packed"
     mean_load = -(-length.sum() // args.ranks)
+    rank = np.full(len(sample), -1, np.int32)
+    rank[present] = to
     return Measurement(
         figures={
             "before": unbalanced / mean,
@@ -72,21 +73,21 @@ def run(args: Namespace) -> Measurement:
             "sort_milliseconds": 1e3 * median_seconds(lambda: np.sort(length)),
             "items": len(length),
         },
-        arrays={"sample": sample, "source": source, "rank": rank_of_samples(to, present)},
+        arrays={"sample": sample, "source": source, "rank": rank},
     )
 
 
 def _make_method(args: Namespace, length: np.ndarray) -> Callable[[], np.ndarray]:
-    equal = {"equal_counts": args.equal_counts}
+    ranks = args.ranks
+    equal = args.equal_counts
     tolerance = float(length.mean()) if args.tolerance is None else args.tolerance
-    method, options = {
-        ("packed", "best"): (balance_packed, equal),
-        ("padded", "best"): (balance_padded, equal),
-        ("quadratic", "best"): (balance_quadratic, equal | {"lam": LAM}),
-        ("conv", "best"): (balance_conv, equal | {"lam": LAM}),
-        ("packed", "paper"): (paper_packed, {}),
-        ("padded", "paper"): (paper_padded, {}),
-        ("quadratic", "paper"): (paper_quadratic, {"tolerance": tolerance}),
-        ("conv", "paper"): (paper_conv, {}),
+    return {
+        ("packed", "best"): lambda: balance_packed(length, ranks, equal),
+        ("padded", "best"): lambda: balance_padded(length, ranks, equal),
+        ("quadratic", "best"): lambda: balance_quadratic(length, ranks, LAM, equal),
+        ("conv", "best"): lambda: balance_conv(length, ranks, LAM, equal),
+        ("packed", "paper"): lambda: paper_packed(length, ranks),
+        ("padded", "paper"): lambda: paper_padded(length, ranks),
+        ("quadratic", "paper"): lambda: paper_quadratic(length, ranks, tolerance),
+        ("conv", "paper"): lambda: paper_conv(length, ranks),
     }[args.cost, args.method]
-    return partial(method, length, args.ranks, **options)

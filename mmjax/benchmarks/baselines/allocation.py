@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -68,28 +67,33 @@ def allocate_mmscale(problem: Problem) -> Allocation | None:
 
 def allocate_by_flops(problem: Problem) -> Allocation | None:
     """Give every tower devices in proportion to its work, and the way to use them that is fastest for it alone."""
-    devices = problem.cluster.devices
     work = {
         name: float((c[0].forward + c[0].backward).sum()) * c[0].devices
         for name, c in problem.towers.items()
     }
-    total = sum(work.values())
-    budget = {name: max(1, int(devices * n / total)) for name, n in work.items()}
+    budget = {
+        name: max(1, int(problem.cluster.devices * n / sum(work.values())))
+        for name, n in work.items()
+    }
     best: Allocation | None = None
     for count in problem.microbatches:
         llm = _fastest(problem, "llm", count, budget["llm"], None)
-        if llm is None:
-            continue
         chosen = {
             name: _fastest(problem, name, count, budget[name], llm)
             for name in work
-            if name != "llm"
+            if llm and name != "llm"
         }
-        choices = {name: choice for name, choice in chosen.items() if choice is not None}
-        choices["llm"] = llm
-        used = sum(int(options.devices[n]) for options, n in choices.values())
-        if len(choices) == len(work) and used <= devices:
-            best = _faster(best, simulate_choice(problem, choices, count))
+        chosen["llm"] = llm
+        choices = [choice for choice in chosen.values() if choice is not None]
+        if (
+            len(choices) < len(work)
+            or sum(int(o.devices[n]) for o, n in choices) > problem.cluster.devices
+        ):
+            continue
+        simulated = simulate_choice(
+            problem, {name: c for name, c in chosen.items() if c is not None}, count
+        )
+        best = _faster(best, simulated)
     return best
 
 
@@ -131,7 +135,8 @@ def allocate_loosely(problem: Problem) -> Allocation | None:
                 chosen[name] = table.choices[fewest]
                 free -= int(table.devices[fewest])
         if len(chosen) == len(problem.towers):
-            best = _faster(best, simulate_choice(problem, chosen, count))
+            simulated = simulate_choice(problem, chosen, count)
+            best = _faster(best, simulated)
     return best
 
 
@@ -162,17 +167,20 @@ def allocate_replicated(problem: Problem) -> Allocation | None:
     encoders = [name for name in problem.towers if name != "llm"]
     best: Allocation | None = None
     for llm, *towers in _by_layout(problem, ["llm", *encoders]):
-        most = min(LLM_STAGES, len(llm.forward), problem.cluster.devices // llm.devices)
-        replicas = [(costs, None) for costs in towers]
-        for stages, count in product(range(1, most + 1), problem.microbatches):
-            fused = _fuse([(llm, _cut_evenly(llm, stages)), *replicas], stages)
-            options = stage_options(problem, fused, stages, count)
-            bounds = BOUND.score(options, count)
-            seconds = bounds.step + bounds.tail
-            for n in np.argsort(seconds):
-                if best is not None and seconds[n] >= best.seconds:
-                    break
-                best = _faster(best, simulate_choice(problem, {"llm": (options, n)}, count))
+        for stages in range(
+            1, min(LLM_STAGES, len(llm.forward), problem.cluster.devices // llm.devices) + 1
+        ):
+            fused = _fuse(
+                [(llm, _cut_evenly(llm, stages)), *((costs, None) for costs in towers)], stages
+            )
+            for count in problem.microbatches:
+                options = stage_options(problem, fused, stages, count)
+                bounds = BOUND.score(options, count)
+                for n in np.argsort(bounds.step + bounds.tail):
+                    if best is not None and bounds.step[n] + bounds.tail[n] >= best.seconds:
+                        break
+                    simulated = simulate_choice(problem, {"llm": (options, n)}, count)
+                    best = _faster(best, simulated)
     return best
 
 

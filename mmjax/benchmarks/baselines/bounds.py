@@ -1,4 +1,4 @@
-"""Lower bounds of how many rows any grouping needs."""
+"""Lower bounds and exhaustive searches of small placements."""
 
 from __future__ import annotations
 
@@ -8,6 +8,65 @@ import numpy as np
 from numba import njit
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
+
+MOST_ITEMS = 12  # of any lengths, on any number of ranks, the search takes well below a millisecond
+
+
+@njit(cache=True)
+def search(weight, order, rank, load, capacity, extra, bound):
+    """Replace the assignment in rank and load by the first better one found, again and again until none is better.
+
+    weight: [n], int64 or float64; order: int64 [n], longest first; rank: int32 [n]; load: [ranks]
+    of weight's type. A rank holds up to `capacity` items, and `extra` ranks one more. Ends early at
+    a largest load of `bound`.
+    """
+    last = len(order) - 1
+    largest = load.max()
+    trial = np.zeros_like(load)
+    count = np.zeros(len(load), np.int64)
+    # By depth of the search: the rank that the item is on, -1 = on none yet, and that rank's load
+    # without it.
+    trial_rank = np.full(len(order), -1)
+    load_before = np.zeros_like(weight)
+    depth = 0
+    while depth >= 0 and largest > bound:
+        item_weight = weight[order[depth]]
+        r = trial_rank[depth]
+        # the search is back at this item: take it off its rank before trying the next one
+        if r >= 0:
+            trial[r] = load_before[depth]
+            count[r] -= 1
+            extra += count[r] == capacity
+        r = _next(r + 1, item_weight, trial, count, capacity, extra, largest)
+        trial_rank[depth] = r
+        if r < 0:  # no rank improves on the best assignment
+            depth -= 1
+            continue
+        load_before[depth] = trial[r]
+        trial[r] += item_weight
+        extra -= count[r] == capacity
+        count[r] += 1
+        if depth < last:
+            depth += 1
+            continue
+        rank[order] = trial_rank
+        load[:] = trial
+        largest = trial.max()
+
+
+@njit(cache=True)
+def _next(first, item_weight, trial, count, capacity, extra, largest):
+    """Find the next rank from `first` on that stays below `largest` and differs from all ranks before it, or -1."""
+    for r in range(first, len(trial)):
+        if trial[r] + item_weight >= largest or count[r] >= capacity + (extra > 0):
+            continue
+        distinct = True  # an equal earlier rank was tried with the same outcome
+        for earlier in range(r):
+            distinct = distinct and not (trial[earlier] == trial[r] and count[earlier] == count[r])
+        if distinct:
+            return r
+    return -1
+
 
 _LEVELS = 128  # lengths of a dimension that are told apart, for budgets above it
 _PRICINGS = 8  # columns sought in a round, one with the true prices and the others with shaken ones
@@ -66,9 +125,7 @@ def configuration_bound(lengths: np.ndarray, budget: np.ndarray) -> int:
     types = types[types.any(1)]
     if len(types) == 0:
         return 0
-    # One column for each type: as many of it as a row holds.
-    fitting = np.where(types > 0, capacity // np.maximum(types, 1), np.iinfo(np.int32).max).min(1)
-    columns = [np.diag(fitting)]
+    columns = [_single_type_columns(types, capacity)]
     rng = np.random.default_rng(0)
     best = 0.0
     for _ in range(_ROUNDS):
@@ -79,32 +136,60 @@ def configuration_bound(lengths: np.ndarray, budget: np.ndarray) -> int:
         best = max(best, float(prices @ count) / max(row_price, 1.0))
         if row_price <= 1 + _CONVERGED:
             break
-        shaken = prices * rng.uniform(0.8, 1.2, (_PRICINGS - 1, len(types)))
-        others = [_dearest_row(types, p, capacity)[1] for p in shaken]
-        new_columns = [row_counts, *(c for c in others if prices @ c > 1 + 1e-6)]
+        new_columns = [row_counts]
+        for _ in range(_PRICINGS - 1):
+            row_counts = _dearest_row(types, prices * rng.uniform(0.8, 1.2, len(types)), capacity)[
+                1
+            ]
+            if prices @ row_counts > 1 + 1e-6:
+                new_columns.append(row_counts)
         columns.append(np.unique(new_columns, axis=0).T)
     return int(np.ceil(best * (1 - 1e-9) - 1e-6))
+
+
+def _single_type_columns(types: np.ndarray, capacity: np.ndarray) -> np.ndarray:
+    """Return one column for each type: as many of it as a row holds, int64 `[types, types]`."""
+    fitting = np.where(types > 0, capacity // np.maximum(types, 1), np.iinfo(np.int32).max).min(1)
+    return np.diag(fitting)
 
 
 @njit(cache=True)
 def _dearest_row(types, prices, capacity):
     """Find the dearest multiset of types in a row: its price, and how many of each. Exact 2-D knapsack."""
-    # Best price of a row of each smaller capacity [a, b], and the type that was added last, -1: none.
+    # Best price of each smaller row [a, b] and its last step: a type; -2: as [a - 1, b]; -3: as [a,
+    # b - 1]; -1: none.
     rows = capacity[0] + 1
     columns = capacity[1] + 1
     price = np.zeros((rows, columns))
     last = np.full((rows, columns), -1)
     for a in range(rows):
         for b in range(columns):
+            best, chosen = 0.0, -1
+            if a > 0:
+                best, chosen = price[a - 1, b], -2
+            if b > 0 and price[a, b - 1] > best:
+                best, chosen = price[a, b - 1], -3
             for t in range(len(types)):
                 rest_a, rest_b = a - types[t, 0], b - types[t, 1]
-                if rest_a >= 0 and rest_b >= 0 and price[rest_a, rest_b] + prices[t] > price[a, b]:
-                    price[a, b], last[a, b] = price[rest_a, rest_b] + prices[t], t
+                if (
+                    rest_a >= 0
+                    and rest_b >= 0
+                    and (rest_a < a or rest_b < b)
+                    and price[rest_a, rest_b] + prices[t] > best
+                ):
+                    best, chosen = price[rest_a, rest_b] + prices[t], t
+            price[a, b] = best
+            last[a, b] = chosen
     row_counts = np.zeros(len(types), np.int64)
     a, b = rows - 1, columns - 1
-    while last[a, b] >= 0:
+    while last[a, b] != -1:
         t = last[a, b]
-        row_counts[t] += 1
-        a -= types[t, 0]
-        b -= types[t, 1]
+        if t == -2:
+            a -= 1
+        elif t == -3:
+            b -= 1
+        else:
+            row_counts[t] += 1
+            a -= types[t, 0]
+            b -= types[t, 1]
     return price[rows - 1, columns - 1], row_counts

@@ -1,8 +1,8 @@
-"""For comparison only: node-wise rearrangement as the paper has it (OrchMLLM section 5.2.2, algorithm 3), and ours.
+"""For comparison only: the paper's node-wise rearrangement (OrchMLLM section 5.2.2, algorithm 3), and its optimum.
 
-The paper takes a finished rearrangement and gives its batches to the nodes anew, by an integer
-linear programme that minimises what the most loaded rank sends to other nodes. `balance_nodewise`
-chooses the node of each item before its rank.
+It takes a finished rearrangement and gives its batches to the nodes anew, by an integer linear
+programme that minimises what the most loaded rank sends to other nodes. `mmjax.balance.node_deal`
+chooses nodes before it balances.
 """
 
 from __future__ import annotations
@@ -10,23 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from scipy.optimize import Bounds as VariableBounds
 from scipy.optimize import LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import coo_matrix, csr_matrix, hstack, kron, vstack
 
-from mmjax.balance.lpt import longest_first, lpt, polish
-
-
-def sum_by_key(key: np.ndarray, length: np.ndarray, keys: int) -> np.ndarray:
-    """Sum the lengths that have each key, int64 `[keys]`."""
-    # Float sums of whole numbers are exact up to 2^53.
-    return np.bincount(key, length, keys).astype(np.int64)
-
+from mmjax.balance.lpt import longest_first
+from mmjax.benchmarks.baselines.moves import (
+    ENDLESS,
+    by_key,
+    even,
+    fill,
+    polish_bins,
+    shed,
+    sum_by_key,
+)
 
 # Nodes are filled to less than ranks are, since ranks of a full node cannot all be full: parts of
 # the tolerance, tried in this order until the ranks fit.
 _MARGINS = (0.25, 0.5, 0.75)
+# of the room that nodes have to spare, this share lets the emptiest ones receive less
+_SPREAD = 0.9
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,22 @@ class Bounds:
     sent: float
     received: float
     total: int
+
+
+@dataclass(frozen=True)
+class _Bins:
+    """Hold the bins that costs are evened between: nodes of the cluster, or ranks of a node.
+
+    first_unit: int64 `[b + 1]`, the ranks of each bin. first: int64 `[groups + 1]`, the bins that
+    exchange items.
+    """
+
+    first_unit: np.ndarray
+    first: np.ndarray
+
+    @property
+    def size(self) -> np.ndarray:
+        return np.diff(self.first_unit)
 
 
 def balance_nodewise(
@@ -49,106 +68,27 @@ def balance_nodewise(
 
     length: int `[n]`, the packed cost of each item; source: int `[n]`, the rank it starts on. Node
     k has ranks k * ranks_per_node and on; the last one may be smaller. No rank costs more than
-    `largest_cost`, provided that each has some tens of items. Within a node too only what a rank
-    has too much of moves.
+    `largest_cost`, provided that each has some tens of items: then every node can be divided that
+    finely. Sent and received tokens are spread over the ranks of a node, and within a node too only
+    what a rank has too much of moves. OrchMLLM section 5.2.2.
     """
     length = np.ascontiguousarray(length, np.int64)
     source = np.ascontiguousarray(source, np.int64)
     largest = largest_cost(length, ranks, tolerance)
-    node_of_rank = np.arange(ranks) // ranks_per_node
-    size = np.bincount(node_of_rank)
-    one_group = np.zeros(len(size), np.int64)
     order = longest_first(length)
     best_rank = source
     smallest = sum_by_key(source, length, ranks).max(initial=0)
     for margin in _MARGINS:
         level = largest - int(margin * (largest - length.sum() / ranks))
-        home = node_of_rank[source]
-        node = home.copy()
-        _level(length, order, source, node, one_group, level * size)
-        # Arrivals go to the ranks of their node, which then receive alike.
-        rank = source.copy()
-        received = np.zeros(ranks, np.int64)
-        arrived = order[(node != home)[order]]
-        _fill(length, arrived, node[arrived], node_of_rank, received, rank)
-        staying = order[(node == home)[order]]
-        _level(length, staying, source, rank, node_of_rank, largest - received)
+        rank = _balance(
+            length, source, order, ranks, ranks_per_node, largest, level, margin == _MARGINS[-1]
+        )
         cost = sum_by_key(rank, length, ranks).max()
         if cost < smallest:
             best_rank, smallest = rank, cost
         if cost <= largest:
             break
     return best_rank.astype(np.int32)
-
-
-@njit(cache=True)
-def _level(length, order, unit, bin_of, group, room):
-    """Move what bins have above their room to other bins of their group, then exchange; writes `bin_of`.
-
-    order: the movable items, longest first; unit: int64 [n], the rank each starts on, of which a
-    bin sheds alike; group: int64 [bins], ascending.
-    """
-    excess = -room
-    for item in order:
-        excess[bin_of[item]] += length[item]
-    units = np.zeros(len(room), np.int64)
-    last_unit = -1
-    by_unit = order[np.argsort(unit[order], kind="mergesort")]
-    for item in by_unit:
-        units[bin_of[item]] += unit[item] != last_unit
-        last_unit = unit[item]
-    away = np.zeros(len(length), np.bool_)
-    for spread in (True, False):
-        # Each unit sheds its part of what is left, and then any unit whatever it takes.
-        remaining_units = units.copy()
-        quota = 0
-        last_unit = -1
-        for item in by_unit:
-            b = bin_of[item]
-            if unit[item] != last_unit:
-                last_unit = unit[item]
-                quota = excess[b] // remaining_units[b] if spread else excess[b]
-                remaining_units[b] -= 1
-            if not away[item] and length[item] <= quota:
-                away[item] = True
-                quota -= length[item]
-                excess[b] -= length[item]
-    pool = order[away[order]]
-    _fill(length, pool, group[bin_of[pool]], group, excess, bin_of)
-    # What moves anyway is exchanged first, then the shortest of what has stayed.
-    for movable in (pool, order[-(len(order) // 4) :], order[-(len(order) // 2) :], order):
-        if excess.max() > 0:
-            _exchange(length, movable, group, excess, bin_of)
-
-
-@njit(cache=True)
-def _fill(length, pool, group_of_item, group, load, bin_of):
-    """Put each item of the pool, longest first, into the bin of its group with the least load; writes the last two."""
-    by_group = pool[np.argsort(group_of_item, kind="mergesort")]
-    end = 0
-    for g, count in enumerate(np.bincount(group_of_item, minlength=group[-1] + 1)):
-        members = by_group[end : end + count]
-        end += count
-        bins = slice(np.searchsorted(group, g), np.searchsorted(group, g + 1))
-        chosen = np.zeros(count, np.int64)
-        lpt(length[members], np.arange(count), chosen, load[bins])
-        bin_of[members] = bins.start + chosen
-
-
-@njit(cache=True)
-def _exchange(length, movable, group, excess, bin_of):
-    """Exchange items between bins of a group until none has an excess or nothing helps; writes the last two."""
-    group_of_item = group[bin_of[movable]]
-    by_group = movable[np.argsort(group_of_item, kind="mergesort")]
-    end = 0
-    for g, count in enumerate(np.bincount(group_of_item, minlength=group[-1] + 1)):
-        members = by_group[end : end + count]
-        end += count
-        bins = slice(np.searchsorted(group, g), np.searchsorted(group, g + 1))
-        if excess[bins].max() > 0:
-            chosen = bin_of[members] - bins.start
-            polish(length[members], np.arange(count), chosen, excess[bins], 0)
-            bin_of[members] = bins.start + chosen
 
 
 def largest_cost(length: np.ndarray, ranks: int, tolerance: float) -> int:
@@ -168,12 +108,115 @@ def traffic_bounds(
     nodes can be spared as much as all others have room for. Both are divided by the ranks of the
     node.
     """
-    size = np.bincount(np.arange(ranks) // ranks_per_node)
-    node = np.asarray(source) // ranks_per_node
-    room = largest * size - sum_by_key(node, np.asarray(length, np.int64), len(size))
+    nodes = _nodes(ranks, ranks_per_node)
+    load = sum_by_key(
+        np.asarray(source) // ranks_per_node, np.asarray(length, np.int64), len(nodes.size)
+    )
+    room = largest * nodes.size - load
     surplus = int(-np.minimum(room, 0).sum())
-    sent = float(max((-room / size).max(), 0))
-    return Bounds(sent, _water_level(room, size, surplus), surplus)
+    return Bounds(
+        float(max((-room / nodes.size).max(), 0)), _water_level(room, nodes.size, surplus), surplus
+    )
+
+
+def _balance(
+    length: np.ndarray,
+    source: np.ndarray,
+    order: np.ndarray,
+    ranks: int,
+    ranks_per_node: int,
+    largest: int,
+    level: int,
+    last: bool,
+) -> np.ndarray:
+    """Choose the rank of each item, nodes filled to `level` and ranks to `largest`, int64 `[n]`.
+
+    Where costs do not come out even, only the last try moves what a node received from the ranks
+    that share it equally.
+    """
+    nodes = _nodes(ranks, ranks_per_node)
+    source_node = source // ranks_per_node
+    excess = sum_by_key(source_node, length, len(nodes.size)) - level * nodes.size
+    room = np.maximum(-excess, 0)
+    surplus = np.maximum(excess, 0).sum()
+    max_received = _water_level(room, nodes.size, surplus + (1 - _SPREAD) * (room.sum() - surplus))
+    # A longer item would alone make its rank the one that receives most.
+    limit = max(int(max_received), 1)
+    node = _relieve(length, order, source, source_node, nodes, excess, limit, max_received)
+
+    stays = node == source_node
+    node_ranks = _Bins(np.arange(ranks + 1), nodes.first_unit)
+    arrivals = order[~stays[order]]
+    staying = order[stays[order]]
+    rank, received = _spread_arrivals(length, arrivals, node, source, node_ranks)
+    excess = received + sum_by_key(source[staying], length[staying], ranks) - largest
+    rank = _relieve(length, staying, source, rank, node_ranks, excess, ENDLESS, np.inf)
+    excess = sum_by_key(rank, length, ranks) - largest
+    for movable in (staying, order) if last else (staying,):
+        if excess.max() > 0:
+            polish_bins(*by_key(movable, rank, ranks), length, excess, node_ranks.first, rank)
+    return rank
+
+
+def _nodes(ranks: int, ranks_per_node: int) -> _Bins:
+    """Return all nodes as bins of one group."""
+    first = np.append(np.arange(0, ranks, ranks_per_node), ranks)
+    return _Bins(first, np.array([0, len(first) - 1]))
+
+
+def _spread_arrivals(
+    length: np.ndarray, arrived: np.ndarray, node: np.ndarray, source: np.ndarray, within: _Bins
+) -> tuple[np.ndarray, np.ndarray]:
+    """Spread what nodes receive over their ranks; return the rank of each item, int64 `[n]`, and each rank's receipts.
+
+    Items that have not moved are on their source rank.
+    """
+    rank = source.copy()
+    received = np.zeros(len(within.size), np.int64)
+    items, start = by_key(arrived, node, len(within.first) - 1)
+    fill(items, start, length, received, within.first, rank)
+    mean = -(-np.add.reduceat(received, within.first[:-1]) // np.diff(within.first))
+    even(*by_key(arrived, rank, len(received)), length, received, within.first, mean, rank)
+    return rank, received
+
+
+def _relieve(
+    length: np.ndarray,
+    order: np.ndarray,
+    unit: np.ndarray,
+    bin_of: np.ndarray,
+    bins: _Bins,
+    excess: np.ndarray,
+    limit: int,
+    max_received: float,
+) -> np.ndarray:
+    """Move what bins have too much of to the other bins of their group; return each item's bin, int64 `[n]`.
+
+    order: the movable items, longest first; unit: `[n]`, the rank each starts on; excess: `[b]`,
+    cost above what a bin may have. Items over `limit` move only where it must be; no bin receives
+    over `max_received` per rank if others can.
+    """
+    bin_of = bin_of.copy()
+    excess = excess.copy()
+    away = np.zeros(len(length), np.bool_)
+    shed(*by_key(order, unit, bins.first_unit[-1]), bins.first_unit, length, excess, limit, away)
+    pool = order[away[order]]
+    group_of_bin = np.repeat(np.arange(len(bins.first) - 1), np.diff(bins.first))
+    items, start = by_key(pool, group_of_bin[bin_of], len(bins.first) - 1)
+    # Bins with more room than they shall use look fuller than they are.
+    hidden = np.maximum(-np.minimum(max_received * bins.size, ENDLESS).astype(np.int64) - excess, 0)
+    excess += hidden
+    no_excess = np.zeros(len(bins.first) - 1, np.int64)
+    fill(items, start, length, excess, bins.first, bin_of)
+    even(*by_key(pool, bin_of, len(excess)), length, excess, bins.first, no_excess, bin_of)
+    excess -= hidden
+    for longest in (limit, ENDLESS):
+        if excess.max() > 0:
+            movable = order[length[order] <= longest]
+            even(
+                *by_key(movable, bin_of, len(excess)), length, excess, bins.first, no_excess, bin_of
+            )
+    return bin_of
 
 
 def _water_level(room: np.ndarray, size: np.ndarray, volume: float) -> float:

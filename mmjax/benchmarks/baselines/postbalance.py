@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from mmjax.balance.lpt import longest_first, lpt, polish
-from mmjax.balance.token_blocks import distribute
+from mmjax.benchmarks.baselines.bounds import MOST_ITEMS, search
 
 Kind = Literal["packed", "padded", "quadratic", "conv"]
 
@@ -29,8 +29,8 @@ def balance_packed(length: np.ndarray, ranks: int, equal_counts: bool = False) -
     """
     length = _checked(length, ranks)
     # Whole numbers: exchanges stop where the largest load is proven to be the least.
-    target = least_largest_load(length, ranks)
-    return _balance_sums(length, length, ranks, target, equal_counts)
+    bound = least_largest_load(length, ranks)
+    return _balance_sums(length, longest_first(length), ranks, bound, bound, equal_counts)
 
 
 def balance_quadratic(
@@ -43,9 +43,13 @@ def balance_quadratic(
     """
     length = _checked(length, ranks, lam)
     cost = _item_cost("quadratic", length, lam)
+    longest = cost.max(initial=0.0)
+    mean = cost.sum() / ranks
     # Real costs hardly ever add up to the mean exactly, so a little above it is good enough.
-    target = max(cost.max(initial=0.0), cost.sum() / ranks * (1 + _TOLERANCE))
-    return _balance_sums(length, cost, ranks, target, equal_counts)
+    target = max(longest, mean * (1 + _TOLERANCE))
+    return _balance_sums(
+        cost, longest_first(length), ranks, target, max(longest, mean), equal_counts
+    )
 
 
 def balance_padded(length: np.ndarray, ranks: int, equal_counts: bool = False) -> np.ndarray:
@@ -73,9 +77,10 @@ def balance_conv(
     """
     length = _checked(length, ranks, lam)
     order = longest_first(length)
-    n = len(length)
-    limits = (n // ranks, -(-n // ranks)) if equal_counts else (0, n)
-    count = _least_split(_item_cost("conv", length, lam)[order], ranks, *limits)
+    min_count, max_count = (
+        (len(length) // ranks, -(-len(length) // ranks)) if equal_counts else (0, len(length))
+    )
+    count = _least_split(_item_cost("conv", length, lam)[order], ranks, min_count, max_count)
     rank = np.empty(len(length), np.int32)
     # Runs of the sorted items: the first count[0] go to rank 0, and so on.
     rank[order] = np.repeat(np.arange(ranks), count)
@@ -125,17 +130,24 @@ def _item_cost(kind: Kind, length: np.ndarray, lam: float) -> np.ndarray:
 
 
 def _balance_sums(
-    length: np.ndarray, weight: np.ndarray, ranks: int, target: float, equal_counts: bool
+    weight: np.ndarray,
+    order: np.ndarray,
+    ranks: int,
+    target: float,
+    bound: float,
+    equal_counts: bool,
 ) -> np.ndarray:
-    order = longest_first(length)
-    rank = np.zeros(len(weight), np.int32)
+    n = len(weight)
+    rank = np.zeros(n, np.int32)
     load = np.zeros(ranks, weight.dtype)
-    if equal_counts:
-        rank = distribute(length, ranks)
-        np.add.at(load, rank, weight)
-    else:
-        lpt(weight, order, rank, load)
+    place = deal if equal_counts else lpt
+    place(weight, order, rank, load)
     polish(weight, order, rank, load, target)
+    # Few items leave gaps that exchanges cannot close; so few can be searched through.
+    if n <= MOST_ITEMS and load.max() > bound:
+        search(
+            weight, order, rank, load, *((n // ranks, n % ranks) if equal_counts else (n, 0)), bound
+        )
     return rank
 
 
@@ -207,7 +219,7 @@ def _split(cost, min_count, max_count, bound, count):
 
 def paper_packed(length: np.ndarray, ranks: int) -> np.ndarray:
     """Give each item, longest first, to the rank with the least sum of lengths: algorithm 1."""
-    length = _checked(length, ranks)
+    length = _checked_costs(length, ranks)
     rank = np.zeros(len(length), np.int32)
     lpt(length, longest_first(length), rank, np.zeros(ranks, np.int64))
     return rank
@@ -220,7 +232,7 @@ def paper_padded(length: np.ndarray, ranks: int) -> np.ndarray:
     little, and the batches are those of the last bound tried, which may be more than d. Mended:
     batch d + i joins batch i, and where the search tries no bound, its upper end is tried.
     """
-    length = _checked(length, ranks)
+    length = _checked_costs(length, ranks)
     rank = np.zeros(len(length), np.int32)
     if len(length):
         ascending = longest_first(length)[::-1]
@@ -234,7 +246,7 @@ def paper_quadratic(length: np.ndarray, ranks: int, tolerance: float) -> np.ndar
     tolerance: v of the paper, tokens. That order is not transitive, so which rank is on top of the
     heap depends on how the heap came about.
     """
-    length = _checked(length, ranks)
+    length = _checked_costs(length, ranks)
     rank = np.zeros(len(length), np.int32)
     _lpt_with_tolerance(length, longest_first(length), rank, ranks, float(tolerance))
     return rank
@@ -248,7 +260,7 @@ def paper_conv(length: np.ndarray, ranks: int) -> np.ndarray:
     printed, an item that joins is compared by its own length, though the batch's first is the
     longest.
     """
-    length = _checked(length, ranks)
+    length = _checked_costs(length, ranks)
     order = longest_first(length)
     rank = np.zeros(len(length), np.int32)
     load = np.zeros(ranks, np.int64)
@@ -258,6 +270,12 @@ def paper_conv(length: np.ndarray, ranks: int) -> np.ndarray:
     batched = _fill_batches(length, order, rank, load, bound)
     lpt(length, order[batched:], rank, load)
     return rank
+
+
+def _checked_costs(length: np.ndarray, ranks: int) -> np.ndarray:
+    if ranks < 1:
+        raise ValueError(f"{ranks} ranks: at least one is needed")
+    return np.ascontiguousarray(length, np.int64)
 
 
 @njit(cache=True)
@@ -338,6 +356,21 @@ def _fill_batches(length, order, rank, load, bound):
         load[batch] += length[order[i]]
         count += 1
     return len(order)
+
+
+@njit(cache=True)
+def deal(weight, order, rank, load):
+    """Deal one item to every rank in each round, the longest to the least loaded: counts differ by at most one."""
+    ranks = len(load)
+    for begin in range(0, len(order), ranks):
+        # Loads change within a round, but each rank gets one item of it, so the order of its start
+        # holds.
+        lightest = np.argsort(load)
+        for i in range(min(ranks, len(order) - begin)):
+            item = order[begin + i]
+            to = lightest[i]
+            rank[item] = to
+            load[to] += weight[item]
 
 
 @njit(cache=True)

@@ -6,15 +6,15 @@ program is exact but takes seconds for tens of blocks.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
+from numba import njit
 
 from mmjax.balance.mask_work import Mask
-from mmjax.balance.phases import ranks_in_order
 from mmjax.balance.token_blocks import check_ranks
-from mmjax.benchmarks.baselines.postbalance import paper_packed
 
 TEXT = 1  # bits of `kind`
 ITEM = 2
@@ -30,8 +30,9 @@ def prepended(tokens: int, rng: np.random.Generator) -> Mask:
 
     Raises ValueError below 64 tokens.
     """
-    del rng
-    return _sixteen_spans(tokens, 0)
+    _check_tokens(tokens)
+    edges = tokens // 4 * np.arange(_SPANS + 1) // _SPANS
+    return _make_mask(np.zeros(tokens, np.int32), edges[:-1], np.diff(edges))
 
 
 def embedded(tokens: int, rng: np.random.Generator) -> Mask:
@@ -39,13 +40,10 @@ def embedded(tokens: int, rng: np.random.Generator) -> Mask:
 
     Raises ValueError below 64 tokens.
     """
-    return _sixteen_spans(tokens, _draw_text_before(tokens - tokens // 4, _SPANS, rng))
-
-
-def _sixteen_spans(tokens: int, text_before: int | np.ndarray) -> Mask:
     _check_tokens(tokens)
     edges = tokens // 4 * np.arange(_SPANS + 1) // _SPANS
-    return _make_mask(np.zeros(tokens, np.int32), edges[:-1] + text_before, np.diff(edges))
+    begins = edges[:-1] + _draw_text_before(tokens - edges[-1], _SPANS, rng)
+    return _make_mask(np.zeros(tokens, np.int32), begins, np.diff(edges))
 
 
 def packed(tokens: int, rng: np.random.Generator) -> Mask:
@@ -122,7 +120,9 @@ def longest_first(work: np.ndarray, ranks: int) -> np.ndarray:
     Cornstarch, algorithm 2, which as printed pushes the rank's number plus the workload where its
     load is meant.
     """
-    return paper_packed(work, ranks)
+    check_ranks(ranks)
+    work = np.ascontiguousarray(work, np.int64)
+    return _longest_first(work, np.argsort(-work, kind="stable"), ranks)
 
 
 def zigzag(blocks: int, ranks: int) -> np.ndarray:
@@ -137,12 +137,24 @@ def zigzag(blocks: int, ranks: int) -> np.ndarray:
 def ring(blocks: int, ranks: int) -> np.ndarray:
     """Give each rank one contiguous chunk of the row: int32 `[B]`. Cornstarch, section 6.5, "naive ring"."""
     check_ranks(ranks)
-    return ranks_in_order(blocks, ranks)
+    return (np.arange(blocks) * ranks // max(blocks, 1)).astype(np.int32)
 
 
 def random(blocks: int, ranks: int, rng: np.random.Generator) -> np.ndarray:
     """Draw as many blocks for each rank, or one less, at random: int32 `[B]`. Cornstarch, section 5.3."""
     return rng.permutation(ring(blocks, ranks))
+
+
+@njit(cache=True)
+def _longest_first(work, heaviest_first, ranks):
+    """Return the rank of each block, int32 [B]; of equal loads the first rank's."""
+    rank = np.empty(len(work), np.int32)
+    loads = [(np.int64(0), g) for g in range(ranks)]
+    for block in heaviest_first:
+        load, lightest = loads[0]
+        heapq.heapreplace(loads, (load + work[block], lightest))
+        rank[block] = lightest
+    return rank
 
 
 def visible_keys(mask: Mask, rank: np.ndarray, ranks: int) -> np.ndarray:
