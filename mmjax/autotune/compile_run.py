@@ -23,7 +23,14 @@ from mmjax.data.plan.step_plan import RankLayout
 from mmjax.data.sample import CORNERS
 from mmjax.models.model import Model, merge
 from mmjax.models.quantization import cast_frozen
-from mmjax.parallel.sharding import CONTEXT, ShardingRules, replicated, row_ranks, rows_sharding
+from mmjax.parallel.sharding import (
+    AXES,
+    CONTEXT,
+    ShardingRules,
+    replicated,
+    row_ranks,
+    rows_sharding,
+)
 from mmjax.planning.memory import LOADED, DeviceBatch
 from mmjax.planning.remat import RunPlan
 from mmjax.planning.schedules import schedule_name, stage_cuts, stage_times
@@ -252,12 +259,11 @@ class RunPrograms:
 
     def _reports(self) -> ProcessReport:
         """Return the shapes of the processes' reports, as `put_report` puts them on devices."""
+        mesh = self.executor.mesh
+        per_device = rows_sharding(mesh, AXES)
 
         def report(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
-            executor = self.executor
-            return jax.ShapeDtypeStruct(
-                (executor.mesh.size, *shape), dtype, sharding=executor.per_device
-            )
+            return jax.ShapeDtypeStruct((mesh.size, *shape), dtype, sharding=per_device)
 
         return ProcessReport(
             digest=report(2, dtype=np.uint32),

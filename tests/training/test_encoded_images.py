@@ -83,7 +83,8 @@ def encoding_config(folder: Path, kind: str) -> Config:
 def stored(config: Config, batch: Microbatch) -> Microbatch:
     """The batch with latents in place of pixels, each image encoded by itself."""
     generator, items = config.model.generators["picture"], batch.items["picture"]
-    posterior = np.asarray(draw(np.zeros(2, np.uint32), "picture", generator, items).posterior)
+    on_device = jax.tree.map(jnp.asarray, items)
+    posterior = np.asarray(draw(np.zeros(2, np.uint32), "picture", generator, on_device).posterior)
     patch, side = generator.patch, generator.patch * generator.latents.factor
     rows, columns = (n // patch for n in generator.image_size)
     values = np.zeros((*items.item.shape, generator.patch_values), np.float32)
