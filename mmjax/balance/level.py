@@ -155,7 +155,9 @@ class _State(NamedTuple):
     count: np.ndarray  # int64 [columns]
     free: np.ndarray  # int64 [columns, M] positions
     load: np.ndarray  # float64 [columns, phases]
-    units: _Units
+    total: np.ndarray  # as in _Units
+    seconds: np.ndarray
+    fixed: np.ndarray
     weight: np.ndarray  # float64 [M], of a squared difference of positions
 
 
@@ -198,13 +200,13 @@ def _exchange_all(units, rows, length, goal, enough, columns, column):
             phase = np.argmax(state.load[heavy] - goal)
             exchange = _best_exchange(state, heavy, phase, lightest[phase], goal, visited)
             visited += 1
-            if exchange.place < 0 or not _do(state, heavy, exchange, rows, length, column):
+            if exchange.place < 0 or not _do(state, heavy, exchange, units, rows, length, column):
                 stuck[heavy] += 1
                 continue
             stuck[heavy] = 0
             changed = True
-            excess[heavy] = _excess(state.load[heavy], goal)
-            excess[exchange.partner] = _excess(state.load[exchange.partner], goal)
+            for c in (heavy, exchange.partner):
+                excess[c] = _excess(state.load[c], goal)
         if not changed:
             break
 
@@ -220,7 +222,9 @@ def _build(units, room, columns, column):
         np.zeros(columns, np.int64),
         np.zeros((columns, units.total.shape[1]), np.int64),
         np.zeros((columns, units.seconds.shape[1])),
-        units,
+        units.total,
+        units.seconds,
+        units.fixed,
         1.0 / np.maximum(room, 1) ** 2.0,
     )
     for c in range(columns):
@@ -234,8 +238,8 @@ def _build(units, room, columns, column):
 def _put(state, s, c):
     state.sample[c, state.count[c]] = s
     state.count[c] += 1
-    state.free[c] -= state.units.total[s]
-    state.load[c] += state.units.seconds[s]
+    state.free[c] -= state.total[s]
+    state.load[c] += state.seconds[s]
 
 
 @njit(cache=True)
@@ -246,8 +250,8 @@ def _take(state, s, c):
         place += 1
     state.count[c] -= 1
     state.sample[c, place] = state.sample[c, state.count[c]]
-    state.free[c] += state.units.total[s]
-    state.load[c] -= state.units.seconds[s]
+    state.free[c] += state.total[s]
+    state.load[c] -= state.seconds[s]
 
 
 @njit(cache=True)
@@ -268,11 +272,10 @@ def _best_exchange(state, heavy, phase, lightest, goal, visited):
     best = _Exchange(-1, -1, np.empty(0, np.int64))
     chosen = np.empty(_MOST, np.int64)
     used = np.empty(places, np.bool_)
-    missing = np.empty(state.units.total.shape[1], np.int64)
-    size = np.empty((places, state.units.total.shape[1]), np.int64)
+    missing = np.empty(state.total.shape[1], np.int64)
+    size = np.empty((places, state.total.shape[1]), np.int64)
     partners = min(_WORST_PARTNERS if visited < _WORST else _PARTNERS, columns)
-    # Others begin further on each, or all would exchange with the same few.
-    begin = 0 if visited < _WORST or columns <= partners else 3 * visited
+    begin = 0 if visited < _WORST or columns <= partners else 3 * visited  # not all the same few
     heaviest = np.empty(_HEAVIEST, np.int64)
     for t in range(partners):
         light = lightest[(begin + t) % columns]
@@ -285,12 +288,10 @@ def _best_exchange(state, heavy, phase, lightest, goal, visited):
             continue
         for i in range(state.count[light]):
             for m in range(len(missing)):
-                size[i, m] = state.units.total[state.sample[light, i], m]
+                size[i, m] = state.total[state.sample[light, i], m]
         for place in heaviest[: _list_heaviest(state, heavy, phase, gap, heaviest)]:
             s = state.sample[heavy, place]
-            remaining = max(
-                state.load[heavy, phase] - state.units.seconds[s, phase] - goal[phase], 0.0
-            )
+            remaining = max(state.load[heavy, phase] - state.seconds[s, phase] - goal[phase], 0.0)
             if both - remaining * remaining <= max_gain:
                 break  # were it exchanged for nothing, and those after it have less
             for share in _SHORTER:
@@ -321,9 +322,9 @@ def _excess_after(state, s, heavy, in_return, light, goal):
     """Return the excess of both columns after an exchange of sample s for those in these places."""
     total = 0.0
     for p in range(len(goal)):
-        change = state.units.seconds[s, p]
+        change = state.seconds[s, p]
         for i in in_return:
-            change -= state.units.seconds[state.sample[light, i], p]
+            change -= state.seconds[state.sample[light, i], p]
         above = max(state.load[heavy, p] - change - goal[p], 0.0)
         below = max(state.load[light, p] + change - goal[p], 0.0)
         total += above * above + below * below
@@ -335,11 +336,11 @@ def _list_heaviest(state, column, phase, limit, places):
     """Write the places of a column's heaviest samples of a phase, up to the limit, heaviest first; return how many."""
     count = 0
     for i in range(state.count[column]):
-        weight = state.units.seconds[state.sample[column, i], phase]
-        if weight <= 0 or weight > limit or state.units.fixed[state.sample[column, i]]:
+        weight = state.seconds[state.sample[column, i], phase]
+        if weight <= 0 or weight > limit or state.fixed[state.sample[column, i]]:
             continue
         j = count
-        while j > 0 and state.units.seconds[state.sample[column, places[j - 1]], phase] < weight:
+        while j > 0 and state.seconds[state.sample[column, places[j - 1]], phase] < weight:
             if j < _HEAVIEST:
                 places[j] = places[j - 1]
             j -= 1
@@ -359,11 +360,11 @@ def _substitute(state, s, heavy, light, share, size, used, chosen, missing):
     """
     count = state.count[light]
     modules = len(missing)
-    limit = share * state.units.total[s, 0]
+    limit = share * state.total[s, 0]
     for i in range(count):
-        used[i] = size[i, 0] > limit or state.units.fixed[state.sample[light, i]]
+        used[i] = size[i, 0] > limit or state.fixed[state.sample[light, i]]
     for m in range(modules):
-        missing[m] = state.units.total[s, m]
+        missing[m] = state.total[s, m]
     k = 0
     while True:
         fits = True
@@ -398,7 +399,7 @@ def _substitute(state, s, heavy, light, share, size, used, chosen, missing):
 
 
 @njit(cache=True)
-def _do(state, heavy, exchange, rows, length, column):
+def _do(state, heavy, exchange, units, rows, length, column):
     """Do an exchange, unless parts of several rows then do not fit; return whether it was done."""
     light = exchange.partner
     s = state.sample[heavy, exchange.place]
@@ -411,11 +412,10 @@ def _do(state, heavy, exchange, rows, length, column):
     _put(state, s, light)
     column[s] = light
     if rows.max() == 1 or (
-        _rows_hold(state.sample[heavy, : state.count[heavy]], state.units, rows, length)
-        and _rows_hold(state.sample[light, : state.count[light]], state.units, rows, length)
+        _rows_hold(state.sample[heavy, : state.count[heavy]], units, rows, length)
+        and _rows_hold(state.sample[light, : state.count[light]], units, rows, length)
     ):
         return True
-    # Back again.
     _take(state, s, light)
     _put(state, s, heavy)
     column[s] = heavy
