@@ -63,7 +63,7 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
         activation=fields.choice(family.activation, ACTIVATIONS),
         tied=fields.get("tie_word_embeddings", bool) if tied is None else tied,
     )
-    fields.refuse("use_bidirectional_attention", False)
+    fields.allow_only("use_bidirectional_attention", False)
     return family.adapt(fields, plain)
 
 
@@ -93,9 +93,9 @@ def _qwen3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 def _qwen3_5(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     biases = _attention_biases(fields)
     # What published configs say beside the fields that transformers reads.
-    fields.refuse("attn_output_gate", True)
-    fields.refuse("output_gate_type", "swish", "silu")
-    fields.refuse("mamba_ssm_dtype", "float32")
+    fields.allow_only("attn_output_gate", True)
+    fields.allow_only("output_gate_type", "swish", "silu")
+    fields.allow_only("mamba_ssm_dtype", "float32")
     interval = fields.size("full_attention_interval", 4)
     default = [
         "full_attention" if (i + 1) % interval == 0 else "linear_attention"
@@ -152,7 +152,7 @@ def _qwen3_5_moe(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 
 def _mixtral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    fields.refuse("router_jitter_noise", 0, 0.0)
+    fields.allow_only("router_jitter_noise", 0, 0.0)
     layers = tuple(range(plain.layers))
     experts = _experts(fields, layers=layers, width=plain.mlp_width)
     return replace(_everywhere(fields, plain), experts=experts)
@@ -199,7 +199,7 @@ def _internlm2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 
 def _mistral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    fields.refuse("layer_types")
+    fields.allow_only("layer_types")
     return _everywhere(fields, plain)
 
 
@@ -255,7 +255,7 @@ def _local_gemma(fields: Fields, plain: DecoderConfig, period: int) -> DecoderCo
 def _late_windows(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     """Qwen's windows: of the layers from `max_window_layers` on, where they are switched on."""
     if not fields.get("use_sliding_window", bool):
-        fields.refuse("layer_types", ["full_attention"] * plain.layers)
+        fields.allow_only("layer_types", ["full_attention"] * plain.layers)
         return plain
     window = fields.get("sliding_window", int, 0)
     first = fields.get("max_window_layers", int)

@@ -37,7 +37,7 @@ def open_part(path: str | Path, part: str, *names: str) -> HfFolder:
             )
         path /= part
     folder = HfFolder.open(path)
-    folder.fields.refuse(CLASS_NAME, *names)
+    folder.fields.allow_only(CLASS_NAME, *names)
     return folder
 
 

@@ -69,8 +69,8 @@ class Fields:
         """A field that is an object. Raises UserError where it is none."""
         return Fields(self.get(name, dict), f"{self.where}: {name}")
 
-    def refuse(self, name: str, *known: Any) -> None:
-        """Raises UserError where a field is there and has none of these values, for which alone this is right."""
+    def allow_only(self, name: str, *known: Any) -> None:
+        """Raise UserError where a field is there and has none of these values, for which alone it is read right."""
         value = self.values.get(name)
         if value is not None and value not in known:
             supported = ", ".join(map(repr, known)) or "to leave it out"

@@ -95,7 +95,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 def _llm(fields: Fields) -> DecoderConfig:
     text = fields.inner("text_config")
     heads, width = text.size("num_attention_heads"), text.size("hidden_size")
-    text.refuse("head_dim", width // heads)  # attention ignores it, and RoPE does not
+    text.allow_only("head_dim", width // heads)  # attention ignores it, and RoPE does not
     # A GLM-4 whose heads are of the width's share, and whose queries, keys and values have biases.
     fixed = {"model_type": "glm4", "head_dim": width // heads, "attention_bias": True}
     # RoPE turns all channels unless a config says else

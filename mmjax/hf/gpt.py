@@ -26,11 +26,11 @@ OPT_OFFSET = 2  # entries of its table of positions before that of the first tok
 
 def _opt(fields: Fields) -> DecoderConfig:
     # The layout of OPT-350m alone: norms behind each sum, and narrower embeddings.
-    fields.refuse("do_layer_norm_before", True)
+    fields.allow_only("do_layer_norm_before", True)
     width = fields.size("hidden_size")
-    fields.refuse("word_embed_proj_dim", width)
-    fields.refuse("layer_norm_elementwise_affine", True)
-    fields.refuse("_remove_final_layer_norm", False)
+    fields.allow_only("word_embed_proj_dim", width)
+    fields.allow_only("layer_norm_elementwise_affine", True)
+    fields.allow_only("_remove_final_layer_norm", False)
     heads = fields.size("num_attention_heads")
     return DecoderConfig(
         attention="auto",
@@ -53,8 +53,8 @@ def _opt(fields: Fields) -> DecoderConfig:
 
 
 def _gpt2(fields: Fields) -> DecoderConfig:
-    fields.refuse("scale_attn_by_inverse_layer_idx", False)
-    fields.refuse("add_cross_attention", False)
+    fields.allow_only("scale_attn_by_inverse_layer_idx", False)
+    fields.allow_only("add_cross_attention", False)
     width = fields.size("n_embd")
     heads = fields.size("n_head")
     return DecoderConfig(

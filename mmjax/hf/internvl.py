@@ -22,7 +22,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a config of transformers' layout says."""
     llm = text_of(fields)
     layer = feature_layer(fields)
-    fields.refuse("vision_feature_select_strategy", "default")
+    fields.allow_only("vision_feature_select_strategy", "default")
     connector = _connector(fields, llm.width, fields.choice("projector_hidden_act", ACTIVATIONS))
     vision = vision_of(fields.inner("vision_config"), layer, layer == -1, connector)
     prepared = with_images(folder, vision)
@@ -48,7 +48,7 @@ def read_chat(folder: HfFolder, fields: Fields) -> ModelConfig:
     llm = decoder_of(
         text, fields.get("tie_word_embeddings", bool, text.get("tie_word_embeddings", bool, False))
     )
-    fields.refuse("ps_version", "v2")
+    fields.allow_only("ps_version", "v2")
     tower = fields.inner("vision_config")
     side = tower.get("image_size", int)
     if (forced := fields.get("force_image_size", int, side)) != side:

@@ -17,7 +17,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     llm = text_of(fields)
     layer = feature_layer(fields)
     tower_fields = fields.inner("vision_config")
-    tower_fields.refuse("model_type", "pixtral")
+    tower_fields.allow_only("model_type", "pixtral")
     tower = vision_of(tower_fields, layer, False, ConnectorConfig())
     connector = ConnectorConfig(
         merge=fields.size("spatial_merge_size"),

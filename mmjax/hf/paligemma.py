@@ -17,7 +17,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a PaliGemma's config says: images and the text before the first answer are one prefix."""
     text = fields.inner("text_config")
     # It says what the mask does anyway: the prefix attends both ways, what follows is causal.
-    text.refuse("use_bidirectional_attention", True)
+    text.allow_only("use_bidirectional_attention", True)
     text = replace(text, values={**text.values, "use_bidirectional_attention": None})
     llm = decoder_of(text, fields.get("tie_word_embeddings", bool))
     if (outputs := fields.get("projection_dim", int)) != llm.width:

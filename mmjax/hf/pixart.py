@@ -79,13 +79,13 @@ def read(folder: HfFolder) -> DiffusionTransformerConfig:
 
 
 def _refuse(fields: Fields) -> None:
-    fields.refuse("norm_type", "ada_norm_single")
-    fields.refuse("norm_elementwise_affine", False)
-    fields.refuse("dropout", 0, 0.0)
-    fields.refuse("attention_type", "default")
-    fields.refuse("double_self_attention", False)
-    fields.refuse("only_cross_attention", False)
-    fields.refuse("num_vector_embeds")
+    fields.allow_only("norm_type", "ada_norm_single")
+    fields.allow_only("norm_elementwise_affine", False)
+    fields.allow_only("dropout", 0, 0.0)
+    fields.allow_only("attention_type", "default")
+    fields.allow_only("double_self_attention", False)
+    fields.allow_only("only_cross_attention", False)
+    fields.allow_only("num_vector_embeds")
 
 
 def _widths(fields: Fields) -> tuple[int, int]:

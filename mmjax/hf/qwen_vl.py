@@ -206,7 +206,7 @@ def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
 
 
 def _qwen3_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
-    vision.refuse("deepstack_visual_indexes", [])
+    vision.allow_only("deepstack_visual_indexes", [])
     return _qwen3(vision, plain)
 
 

@@ -131,7 +131,7 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
         share = rope.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float))
     else:
         for where in (rope, fields):
-            where.refuse("partial_rotary_factor", 1, 1.0)
+            where.allow_only("partial_rotary_factor", 1, 1.0)
     return Rope(
         theta=rope.get("rope_theta", float),
         share=share,
@@ -146,7 +146,7 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
 
 def _window_theta(fields: Fields, rope: Fields, family: Family) -> float:
     """Read the base of the layers with windows; older versions write `rope_local_base_freq`."""
-    rope.refuse("rope_type", "default")
+    rope.allow_only("rope_type", "default")
     return (
         rope.get("rope_theta", float, fields.get("rope_local_base_freq", float))
         if family.local_rope

@@ -65,9 +65,9 @@ def read(folder: HfFolder) -> UnetConfig:
     """Read the config of a UNet. Raises UserError for a field that is not supported, naming it."""
     fields = folder.fields
     for name, known in KNOWN.items():
-        fields.refuse(name, *known)
+        fields.allow_only(name, *known)
     channels = fields.get("in_channels", int)
-    fields.refuse("out_channels", channels)
+    fields.allow_only("out_channels", channels)
     widths = _numbers(fields, "block_out_channels")
     attending = _attending(fields)
     if len(attending) != len(widths):

@@ -36,12 +36,12 @@ def read_vae(folder: HfFolder) -> VaeConfig:
         ("down_block_types", "DownEncoderBlock2D"),
         ("up_block_types", "UpDecoderBlock2D"),
     ):
-        fields.refuse(name, [block] * len(widths))
-    fields.refuse("act_fn", "silu", "swish")
+        fields.allow_only(name, [block] * len(widths))
+    fields.allow_only("act_fn", "silu", "swish")
     for name in ("latents_mean", "latents_std"):
-        fields.refuse(name)
+        fields.allow_only(name)
     channels = fields.get("in_channels", int)
-    fields.refuse("out_channels", channels)
+    fields.allow_only("out_channels", channels)
     groups = fields.get("norm_num_groups", int)
     if any(width % groups for width in widths):
         raise UserError(

@@ -125,7 +125,7 @@ def _clip(fields: Fields) -> VisionConfig:
 
 def _evaclip(fields: Fields) -> VisionConfig:
     for name in ("rope", "naiveswiglu", "subln", "global_average_pool"):  # of EVA-02's own layout
-        fields.refuse(name, False)
+        fields.allow_only(name, False)
     biased = [name for name in QKV if fields.get(f"{name[0]}_bias", bool)]
     return replace(
         _two_norms(fields, class_token=True),
@@ -203,14 +203,14 @@ PIXTRAL_EPS = 1e-5  # of all its norms, written in no config
 
 def axial_theta(fields: Fields, head_width: int) -> float:
     """Read the base of a tower's 2D RoPE. Raises UserError where it would turn heads of another width."""
-    fields.refuse("head_dim", head_width)
+    fields.allow_only("head_dim", head_width)
     place = next(
         (name for name in ("rope_scaling", "rope_parameters") if fields.get(name, dict, {})),
         "rope_parameters",
     )
     rope = Fields(fields.get(place, dict, {}), f"{fields.where}: {place}")
-    rope.refuse("rope_type", "axial", "default")
-    rope.refuse("type", "axial", "default")
+    rope.allow_only("rope_type", "axial", "default")
+    rope.allow_only("type", "axial", "default")
     return rope.get("rope_theta", float, fields.get("rope_theta", float))
 
 
@@ -237,8 +237,8 @@ def _pixtral(fields: Fields) -> VisionConfig:
 
 
 def _intern(fields: Fields) -> VisionConfig:
-    fields.refuse("use_absolute_position_embeddings", True)
-    fields.refuse("use_mask_token", False)
+    fields.allow_only("use_absolute_position_embeddings", True)
+    fields.allow_only("use_mask_token", False)
     plain = _intern_vit(fields, fields.get("attention_bias", bool), fields.get("use_qk_norm", bool))
     # The norm after the last layer is a LayerNorm whatever `norm_type` says.
     final = not fields.get("use_mean_pooling", bool)

@@ -216,7 +216,7 @@ class Trainer:
     def start(self) -> Microbatch:
         """Describe the run and start its data workers, which load while XLA compiles; return the first microbatch."""
         self.watchdog.set_phase("planning", self.first_step)
-        example = self.setup.describe()
+        example = self.setup.print_summary()
         self.start_workers()
         return example
 

@@ -69,7 +69,7 @@ class Setup:
     compiler_options: CompilerOptions
     programs: CompileCounter
 
-    def describe(self) -> Microbatch:
+    def print_summary(self) -> Microbatch:
         """Print what will run and how it fits; return the first microbatch, as an example of all."""
         loader = self.data.loader
         with activity("planning the first step"):  # a first start compiles the planner
