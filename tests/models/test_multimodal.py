@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from packed import assert_trees_close, build, pack, random_sample, tiny, token_losses
 
-import mmjax.models.vision_encoder
+import mmjax.models.audio_encoder
 from mmjax.models.model import Model
 
 GRIDS = [
@@ -133,7 +133,7 @@ def test_a_convolution_that_reaches_into_the_next_clip_is_caught(monkeypatch):
             [padded[:, first : first + x.shape[1] : stride] for first in range(3)], axis=-1
         )
 
-    monkeypatch.setattr(mmjax.models.vision_encoder, "taps", leaking)
+    monkeypatch.setattr(mmjax.models.audio_encoder, "taps", leaking)
     assert others_that_changed(losses(*build()), many_samples(), 6) > 0
 
 
