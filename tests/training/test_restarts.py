@@ -214,11 +214,11 @@ def test_on_a_disk_that_is_full_at_the_end_a_run_says_what_is_kept_before_it_wri
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder with a file system of 6 MB of its own."""
+    """A folder with a file system of 8 MB of its own."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], capture_output=True, text=True
     )
     if mounted.returncode:
         pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
