@@ -11,19 +11,23 @@ attention, so it cannot change a bit.
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import Activation, DeltaNetConfig
+from mmjax.kernels.delta_blocks import Tokens
+from mmjax.kernels.delta_rule import delta_rule, unsupported
 from mmjax.models.kv_cache import KVCacheView, RecurrentState
 from mmjax.models.layers import ACTIVATIONS, Context
 from mmjax.models.linear import Linear, apply_linears
 from mmjax.models.remat import keep_inputs
-from mmjax.parallel.sharding import constrain, platform
+from mmjax.parallel.sharding import active, constrain, platform, sharding, spec_axes
 
 CHUNK = 64  # tokens whose outputs are computed together, by matrix products
 # Chunks whose products without the state are computed at once: a GPU launches fewer kernels, a CPU
@@ -46,13 +50,16 @@ def gated_delta_rule(
     sample: Int[Array, "b t"],
     state: Float[Array, "b m k v"] | None = None,
 ) -> tuple[Float[Array, "b t m v"], Float[Array, "b m k v"]]:
-    """Compute the outputs of every token, in the dtype of `v`, and the state after the last one; float32 inside.
+    """Compute the outputs of every token, in the dtype of `v`, and the float32 state after the last one.
 
     Each of the `n` key heads serves `m / n` value heads. g: logarithms of the decays, not positive.
     sample: samples are contiguous; padding has k = beta = g = 0 and the sample before it. state: of
     the first token's sample, else zeros.
 
-    In segments of chunks of tokens; backward keeps the inputs, and the state before each segment.
+    On GPUs kernels compute it where they can (`describe_delta_rule`), from queries and keys that
+    are normalised and then rounded to bfloat16. Elsewhere it runs in segments of chunks of tokens,
+    float32 inside; backward keeps the inputs, and the state before each segment.
+
     With c_i the sum of g over a chunk's tokens up to i, and D_ij = e^(c_i - c_j) for j <= i, else 0
     (section 3.3 of the paper): (1 + strictly lower part of diag(beta) K K' * D) [U | W] =
     diag(beta) [V | diag(e^c) K], N = U - W S, O = diag(e^c) Q S + (Q K' * D) N, and the next S =
@@ -60,6 +67,10 @@ def gated_delta_rule(
     """
     (rows, length, key_heads, key_width), (value_heads, value_width) = k.shape, v.shape[2:]
     group = value_heads // key_heads
+    if state is None:
+        state = jnp.zeros((rows, value_heads, key_width, value_width), jnp.float32)
+    if _kernel_reason(length, key_width, value_width, v.dtype) is None:
+        return _by_kernel(q, k, v, g, beta, sample, state)
     chunk = min(CHUNK, 1 << (length - 1).bit_length())
     segment = min(SEGMENT.get(platform(), OTHER_SEGMENT), -(-length // chunk))
     extra = -length % (chunk * segment)
@@ -83,8 +94,6 @@ def gated_delta_rule(
         *(chunks(x, key_heads, group) for x in (v, g, beta)),
         *(samples, owners),
     )
-    if state is None:
-        state = jnp.zeros((rows, value_heads, key_width, value_width), jnp.float32)
     inputs = jax.tree.map(lambda x: x.reshape(x.shape[0] // segment, segment, *x.shape[1:]), inputs)
     # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier
     # against that.
@@ -100,6 +109,57 @@ def gated_delta_rule(
         :, :length
     ]
     return out, state.reshape(rows, value_heads, key_width, value_width)
+
+
+def describe_delta_rule(length: int, config: DeltaNetConfig, dtype: jnp.dtype) -> str:
+    """Name what computes the gated delta rule in rows of this length, and why it is not the kernels for GPUs."""
+    reason = _kernel_reason(length, config.key_width, config.value_width, dtype)
+    return f"XLA ({reason})" if reason else "Triton"
+
+
+def _kernel_reason(length: int, key_width: int, value_width: int, dtype: jnp.dtype) -> str | None:
+    if platform() not in ("gpu", "cuda"):
+        return f"platform {platform()}"
+    return unsupported(length, key_width, value_width, dtype)
+
+
+def _by_kernel(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, sample: Array, state: Array
+) -> tuple[Array, Array]:
+    """Compute `gated_delta_rule` by kernels, on each device of its own rows and heads."""
+    q = (_normalized(q.astype(jnp.float32)) * q.shape[-1] ** -0.5).astype(q.dtype)
+    k = _normalized(k.astype(jnp.float32)).astype(k.dtype)
+    g, beta = (x.astype(jnp.float32) for x in (g, beta))
+    current = active()
+    kernels = partial(delta_rule, interpret=platform() == "cpu")
+    if current is None:
+        return kernels(Tokens(q, k, v, g, beta), sample, state)
+
+    def spec(x: Array, *axes: str | None) -> PartitionSpec:
+        return sharding(current.mesh, current.rules, x.shape, axes).spec
+
+    # Heads of values are cut only where those of keys are too, so that a group stays together.
+    heads = spec(k, None, None, "heads", None)[2] and "heads"
+    rows, _, heads, _ = spec(v, "rows", None, heads, None)
+    # Gradients are summed over the axes that a spec leaves out; those of one device are named, to
+    # need no all-reduce.
+    named = {*chain(*spec_axes(PartitionSpec(rows, heads)))}
+    single = tuple(
+        axis for axis, size in current.mesh.shape.items() if size == 1 and axis not in named
+    )
+    wide, narrow = (PartitionSpec(rows, single or None, heads, *rest) for rest in ((None,), ()))
+    of_state = PartitionSpec(rows, heads, single or None, None)
+    return jax.shard_map(
+        kernels,
+        mesh=current.mesh,
+        in_specs=(
+            Tokens(q=wide, k=wide, v=wide, g=narrow, beta=narrow),
+            PartitionSpec(rows, None),
+            of_state,
+        ),
+        out_specs=(wide, of_state),
+        check_vma=False,
+    )(Tokens(q, k, v, g, beta), sample, state)
 
 
 class _Chunk(NamedTuple):

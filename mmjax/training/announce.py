@@ -25,6 +25,7 @@ from mmjax.data.sample import Source
 from mmjax.data.sources.chat_files import ChatFiles
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.models.attention import chosen_backend, describe_kernel
+from mmjax.models.gated_delta_net import describe_delta_rule
 from mmjax.models.layers import encoder_layer_config
 from mmjax.models.model import Model, parameter_group
 from mmjax.models.quantization import parameter_shapes
@@ -155,7 +156,7 @@ def describe_waits(grouper: StepGrouper, config: Config, layout: RankLayout) -> 
 
 
 def describe_attention(config: Config, layout: RankLayout) -> str:
-    """Name the backend of each tower's attention, or the kernel that runs on this GPU."""
+    """Name the backend of each tower's attention and of delta nets, or the kernel that runs on this GPU."""
     towers = config.model.towers
     longest = np.max([shape.lengths for shape in layout.shapes], axis=0).tolist()
     dtype = np.dtype(config.training.precision)
@@ -173,6 +174,8 @@ def describe_attention(config: Config, layout: RankLayout) -> str:
         backends.append(
             f"{name}: {kernel if chosen_backend(tower.attention) == 'flash' else tower.attention}"
         )
+        if net := getattr(tower, "delta_net", None):
+            backends.append(f"{name}'s delta nets: {describe_delta_rule(length, net, dtype)}")
     return "; ".join(backends)
 
 

@@ -150,6 +150,21 @@ def test_the_hopper_kernels_spill_no_more_registers_than_is_stated():
 @pytest.mark.skipif(
     not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
 )
+def test_the_kernels_of_the_delta_rule_spill_and_take_no_more_than_is_stated():
+    found = told("tests/kernels/compiled_delta_rule.py")
+    assert found["temporary"] <= 1.05e9
+    stated = dict.fromkeys(
+        ("solve", "states", "outputs", "written_gradients", "state_gradients"), 0
+    )
+    stated |= {"read_gradients": 200, "token_gradients": 600}
+    assert found["spills"].keys() == stated.keys()
+    assert all(found["spills"][name] <= stated[name] for name in stated), found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(
+    not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
+)
 def test_no_scan_over_layers_plans_masks_and_xla_computes_nothing_again():
     found = told("tests/autotune/compiled_step.py")
     assert found["scans"] == 4  # forward and backward, of the LLM and the vision encoder

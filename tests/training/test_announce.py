@@ -14,7 +14,7 @@ from commands import TINY, TINY_DRAWING, media_run, run
 
 from mmjax import train
 from mmjax.config.loading import load
-from mmjax.models import attention
+from mmjax.models import attention, gated_delta_net
 from mmjax.training import loop
 from mmjax.training.announce import describe_attention, describe_zero_rates
 from mmjax.training.outcome import describe_interruption
@@ -184,3 +184,16 @@ def test_a_gpus_kernels_are_named_with_what_keeps_a_tower_from_hoppers(monkeypat
     assert describe_attention(
         load("tiny_vlm", [*precision, "model.llm.attention=dense"]), layout
     ).startswith("llm: dense; ")
+
+
+def test_a_gpus_kernels_of_delta_nets_are_named_beside_those_of_attention(monkeypatch):
+    monkeypatch.setattr(
+        attention, "first_device", lambda: SimpleNamespace(platform="gpu", compute_capability="8.0")
+    )
+    monkeypatch.setattr(gated_delta_net, "platform", lambda: "gpu")
+    net = ["layers=0,", "key_heads=2", "value_heads=4", "key_width=16", "value_width=16"]
+    words = ["training.precision=bfloat16", "model.llm.attention=auto"]
+    config = load("tiny_text", [*words, *(f"model.llm.delta_net.{word}" for word in net)])
+    layout = SimpleNamespace(shapes=[SimpleNamespace(lengths=(256,))])
+    expected = "llm: Triton (compute capability 8.0); llm's delta nets: Triton"
+    assert describe_attention(config, layout) == expected
