@@ -25,7 +25,7 @@ TowerRemat = Literal["auto", "none", "products", "attention_mlp", "attention", "
 
 # Of a frozen tower's matrices: in the precision of the computation, or in 8 or 4 bits
 # (`models.quantization`).
-Quantization = Literal["none", "int8", "nf4"]
+Quantization = Literal["none", "int8", "fp8", "nf4"]
 
 
 MAX_LAYERS = 10_000  # the remat policy of each layer is planned by itself

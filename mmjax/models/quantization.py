@@ -4,7 +4,9 @@
 along the inputs, each block of 64 weights of one output is divided by its largest magnitude and
 rounded to the nearest of 16 quantiles of the normal distribution. `int8` is that of the weights in
 LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339): 127 steps up to the largest magnitude of each
-output. Activations are not quantised, so there are no outliers to set apart.
+output. Activations are not quantised, so there are no outliers to set apart. `fp8` is e4m3 with a
+power of two as the scale of a matrix: what products in FP8 would round it to in every step
+(`models.float8`), so there it changes nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.config.model import NF4_BLOCK
 from mmjax.config.towers import Quantization
+from mmjax.models.float8 import FORWARD, to_float8
 from mmjax.parallel.sharding import Axes
 
 # The values of NF4's codes 0 to 15 (appendix E).
@@ -54,7 +57,8 @@ class Quantized(NamedTuple):
 
     nf4: uint8 `[in / 64, 32, out]`, two codes a byte, inputs 2i and 2i + 1 of a block in the upper
     and the lower half of byte i, and float32 `[in / 64, out]`. A shard of either holds whole
-    blocks. int8: int8 `[in, out]`, and float32 `[out]`.
+    blocks. int8: int8 `[in, out]`, and float32 `[out]`. fp8: float8_e4m3fn `[in, out]`, and float32
+    `[]`.
     """
 
     codes: Int[Array, ...]
@@ -63,7 +67,7 @@ class Quantized(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the matrix."""
-        if self.codes.dtype == jnp.int8:
+        if self.codes.dtype != jnp.uint8:
             return self.codes.shape
         *stack, blocks, _, outputs = self.codes.shape
         return (*stack, blocks * NF4_BLOCK, outputs)
@@ -77,6 +81,11 @@ def quantize(matrix: Float[Array, "*stack i o"], how: Quantization) -> Quantized
         scales = jnp.abs(matrix).max(-2)
         steps = matrix * (INT8_STEPS / jnp.where(scales > 0, scales, 1))[..., None, :]
         return Quantized(jnp.round(steps).astype(jnp.int8), scales)
+    if how == "fp8":
+        to_codes = partial(to_float8, dtype=FORWARD)
+        for _ in matrix.shape[:-2]:
+            to_codes = jax.vmap(to_codes)
+        return Quantized(*to_codes(matrix))
     # [in, out] -> [in / 64, 32, 2, out]: inputs 2i and 2i + 1 of a block share byte i. A weight's
     # code is the number of bounds below it: -0.8 of a block's largest has one below, so code 1,
     # -0.696.
@@ -95,6 +104,8 @@ def dequantize(matrix: Array | Quantized, dtype: Any) -> Float[Array, "*stack i 
     codes, scales = matrix
     if codes.dtype == jnp.int8:
         return (codes.astype(jnp.float32) * scales[..., None, :] * (1 / INT8_STEPS)).astype(dtype)
+    if codes.dtype == FORWARD:
+        return (codes.astype(jnp.float32) * scales[..., None, None]).astype(dtype)
     # Byte 0xA3 is codes 10 and 3: [in / 64, 32, out] -> [in / 64, 32, 2, out] -> [in, out].
     halves = codes[..., None, :] >> np.array([[4], [0]], np.uint8) & 15
     values = jnp.asarray(NF4).at[halves].get(mode="promise_in_bounds")
@@ -107,8 +118,9 @@ class QuantizedMatrix(nnx.Module):
     def __init__(self, matrix: Float[Array, "*stack i o"], axes: Axes, how: Quantization):
         codes, scales = quantize(matrix, how)
         inputs, outputs = axes
-        self.codes = nnx.Param(codes, axes=axes if how == "int8" else (inputs, None, outputs))
-        self.scales = nnx.Param(scales, axes=(outputs,) if how == "int8" else axes)
+        self.codes = nnx.Param(codes, axes=(inputs, None, outputs) if how == "nf4" else axes)
+        axes_of_scales = {"int8": (outputs,), "fp8": (), "nf4": axes}
+        self.scales = nnx.Param(scales, axes=axes_of_scales[how])
 
     @property
     def shape(self) -> tuple[int, ...]:

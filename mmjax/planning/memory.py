@@ -240,9 +240,13 @@ def parameter_bytes(model: ModelConfig, frozen: Set[str], activation: int) -> di
     sizes = linear_layers(model)
     for layer, how in quantized_layers(model).items():
         inputs, outputs = sizes[layer]
-        # Codes of a byte and a float32 scale per output; or two codes a byte and a scale per block
-        # of inputs.
-        numbers = inputs + MASTER if how == "int8" else inputs / 2 + MASTER * inputs / NF4_BLOCK
+        # Bytes per output: codes of a byte and a float32 scale per output, or per matrix; or two
+        # codes a byte and a scale per block of inputs.
+        numbers = {
+            "int8": inputs + MASTER,
+            "fp8": inputs + MASTER / outputs,
+            "nf4": inputs / 2 + MASTER * inputs / NF4_BLOCK,
+        }[how]
         counts[layer.split(".")[0]] -= (
             layer_count(model, layer) * outputs * (activation * inputs - numbers)
         )

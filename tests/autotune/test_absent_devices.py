@@ -165,6 +165,17 @@ def test_the_kernels_of_the_delta_rule_spill_and_take_no_more_than_is_stated():
 @pytest.mark.skipif(
     not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
 )
+@pytest.mark.parametrize(
+    ("moments", "most"), [("float32", 1e6), ("bfloat16", 1e6), ("int8", 0.17e9)]
+)
+def test_an_update_of_a_7b_model_is_written_in_place(moments, most):
+    assert told("tests/autotune/compiled_update.py", "1", moments)[moments] <= most
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(
+    not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
+)
 def test_no_scan_over_layers_plans_masks_and_xla_computes_nothing_again():
     found = told("tests/autotune/compiled_step.py")
     assert found["scans"] == 4  # forward and backward, of the LLM and the vision encoder

@@ -46,10 +46,16 @@ QUANTILES = torch.tensor(
 
 
 def reference(weight: torch.Tensor, how: str) -> torch.Tensor:
-    """A matrix `[out, in]` as bitsandbytes makes it again: nf4 of blocks of 64 of its rows one after the other."""
+    """A matrix `[out, in]` as bitsandbytes makes it again: nf4 of blocks of 64 of its rows one after the other.
+
+    fp8: as PyTorch rounds it, over the least power of two.
+    """
     if how == "int8":
         largest = weight.abs().amax(1, keepdim=True)
         return (weight * (127 / largest)).round() * largest / 127
+    if how == "fp8":
+        scale = 2.0 ** torch.ceil(torch.log2(weight.abs().max() / 448))
+        return (weight / scale).to(torch.float8_e4m3fn).float() * scale
     blocks = weight.reshape(-1, 64)
     largest = blocks.abs().amax(1, keepdim=True)
     nearest = ((blocks / largest)[..., None] - QUANTILES).abs().argmin(-1)
@@ -123,7 +129,7 @@ def adapters(tree, layer: int, path: str):
 
 @pytest.mark.default_cases("nf4-none")
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("how", ["nf4", "int8"])
+@pytest.mark.parametrize("how", ["nf4", "int8", "fp8"])
 def test_a_steps_loss_and_adapters_gradients_are_those_of_bitsandbytes_formula(how, remat, folder):
     loss, gradients, trainable, _ = step(folder, how, remat)
     there = transformers.AutoModelForCausalLM.from_pretrained(
@@ -160,7 +166,7 @@ def test_a_steps_loss_and_adapters_gradients_are_those_of_bitsandbytes_formula(h
                 )
 
 
-@pytest.mark.parametrize("how", ["nf4", "int8"])
+@pytest.mark.parametrize("how", ["nf4", "int8", "fp8"])
 def test_a_matrix_of_a_stack_is_quantised_by_the_formula_and_one_of_zeros_stays_so(how):
     stack = torch.randn(2, 48, 192, generator=torch.Generator().manual_seed(0))
     ours = quantize(jnp.asarray(stack.numpy().swapaxes(1, 2)), how)
@@ -171,7 +177,7 @@ def test_a_matrix_of_a_stack_is_quantised_by_the_formula_and_one_of_zeros_stays_
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("how", ["nf4", "int8"])
+@pytest.mark.parametrize("how", ["nf4", "int8", "fp8"])
 def test_codes_and_scales_lie_in_shards_of_whole_blocks_and_four_devices_compute_the_same(
     how, folder
 ):
@@ -186,5 +192,9 @@ def test_codes_and_scales_lie_in_shards_of_whole_blocks_and_four_devices_compute
     # Inputs of the last matrix are shared by two devices: 64 each, which are one block.
     down = together[3]["llm"]["layers"]["runs"]["0:3"]["mlp"]["down"]["weight"]
     shards = {name: x.sharding.shard_shape(x.shape) for name, x in down.items()}
-    nf4 = {"codes": (3, 1, 32, 32), "scales": (3, 1, 32)}
-    assert shards == (nf4 if how == "nf4" else {"codes": (3, 64, 32), "scales": (3, 32)})
+    wanted = {
+        "nf4": {"codes": (3, 1, 32, 32), "scales": (3, 1, 32)},
+        "int8": {"codes": (3, 64, 32), "scales": (3, 32)},
+        "fp8": {"codes": (3, 64, 32), "scales": (3,)},
+    }
+    assert shards == wanted[how]

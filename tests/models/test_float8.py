@@ -26,6 +26,7 @@ from mmjax.data.plan.placement import Topology
 from mmjax.models.float8 import float8_products, scale_of
 from mmjax.models.linear import Linear
 from mmjax.models.model import Model
+from mmjax.models.quantization import dequantize, quantize
 from mmjax.parallel.sharding import make_mesh
 
 TYPES = {"x": (ml_dtypes.float8_e4m3fn, 448.0), "gradient": (ml_dtypes.float8_e5m2, 57_344.0)}
@@ -155,3 +156,25 @@ def test_ranks_round_by_the_largest_values_of_all(tmp_path):
     worst, name = worst_leaf(found.gradients, expected.gradients)
     assert worst < 1e-3, name  # a sum in another order rounds now and then to the other neighbour
     assert found.losses.loss == pytest.approx(expected.losses.loss, rel=1e-5)
+
+
+def test_weights_stored_in_fp8_are_multiplied_as_products_in_fp8_round_them():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(40, 64)), jnp.bfloat16)
+    for scale in (
+        1.0,
+        3e-3,
+        447.9 / 448,
+        450.0,
+    ):  # 450: its largest is rounded down to a scale less
+        weight = jnp.asarray(rng.normal(size=(64, 48)), jnp.float32)
+        weight *= scale / jnp.abs(weight).max()
+        stored = dequantize(quantize(weight, "fp8"), x.dtype)
+        for found, wanted in zip(passes(x, stored), passes(x, weight), strict=True):
+            np.testing.assert_array_equal(found.astype(np.float32), wanted.astype(np.float32))
+
+
+def passes(x, weight):
+    """Return the product of activations and a frozen weight, and the gradient of the activations."""
+    (out,), backward = jax.vjp(lambda x: float8_products(x, weight), x)
+    return np.asarray(out), np.asarray(backward((out,))[0])

@@ -38,10 +38,11 @@ def source(tmp_path_factory) -> Path:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["nf4", "fp8"])
 def test_a_run_goes_on_where_it_stopped_under_other_stacks_and_begins_another_that_quantises_alike(
-    source, tmp_path
+    how, source, tmp_path
 ):
-    config = quantized(source, tmp_path / "run", "nf4")
+    config = quantized(source, tmp_path / "run", how)
     train(config, Path(TINY), devices=jax.devices()[:1])
     stopped = shutil.copytree(tmp_path / "run", tmp_path / "stopped")
     for step in ("2", "3"):
@@ -86,7 +87,7 @@ def test_a_checkpoint_learns_beside_quantised_weights_as_beside_its_own(tmp_path
     )
     export.export(tmp_path / "whole", tmp_path / "learnt")
     found = {"whole": accuracy(tmp_path / "whole")}
-    for how in ("none", "nf4", "int8"):
+    for how in ("none", "nf4", "int8", "fp8"):
         llm = replace(from_hf(tmp_path / "learnt").llm, quantize=how)
         config = learning(tmp_path / "learnt", tmp_path / how, TUNED, lora=LORA, llm=llm)
         train(config, path, devices=jax.devices()[:1])
@@ -94,3 +95,4 @@ def test_a_checkpoint_learns_beside_quantised_weights_as_beside_its_own(tmp_path
     assert found["none"] > found["whole"] + TOLERANCE
     assert abs(found["nf4"] - found["none"]) <= TOLERANCE
     assert abs(found["int8"] - found["none"]) <= TOLERANCE
+    assert abs(found["fp8"] - found["none"]) <= TOLERANCE
