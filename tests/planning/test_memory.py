@@ -88,7 +88,7 @@ def test_parameters_gradients_and_moments_of_a_sharded_run_are_as_predicted(name
     )  # counts of updates
 
 
-@pytest.mark.parametrize("how", ["int8", "nf4"])
+@pytest.mark.parametrize("how", ["int8", "fp8", "nf4"])
 def test_quantised_weights_take_the_bytes_of_their_codes_and_scales(how):
     base = load("tiny_omni").model
     llm = replace(
