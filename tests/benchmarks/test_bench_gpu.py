@@ -6,15 +6,32 @@ import gzip
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import run
 
 from mmjax import bench
 from mmjax.batch import allowed
+from mmjax.benchmarks import gpu_kernels
 from mmjax.benchmarks.gpu import SECTIONS, markdown
-from mmjax.benchmarks.gpu_kernels import TINY, image_mask, products, text_mask
-from mmjax.benchmarks.gpu_steps import KINDS, row_lengths, samples_of, top_kernels
+from mmjax.benchmarks.gpu_kernels import (
+    TINY,
+    delta_net,
+    image_mask,
+    text_mask,
+)
+from mmjax.benchmarks.gpu_steps import (
+    KINDS,
+    MODELS,
+    measure_products,
+    product_forms,
+    row_lengths,
+    samples_of,
+    step_products,
+    top_kernels,
+)
+from mmjax.cost.table import parameters
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +66,7 @@ def test_a_section_that_is_done_is_not_run_again_and_one_that_failed_is(capsys, 
     assert ended.code == 0, ended.err
     found = json.loads(path.read_text())
     assert found["decoder"] == {"done": 1.0}
-    assert found["products"]["64 x 64 x 64 bfloat16, TFLOP/s"] > 0
+    assert found["products"]["all of a step bfloat16, nothing recomputed, s"] > 0
     assert "error" not in found["products"]
     assert {"section": "decoder", "figure": "done", "value": 1.0} in json.loads(ended.out)
     assert "| decoder | done | 1 |" in path.with_suffix(".md").read_text().splitlines()
@@ -77,13 +94,51 @@ def test_every_section_runs_in_small(capsys, tmp_path):
     assert found["step_7b"]["MFU"] > 0
     assert len([figure for figure in found["step_7b"] if figure.lstrip()[0].isdigit()]) == 20
     assert "cuDNN" in "".join(found["text_attention"])
-    assert found["torch"]["MFU"] > 0
     assert found["rows"]["probe of one sample, ms"] > 0
     assert "all: median error" in found["rows"] or "predicted" in found["rows"]
 
 
-def test_products_of_noise_have_a_rate():
-    assert all(rate > 0 for rate in products(TINY).values())
+def test_products_of_noise_have_a_rate_in_all_forms():
+    figures = measure_products(TINY)
+    rates = [str(figure).split(" / ") for name, figure in figures.items() if "TFLOP/s" in name]
+    assert len(rates) == 14  # seven products in bfloat16 and in FP8
+    assert all(len(forms) == 3 and min(map(float, forms)) > 0 for forms in rates)
+    assert figures["all of a step FP8, nothing recomputed, s"] > 0
+
+
+def test_forms_of_a_product_are_its_output_and_the_gradients_of_rows_and_weights():
+    x, weight, d_out = (
+        np.random.default_rng(0).normal(size=size) for size in ((5, 3), (3, 4), (5, 4))
+    )
+    found = [form(x, weight, d_out) for form in product_forms(jnp.matmul)]
+    for result, expected in zip(found, (x @ weight, d_out @ weight.T, x.T @ d_out), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_products_of_a_step_are_those_of_all_parameters():
+    model = MODELS["7b"]
+    channels = {
+        name: count * inputs * outputs
+        for name, (_, inputs, outputs, count) in step_products(model, 1, 1).items()
+    }
+    vision = sum(size for name, size in channels.items() if name.startswith("vision"))
+    llm = sum(channels.values()) - vision + model.llm.vocab * model.llm.width  # the embedding
+    counted = parameters(model)
+    assert llm == pytest.approx(counted["llm"], rel=1e-3)
+    assert vision == pytest.approx(counted["vision"], rel=0.01)  # its MLP is padded by 1 %
+
+
+def test_a_delta_rule_is_compared_with_a_loop_over_tokens_and_one_that_leaks_is_seen(monkeypatch):
+    exact = {name: value for name, value in delta_net(TINY).items() if "error" in name}
+    assert len(exact) == 24
+    assert max(value for name, value in exact.items() if "float32" in name) < 1e-3
+    assert exact["float32, repeated tokens, error of output"] < 1e-5
+    assert 1e-4 < exact["bfloat16, error of output"] < 0.01  # its outputs are rounded
+    rule = gpu_kernels.gated_delta_rule
+    monkeypatch.setattr(gpu_kernels, "gated_delta_rule", lambda *x: rule(*x[:5], 0 * x[5]))
+    leaking = delta_net(TINY)
+    assert leaking["float32, repeated tokens, error of output"] > 1e-3
+    assert leaking["float32, repeated tokens, error of v"] > 1e-3
 
 
 def test_pairs_are_those_that_the_masks_allow():
