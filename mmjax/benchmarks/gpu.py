@@ -23,6 +23,7 @@ from mmjax.benchmarks.gpu_kernels import (
     image_attention,
     text_attention,
 )
+from mmjax.benchmarks.gpu_peer import measure_race
 from mmjax.benchmarks.gpu_steps import measure_products, measure_rows, measure_step
 from mmjax.benchmarks.harness import Options, option
 from mmjax.console import print_note
@@ -50,6 +51,10 @@ SECTIONS = {  # in this order
     "lora_7b": Section(measure_step, 120, "lora_7b"),
     "decoder": Section(measure_step, 60, "decoder"),
     "rows": Section(measure_rows, 180),
+    "peer_uneven": Section(measure_race, 180, "3b large-uneven full"),
+    "peer_near_equal": Section(measure_race, 180, "3b large-near-equal full"),
+    "peer_text": Section(measure_race, 180, "3b large-text full"),
+    "peer_lora": Section(measure_race, 180, "7b large-uneven lora"),
     "grouped_products": Section(grouped_products, 60),
     "delta_net": Section(delta_net, 120),
 }

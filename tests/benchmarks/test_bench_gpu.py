@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from commands import run
 
 from mmjax import bench
 from mmjax.batch import allowed
-from mmjax.benchmarks import gpu_kernels
+from mmjax.benchmarks import gpu_kernels, peer
 from mmjax.benchmarks.gpu import SECTIONS, markdown
 from mmjax.benchmarks.gpu_kernels import (
     TINY,
@@ -21,6 +22,7 @@ from mmjax.benchmarks.gpu_kernels import (
     image_mask,
     text_mask,
 )
+from mmjax.benchmarks.gpu_peer import measure_race, race_figures
 from mmjax.benchmarks.gpu_steps import (
     KINDS,
     MODELS,
@@ -31,6 +33,7 @@ from mmjax.benchmarks.gpu_steps import (
     step_products,
     top_kernels,
 )
+from mmjax.benchmarks.peer_data import DATA
 from mmjax.cost.table import parameters
 
 
@@ -94,6 +97,13 @@ def test_every_section_runs_in_small(capsys, tmp_path):
     assert found["step_7b"]["MFU"] > 0
     assert len([figure for figure in found["step_7b"] if figure.lstrip()[0].isdigit()]) == 20
     assert "cuDNN" in "".join(found["text_attention"])
+    races = [figures for name, figures in found.items() if name.startswith("peer_")]
+    assert len(races) == 4
+    for race in races:
+        assert len([name for name in race if name.endswith("at once, sdpa, tokens/s")]) == 4
+        assert race["mmjax / best of the Trainer, tokens/s"] > 0
+        ours = race["mmjax, loss of its first samples"]
+        assert race["Trainer, loss of mmjax's first samples"] == pytest.approx(ours, rel=1e-3)
     assert found["rows"]["probe of one sample, ms"] > 0
     assert "all: median error" in found["rows"] or "predicted" in found["rows"]
 
@@ -139,6 +149,60 @@ def test_a_delta_rule_is_compared_with_a_loop_over_tokens_and_one_that_leaks_is_
     leaking = delta_net(TINY)
     assert leaking["float32, repeated tokens, error of output"] > 1e-3
     assert leaking["float32, repeated tokens, error of v"] > 1e-3
+
+
+def replies(tokens: int, seconds: float, turns: int = 3, **form: Any) -> list[dict[str, Any]]:
+    """Of a training whose last turn has so many tokens and takes so long."""
+    counted = {"samples": 8, "tokens": tokens, "positions": 2 * tokens, "loss": 9.0, "GB": 50.0}
+    clocks = (0.0, 30.0, 40.0, 40.0 + seconds)
+    return [counted | form | {"clock": clock} for clock in clocks[: 1 + turns]]
+
+
+def test_the_rival_is_the_best_of_the_trainers_forms_and_one_that_had_no_room_is_none():
+    def form(strategy: str, checkpointing: bool, batch: int) -> dict[str, Any]:
+        return {
+            "strategy": strategy,
+            "checkpointing": checkpointing,
+            "batch": batch,
+            "attention": "sdpa",
+        }
+
+    no_room = form("group_by_length", False, 16)
+    theirs = [
+        replies(1000, 1.0, **no_room)[0],
+        {"loss": 9.5, "tokens": 700} | no_room,
+        *replies(1000, 1.0, turns=1, **no_room),
+        *replies(1000, 4.0, **form("group_by_length", False, 8)),
+        *replies(1000, 2.5, **form("group_by_length", True, 16)),
+        *replies(1000, 5.0, **form("random", False, 8)),
+    ]
+    figures = race_figures(replies(1000, 2.0), theirs, [])
+    best = "Trainer, grouped by length, checkpointing, 16 at once, sdpa"
+    assert figures["best of the Trainer"] == best
+    assert figures["mmjax / best of the Trainer, tokens/s"] == pytest.approx(1.25)
+    assert figures["Trainer, loss of mmjax's first samples"] == 9.5
+    assert figures[f"{best}, padding"] == 0.5
+    assert figures[f"{best}, first step, s"] == 30
+    assert "mmjax again, tokens/s" not in figures
+    assert not any("no checkpointing, 16" in name for name in figures)
+    assert race_figures(replies(1000, 2.0), [], [])["Trainer"].startswith("made no step")
+
+
+def test_a_race_without_the_trainers_libraries_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(peer, "LIBRARIES", ("a_library_that_nobody_has",))
+    figures = measure_race(TINY, "3b large-uneven full", ())
+    assert figures == {"skipped": f"needs a_library_that_nobody_has; install with: {peer.INSTALL}"}
+
+
+def test_sets_for_gpus_have_large_images_and_long_texts():
+    rng = np.random.default_rng(0)
+    uneven = [DATA["large-uneven"](rng) for _ in range(300)]
+    sides = np.concatenate([sides.ravel() for sides, _ in uneven])
+    assert 224 <= sides.min() < 300
+    assert 1280 < sides.max() <= 1344
+    assert {len(sides) for sides, _ in uneven} == {0, 1, 2, 3}
+    assert max(words for _, words in uneven) == 2000
+    assert not any(len(DATA["large-text"](rng)[0]) for _ in range(20))
 
 
 def test_pairs_are_those_that_the_masks_allow():
