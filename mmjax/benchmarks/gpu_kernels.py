@@ -17,6 +17,7 @@ from mmjax.kernels.grouped_matmul import grouped_matmul
 from mmjax.kernels.masked_tiles import KEYS, TILE, TilePlan
 from mmjax.kernels.masks import encoder_mask
 from mmjax.kernels.tiles import tiles_for
+from mmjax.kernels.window_attention import WindowPlan, plan_windows, window_attention
 from mmjax.models.attention import attention, plan_attention
 from mmjax.models.blockwise_attention import dense_attention
 from mmjax.models.gated_delta_net import L2_EPS, gated_delta_rule
@@ -39,7 +40,7 @@ class Sizes:
     vision_widths: tuple[int, ...] = (72, 80)  # of a head
     image: int = 1024  # patches
     window: int = 64  # patches
-    patches: int = 16_384  # of a row of images
+    patches: int = 41_984  # of a row of images, as in a 7B step
     step_rows: tuple[int, int] = (16_640, 41_984)  # of the LLM and of vision, in a step's products
     sustained: float = 0.5  # seconds that a product runs for at least
     # rows, experts, input and output channels
@@ -162,6 +163,15 @@ def flash(q: jax.Array, k: jax.Array, v: jax.Array, mask: MaskSpec, plan: Any = 
     return attention(q, k, v, mask, "flash", plan=plan)
 
 
+def in_windows(*operands: Any) -> jax.Array:
+    """Attend with the kernel of windows. operands: q, k, v and a mask, or its plan."""
+    *arrays, mask = operands
+    plan = mask if isinstance(mask, WindowPlan) else plan_windows(mask)
+    return window_attention(
+        *arrays, plan, arrays[0].shape[-1] ** -0.5, jax.default_backend() == "cpu"
+    )
+
+
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Attend causally over the whole row with cuDNN."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
@@ -193,21 +203,21 @@ def exactness(sizes: Sizes) -> dict[str, Any]:
         f"text {heads}/{kv_heads} x {width}": (
             sizes.heads,
             [text_mask(sizes.compared, sizes.samples)[0]],
+            flash,
         )
     }
     image = min(sizes.image, sizes.compared // 2)
     masks = [image_mask(sizes.compared, image, window)[0] for window in (0, sizes.window)]
     for width in sizes.vision_widths:
-        cases[f"images {sizes.vision_heads} x {width}"] = (
-            (sizes.vision_heads, sizes.vision_heads, width),
-            masks,
-        )
+        shape = sizes.vision_heads, sizes.vision_heads, width
+        cases[f"images {sizes.vision_heads} x {width}"] = shape, masks, flash
+        cases[f"windows {sizes.vision_heads} x {width}"] = shape, masks[1:], in_windows
     figures: dict[str, Any] = {}
     repeatable = True
     exact = with_gradients(lambda q, k, v, mask: dense_attention(q, k, v, mask, mask))
-    kernel = with_gradients(flash)
-    for (name, (shape, masks)), dtype in product(cases.items(), ("float32", "bfloat16")):
+    for (name, (shape, masks, function)), dtype in product(cases.items(), ("float32", "bfloat16")):
         inputs = draw(sizes.compared, *shape, dtype)
+        kernel = with_gradients(function)
         errors = []
         for mask in masks:
             with jax.default_matmul_precision("highest"):
@@ -249,7 +259,7 @@ def text_attention(sizes: Sizes) -> dict[str, Any]:
 
 
 def image_attention(sizes: Sizes) -> dict[str, Any]:
-    """Measure attention of images, whole and in windows, by the width of a head."""
+    """Measure attention of images, whole and in windows, by lists and by the kernel of windows, by a head's width."""
     figures: dict[str, Any] = {}
     heads = sizes.vision_heads
     for width in sizes.vision_widths:
@@ -260,6 +270,8 @@ def image_attention(sizes: Sizes) -> dict[str, Any]:
             label = f"{heads} x {width} {name}, "
             flops = attention_flops(pairs, heads, width)
             figures |= rates(label, flash, (*inputs, mask, plan), flops, sizes.calls)
+        label = f"{heads} x {width} windows, kernel of windows, "
+        figures |= rates(label, in_windows, (*inputs, plan_windows(mask)), flops, sizes.calls)
     return figures
 
 
