@@ -216,6 +216,8 @@ def exactness(sizes: Sizes) -> dict[str, Any]:
     repeatable = True
     exact = with_gradients(lambda q, k, v, mask: dense_attention(q, k, v, mask, mask))
     for (name, (shape, masks, function)), dtype in product(cases.items(), ("float32", "bfloat16")):
+        if function is in_windows and dtype == "float32" and not sizes.tiny:
+            continue  # which takes minutes to compile, and towers attend by lists
         inputs = draw(sizes.compared, *shape, dtype)
         kernel = with_gradients(function)
         errors = []

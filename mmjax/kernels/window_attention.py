@@ -27,7 +27,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from mmjax.batch import MaskSpec
-from mmjax.kernels.flash_attention import dot
+from mmjax.kernels.flash_attention import Scores, dot, name_outputs, output_delta
 from mmjax.kernels.tiles import padded_width
 
 BLOCK = 64  # tokens that a program holds at once
@@ -43,6 +43,29 @@ class WindowPlan(NamedTuple):
 
     window: Array
     start: Array
+
+
+class MixedPlan(NamedTuple):
+    """The plans of layers without and with a window, of which a scan over both takes one by index (1: the windows')."""
+
+    full: Any  # of the kernel by lists
+    window: WindowPlan
+    index: Array | None = None  # int32 []
+
+
+class ListKernel(NamedTuple):
+    """A kernel by lists: `(q, k, v, plan, scores)` to output and lse, and with `(d_out, lse, delta)` to gradients."""
+
+    forward: Callable[..., tuple[Array, Array]]
+    gradients: Callable[..., tuple[Array, ...]]
+
+
+def unsupported(window: int, itemsize: int) -> str | None:
+    """Say why windows of at most so many tokens do not run in the kernel of windows, if so."""
+    if window > BLOCK:
+        return f"windows of {window} tokens"
+    # whose products Triton unrolls into single additions
+    return f"numbers of {itemsize} bytes" if itemsize > 2 else None
 
 
 def plan_windows(mask: MaskSpec) -> WindowPlan:
@@ -83,13 +106,7 @@ def window_attention(
 
     A query that may attend nothing gets 0. Softmax and sums are float32.
     """
-    length = q.shape[1]
-    # a program holds a whole block
-    extra = ((0, 0), (0, max(BLOCK - length, 0)), (0, 0), (0, 0))
-    q, k, v = (jnp.pad(x, extra) for x in (q, k, v))
-    window = jnp.pad(plan.window, extra[:2])
-    out = _attention(q, k, v, plan._replace(window=window), scale, interpret)
-    return checkpoint_name(out[:, :length], "attention_output")
+    return checkpoint_name(_attention(q, k, v, plan, scale, interpret), "attention_output")
 
 
 def _weights(q: Array, k: Array, window: Array, scale: float) -> tuple[Array, Array]:
@@ -156,11 +173,16 @@ def _call(
     outputs: int,
     interpret: bool,
 ) -> list[Array]:
+    tokens = arrays[0].shape[1]
+    # a program holds a whole block
+    extra = ((0, 0), (0, max(BLOCK - tokens, 0)), (0, 0), (0, 0))
+    arrays = [jnp.pad(x, extra) for x in arrays]
+    plan = plan._replace(window=jnp.pad(plan.window, extra[:2]))
     rows, length, heads, width = arrays[0].shape
     padded = padded_width(width)
     of_head = pl.BlockSpec((None, length, None, padded), lambda i, head, row: (row, 0, head, 0))
     of_row = [pl.BlockSpec((None, x.shape[1]), lambda i, head, row: (row, 0)) for x in plan]
-    return pl.pallas_call(
+    results = pl.pallas_call(
         partial(_kernel, compute=compute, outputs=outputs, width=width),
         grid=(plan.start.shape[1] // 2, heads, rows),
         in_specs=[*of_row, *[of_head] * len(arrays)],
@@ -170,6 +192,7 @@ def _call(
         interpret=interpret,
         name="window_attention_forward" if outputs == 1 else "window_attention_backward",
     )(*plan, *arrays)
+    return [x[:, :tokens] for x in results]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -191,3 +214,52 @@ def _backward(scale: float, interpret: bool, residuals: tuple, d_out: Array) -> 
 
 
 _attention.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def mixed_attention(
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b t n h"],
+    v: Float[Array, "b t n h"],
+    plan: MixedPlan,
+    scores: Scores,
+    kernel: ListKernel,
+) -> Float[Array, "b t n h"]:
+    """Attend by the plan at `plan.index`: with the kernel of windows, or with that by lists."""
+    return _mixed_forward(q, k, v, plan, scores, kernel)[0]
+
+
+def _mixed_forward(
+    q: Array, k: Array, v: Array, plan: MixedPlan, scores: Scores, kernel: ListKernel
+) -> tuple[Array, tuple]:
+    def in_windows(*arrays: Array) -> tuple[Array, Array]:
+        (out,) = _call(partial(_output, scores.scale), arrays, plan.window, 1, scores.interpret)
+        # which layers with lists have
+        rows, length, heads, _ = out.shape
+        return out, jnp.zeros((rows, heads, length), jnp.float32)
+
+    def by_lists(*arrays: Array) -> tuple[Array, Array]:
+        return kernel.forward(*arrays, plan.full, scores)
+
+    out, lse = name_outputs(*lax.cond(plan.index == 1, in_windows, by_lists, q, k, v))
+    return out, (q, k, v, plan, out, lse)
+
+
+def _mixed_backward(
+    scores: Scores, kernel: ListKernel, residuals: tuple, d_out: Array
+) -> tuple[Array, Array, Array, None]:
+    q, k, v, plan, out, lse = residuals
+
+    def in_windows(q: Array, k: Array, v: Array, d_out: Array) -> tuple[Array, ...]:
+        arrays = (q, k, v, d_out)
+        compute = partial(_gradients, scores.scale)
+        return tuple(_call(compute, arrays, plan.window, 3, scores.interpret))
+
+    def by_lists(q: Array, k: Array, v: Array, d_out: Array) -> tuple[Array, ...]:
+        delta = output_delta(out, d_out)
+        return kernel.gradients(q, k, v, plan.full, scores, d_out, lse, delta)
+
+    return *lax.cond(plan.index == 1, in_windows, by_lists, q, k, v, d_out), None
+
+
+mixed_attention.defvjp(_mixed_forward, _mixed_backward)
