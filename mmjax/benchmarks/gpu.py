@@ -24,7 +24,7 @@ from mmjax.benchmarks.gpu_kernels import (
     text_attention,
 )
 from mmjax.benchmarks.gpu_peer import measure_race
-from mmjax.benchmarks.gpu_steps import measure_products, measure_rows, measure_step
+from mmjax.benchmarks.gpu_steps import measure_products, measure_rank, measure_rows, measure_step
 from mmjax.benchmarks.harness import Options, option
 from mmjax.console import print_note
 from mmjax.disk import user_cache
@@ -50,6 +50,7 @@ SECTIONS = {  # in this order
     "step_3b": Section(measure_step, 120, "3b"),
     "lora_7b": Section(measure_step, 120, "lora_7b"),
     "decoder": Section(measure_step, 60, "decoder"),
+    "rank_of_8": Section(measure_rank, 120, "decoder"),
     "rows": Section(measure_rows, 180),
     "peer_uneven": Section(measure_race, 180, "3b large-uneven full"),
     "peer_near_equal": Section(measure_race, 180, "3b large-near-equal full"),

@@ -60,6 +60,7 @@ CORPUS = 2000  # samples
 WARM_SECONDS = 20.0  # until a card has the clock of a long run
 ROWS = 60  # that are predicted, of each kind as many
 FP8_CAPABILITY = 8.9
+RANKS = 8  # of which one is run
 KINDS = ("1", "16", "64", "mixed")  # samples in a row
 
 
@@ -166,10 +167,27 @@ def _fit(config: Config, mesh: jax.sharding.Mesh, data: RunData) -> tuple[Config
             config = replace(config, model=replace(config.model, llm=fewer))
 
 
-def measure_step(sizes: Sizes, name: str, changes: Sequence[str]) -> dict[str, Any]:
+def measure_rank(sizes: Sizes, name: str, changes: Sequence[str]) -> dict[str, Any]:
+    """Measure a step as one rank of eight with mocked collectives: a rank's time and memory, but no values.
+
+    On eight real devices it is a step of all.
+    """
+    # Before JAX starts; it does not read the environment for it.
+    jax.config.update("jax_mock_gpu_topology", f"1x{RANKS}x1")
+    if jax.device_count() != RANKS:
+        return {
+            "skipped": f"JAX {jax.__version__} mocks no ranks here: {jax.device_count()} devices"
+        }
+    divided = [f"mesh.fsdp={RANKS}", f"batch.size.count={RANKS * sizes.tokens}", *changes]
+    return measure_step(sizes, name, divided, RANKS)
+
+
+def measure_step(
+    sizes: Sizes, name: str, changes: Sequence[str], devices: int = 1
+) -> dict[str, Any]:
     """Measure compiling, a step, its MFU and memory, and the kernels that take most of it."""
     whole = make_config(sizes, name, changes)
-    config, plan, _, executor, steps = prepare(whole, jax.devices()[:1], 2 + STEPS, _fit)
+    config, plan, _, executor, steps = prepare(whole, jax.devices()[:devices], 2 + STEPS, _fit)
     trainer = Trainer.start(config, executor)
     programs = CompileCounter()
     _, compiling = timed(executor.compile, trainer.state, steps[0].microbatches, trainer.hyper)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +159,21 @@ def replies(tokens: int, seconds: float, turns: int = 3, **form: Any) -> list[di
     counted = {"samples": 8, "tokens": tokens, "positions": 2 * tokens, "loss": 9.0, "GB": 50.0}
     clocks = (0.0, 30.0, 40.0, 40.0 + seconds)
     return [counted | form | {"clock": clock} for clock in clocks[: 1 + turns]]
+
+
+@pytest.mark.exhaustive
+def test_a_rank_of_8_is_measured_where_there_are_8_devices_and_else_it_says_so(monkeypatch):
+    command = [sys.executable, "-m", "mmjax.benchmarks.gpu", "rank_of_8", "--tiny"]
+
+    def measured(devices: int) -> dict[str, Any]:
+        variables = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
+        ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+        return json.loads(ended.stdout.splitlines()[-1])
+
+    step = measured(8)
+    assert step["MFU"] > 0
+    assert step["rows"] == "llm 256"
+    assert "mocks no ranks here: 1 devices" in measured(1)["skipped"]
 
 
 def test_the_rival_is_the_best_of_the_trainers_forms_and_one_that_had_no_room_is_none():
