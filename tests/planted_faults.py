@@ -105,6 +105,22 @@ FAULTS = (
         ),
     ),
     Fault(
+        "a block that takes more of its last window than it has room for",
+        "kernels/window_attention.py",
+        "jnp.minimum(tokens + BLOCK, length)",
+        "jnp.minimum(tokens + BLOCK + 4, length)",
+        (
+            "kernels/test_window_attention.py::test_blocks_hold_whole_windows_cover_every_row_and_are_few",
+        ),
+    ),
+    Fault(
+        "layers without windows attended in windows where a scan has both",
+        "kernels/window_attention.py",
+        "lax.cond(plan.index == 1, in_windows, by_lists, q, k, v))",
+        "lax.cond(plan.index == 0, in_windows, by_lists, q, k, v))",
+        ("models/test_windows.py::test_the_kernel_of_windows_gives_what_dense_attention_gives",),
+    ),
+    Fault(
         "blocks taken as a whole though queries stand before their keys",
         "kernels/masks.py",
         "all_causal = k.pos.high[:, None, :] <= q.pos.low[:, :, None]",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -22,10 +21,10 @@ from mmjax.benchmarks.gpu_kernels import (
     first_line,
     grouped_products,
     image_attention,
-    products,
     text_attention,
 )
-from mmjax.benchmarks.gpu_steps import measure_rows, measure_step, measure_torch
+from mmjax.benchmarks.gpu_peer import measure_race
+from mmjax.benchmarks.gpu_steps import measure_products, measure_rank, measure_rows, measure_step
 from mmjax.benchmarks.harness import Options, option
 from mmjax.console import print_note
 from mmjax.disk import user_cache
@@ -44,17 +43,21 @@ class Section(NamedTuple):
 DEVICE = "device"  # the section that every run begins with
 SECTIONS = {  # in this order
     "exactness": Section(exactness, 120),
-    "products": Section(products, 40),
+    "products": Section(measure_products, 150),
     "text_attention": Section(text_attention, 120),
     "image_attention": Section(image_attention, 60),
     "step_7b": Section(measure_step, 180, "7b"),
     "step_3b": Section(measure_step, 120, "3b"),
     "lora_7b": Section(measure_step, 120, "lora_7b"),
     "decoder": Section(measure_step, 60, "decoder"),
+    "rank_of_8": Section(measure_rank, 120, "decoder"),
     "rows": Section(measure_rows, 180),
-    "torch": Section(measure_torch, 60),
+    "peer_uneven": Section(measure_race, 180, "3b large-uneven full"),
+    "peer_near_equal": Section(measure_race, 180, "3b large-near-equal full"),
+    "peer_text": Section(measure_race, 180, "3b large-text full"),
+    "peer_lora": Section(measure_race, 180, "7b large-uneven lora"),
     "grouped_products": Section(grouped_products, 60),
-    "delta_net": Section(delta_net, 60),
+    "delta_net": Section(delta_net, 120),
 }
 
 
@@ -122,13 +125,9 @@ def _section(name: str, args: Namespace, limit: float | None) -> dict[str, Any]:
     """Run a section in a process of its own: its memory is its own, and so is an error that a GPU does not recover."""
     options = ["--tiny"] if args.tiny else []
     command = [sys.executable, "-m", "mmjax.benchmarks.gpu", name, *options, *args.changes]
-    # PyTorch's memory is not JAX's to take.
-    variables = os.environ | ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if name == "torch" else {})
     began = time.monotonic()
     try:
-        ended = subprocess.run(
-            command, env=variables, capture_output=True, text=True, timeout=limit, check=False
-        )
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
         return {"error": f"took more than {limit:.0f} s"}
     lines = ended.stdout.splitlines() or [""]

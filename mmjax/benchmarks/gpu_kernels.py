@@ -17,9 +17,10 @@ from mmjax.kernels.grouped_matmul import grouped_matmul
 from mmjax.kernels.masked_tiles import KEYS, TILE, TilePlan
 from mmjax.kernels.masks import encoder_mask
 from mmjax.kernels.tiles import tiles_for
+from mmjax.kernels.window_attention import WindowPlan, plan_windows, window_attention
 from mmjax.models.attention import attention, plan_attention
 from mmjax.models.blockwise_attention import dense_attention
-from mmjax.models.gated_delta_net import gated_delta_rule
+from mmjax.models.gated_delta_net import L2_EPS, gated_delta_rule
 from mmjax.runtime.devices import measured_bandwidth
 
 # FLOPs of attention's backward pass over those of its forward pass, as is usual for FlashAttention
@@ -39,15 +40,14 @@ class Sizes:
     vision_widths: tuple[int, ...] = (72, 80)  # of a head
     image: int = 1024  # patches
     window: int = 64  # patches
-    patches: int = 16_384  # of a row of images
-    products: tuple[tuple[int, int, int], ...] = (
-        (8192,) * 3,
-        (16_384, 3584, 18_944),
-        (16_384, 3584, 152_064),
-    )
+    patches: int = 41_984  # of a row of images, as in a 7B step
+    step_rows: tuple[int, int] = (16_640, 41_984)  # of the LLM and of vision, in a step's products
+    sustained: float = 0.5  # seconds that a product runs for at least
     # rows, experts, input and output channels
     experts: tuple[int, int, int, int] = (131_072, 128, 2048, 768)
-    delta_net: tuple[int, int, int] = (16_384, 32, 128)  # tokens, heads and their width
+    # tokens, heads of keys and of values, and their width: those of Qwen3.5
+    delta_net: tuple[int, int, int, int] = (16_384, 16, 32, 128)
+    looped: int = 512  # tokens of a row that a loop goes over in float64
     calls: int = 5  # of a program in a round
     copied: int = 2**30  # bytes
     tokens: int = 16_384  # of a row of a step
@@ -56,22 +56,30 @@ class Sizes:
 
 TINY = Sizes(
     lengths=(64, 128), compared=64, samples=(16, 40), heads=(4, 2, 16), vision_heads=2, vision_widths=(8,), image=32,
-    window=8, patches=64, products=((64,) * 3,), experts=(256, 4, 64, 32), delta_net=(256, 2, 16), calls=1,
-    copied=2**20, tokens=256, tiny=True,
+    window=8, patches=64, step_rows=(64, 128), sustained=0.001, experts=(256, 4, 64, 32), delta_net=(256, 2, 4, 16),
+    looped=100, calls=1, copied=2**20, tokens=256, tiny=True,
 )  # fmt: skip
 
 
-def seconds_of(program: Callable[..., Any], *inputs: Any, calls: int) -> float:
+def call_seconds(
+    program: Callable[..., Any], *inputs: Any, calls: int, rounds: int = ROUNDS
+) -> float:
     """Time one call of a compiled program, in the fastest of some rounds of several calls."""
     jax.block_until_ready(program(*inputs))
-    rounds = []
-    for _ in range(ROUNDS):
+    seconds = []
+    for _ in range(rounds):
         began = time.perf_counter()
         for _ in range(calls):
             out = program(*inputs)
         jax.block_until_ready(out)
-        rounds.append((time.perf_counter() - began) / calls)
-    return min(rounds)
+        seconds.append((time.perf_counter() - began) / calls)
+    return min(seconds)
+
+
+def sustained_seconds(program: Callable[..., Any], *inputs: Any, least: float) -> float:
+    """Time one call of a program that runs for at least so many seconds, in which a device clocks down."""
+    once = call_seconds(program, *inputs, calls=1, rounds=1)
+    return call_seconds(program, *inputs, calls=max(1, int(least / once)), rounds=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,8 +143,8 @@ def rates(
     count: int = 3,
 ) -> dict[str, float]:
     """Measure the TFLOP/s of a function, forward and backward, with these FLOPs. arrays: as of `with_gradients`."""
-    forward = seconds_of(jax.jit(function), *arrays[:count], *arrays[count + 1 :], calls=calls)
-    both = seconds_of(with_gradients(function, count), *arrays, calls=calls)
+    forward = call_seconds(jax.jit(function), *arrays[:count], *arrays[count + 1 :], calls=calls)
+    both = call_seconds(with_gradients(function, count), *arrays, calls=calls)
     backward = max(both - forward, 1e-9)
     return {
         f"{label}forward TFLOP/s": flops[0] / forward / 1e12,
@@ -153,6 +161,15 @@ def attention_flops(pairs: int, heads: int, width: int) -> tuple[float, float]:
 def flash(q: jax.Array, k: jax.Array, v: jax.Array, mask: MaskSpec, plan: Any = None) -> jax.Array:
     """Attend with the kernel."""
     return attention(q, k, v, mask, "flash", plan=plan)
+
+
+def in_windows(*operands: Any) -> jax.Array:
+    """Attend with the kernel of windows. operands: q, k, v and a mask, or its plan."""
+    *arrays, mask = operands
+    plan = mask if isinstance(mask, WindowPlan) else plan_windows(mask)
+    return window_attention(
+        *arrays, plan, arrays[0].shape[-1] ** -0.5, jax.default_backend() == "cpu"
+    )
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -186,21 +203,23 @@ def exactness(sizes: Sizes) -> dict[str, Any]:
         f"text {heads}/{kv_heads} x {width}": (
             sizes.heads,
             [text_mask(sizes.compared, sizes.samples)[0]],
+            flash,
         )
     }
     image = min(sizes.image, sizes.compared // 2)
     masks = [image_mask(sizes.compared, image, window)[0] for window in (0, sizes.window)]
     for width in sizes.vision_widths:
-        cases[f"images {sizes.vision_heads} x {width}"] = (
-            (sizes.vision_heads, sizes.vision_heads, width),
-            masks,
-        )
+        shape = sizes.vision_heads, sizes.vision_heads, width
+        cases[f"images {sizes.vision_heads} x {width}"] = shape, masks, flash
+        cases[f"windows {sizes.vision_heads} x {width}"] = shape, masks[1:], in_windows
     figures: dict[str, Any] = {}
     repeatable = True
     exact = with_gradients(lambda q, k, v, mask: dense_attention(q, k, v, mask, mask))
-    kernel = with_gradients(flash)
-    for (name, (shape, masks)), dtype in product(cases.items(), ("float32", "bfloat16")):
+    for (name, (shape, masks, function)), dtype in product(cases.items(), ("float32", "bfloat16")):
+        if function is in_windows and dtype == "float32" and not sizes.tiny:
+            continue  # which takes minutes to compile, and towers attend by lists
         inputs = draw(sizes.compared, *shape, dtype)
+        kernel = with_gradients(function)
         errors = []
         for mask in masks:
             with jax.default_matmul_precision("highest"):
@@ -242,7 +261,7 @@ def text_attention(sizes: Sizes) -> dict[str, Any]:
 
 
 def image_attention(sizes: Sizes) -> dict[str, Any]:
-    """Measure attention of images, whole and in windows, by the width of a head."""
+    """Measure attention of images, whole and in windows, by lists and by the kernel of windows, by a head's width."""
     figures: dict[str, Any] = {}
     heads = sizes.vision_heads
     for width in sizes.vision_widths:
@@ -253,21 +272,8 @@ def image_attention(sizes: Sizes) -> dict[str, Any]:
             label = f"{heads} x {width} {name}, "
             flops = attention_flops(pairs, heads, width)
             figures |= rates(label, flash, (*inputs, mask, plan), flops, sizes.calls)
-    return figures
-
-
-def products(sizes: Sizes) -> dict[str, Any]:
-    """Measure products of matrices, in bfloat16 and as JAX computes float32 by default."""
-    figures = {}
-    multiply = jax.jit(jnp.matmul)
-    for m, k, n in sizes.products:
-        for dtype in ("bfloat16", "float32"):
-            # Of noise: a GPU that multiplies ones draws less power, and is faster.
-            a, b = (
-                jax.random.normal(jax.random.key(0), shape, dtype) for shape in ((m, k), (k, n))
-            )
-            seconds = seconds_of(multiply, a, b, calls=sizes.calls)
-            figures[f"{m} x {k} x {n} {dtype}, TFLOP/s"] = 2 * m * k * n / seconds / 1e12
+        label = f"{heads} x {width} windows, kernel of windows, "
+        figures |= rates(label, in_windows, (*inputs, plan_windows(mask)), flops, sizes.calls)
     return figures
 
 
@@ -294,21 +300,88 @@ def grouped_products(sizes: Sizes) -> dict[str, Any]:
 
 
 def delta_net(sizes: Sizes) -> dict[str, Any]:
-    """Measure the recurrence of one layer of gated delta nets, in float32, forward and with gradients."""
-    length, heads, width = sizes.delta_net
+    """Measure the recurrence of one layer of gated delta nets, and its errors beside a loop over tokens in float64."""
+    length, *shape = sizes.delta_net
+    delta_rule = with_gradients(_delta_rule, len(DELTA_INPUTS))
+    figures: dict[str, Any] = {}
+    for dtype in ("bfloat16", "float32"):
+        inputs, d_out = delta_inputs(length, *shape, dtype)
+        sample = jnp.arange(length, dtype=jnp.int32)[None] // (length // 4)
+        seconds = {
+            "forward": call_seconds(jax.jit(_delta_rule), *inputs, sample, calls=1),
+            "with gradients": call_seconds(delta_rule, *inputs, d_out, sample, calls=1),
+        }
+        figures |= {f"{dtype} {name}, ms": 1e3 * value for name, value in seconds.items()}
+    for dtype, repeated in product(("bfloat16", "float32"), (False, True)):
+        inputs, d_out = delta_inputs(sizes.looped, *shape, dtype, repeated)
+        # borders inside a chunk, at its end and behind its first token
+        borders = np.array([1, 64, 65, 127, 140])
+        sample = np.searchsorted(borders, np.arange(sizes.looped), side="right")[None]
+        results = delta_rule(*inputs, d_out, jnp.asarray(sample, jnp.int32))
+        expected = looped_delta_rule(inputs, d_out, sample)
+        for name, x, e in zip(("output", *DELTA_INPUTS), results, expected, strict=True):
+            error = np.abs(np.asarray(x, np.float64) - e).max() / np.abs(e).max()
+            label = f"{dtype}{', repeated tokens' if repeated else ''}, error of {name}"
+            figures[label] = float(error)
+    return figures
+
+
+DELTA_INPUTS = ("q", "k", "v", "g", "beta")
+
+
+def _delta_rule(*arrays: jax.Array) -> jax.Array:
+    return gated_delta_rule(*arrays)[0]
+
+
+def delta_inputs(
+    length: int, key_heads: int, value_heads: int, width: int, dtype: str, repeated: bool = False
+) -> tuple[list[jax.Array], jax.Array]:
+    """Draw a row of `DELTA_INPUTS` and the gradient of its output; some decays are as large as they may be.
+
+    repeated: all keys are equal, and hardly anything decays.
+    """
+    heads = (key_heads, key_heads, value_heads, value_heads)
     keys = jax.random.split(jax.random.key(0), 6)
-    q, k, v, d_out = (jax.random.normal(key, (1, length, heads, width)) for key in keys[:4])
-    decay = -jax.nn.softplus(jax.random.normal(keys[4], (1, length, heads)))
-    beta = jax.nn.sigmoid(jax.random.normal(keys[5], (1, length, heads)))
-    sample = jnp.arange(length, dtype=jnp.int32)[None] // (length // 4)
+    q, k, v, d_out = (
+        jax.random.normal(key, (1, length, n, width), dtype)
+        for key, n in zip(keys, heads, strict=False)
+    )
+    g, beta = (jax.random.normal(key, (1, length, value_heads)) for key in keys[4:])
+    if repeated:
+        k = jnp.broadcast_to(k[:, :1], k.shape)
+        return [q, k, v, jnp.full_like(g, -1e-3), jnp.full_like(beta, 0.99)], d_out
+    g = (-jax.nn.softplus(g)).at[:, ::20].set(-300.0)
+    return [q, k, v, g, jax.nn.sigmoid(beta)], d_out
 
-    def output(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return gated_delta_rule(q, k, v, decay, beta, sample)[0]
 
-    return {
-        "forward, ms": 1e3 * seconds_of(jax.jit(output), q, k, v, calls=1),
-        "with gradients, ms": 1e3 * seconds_of(with_gradients(output), q, k, v, d_out, calls=1),
-    }
+def looped_delta_rule(
+    inputs: Sequence[jax.Array], d_out: jax.Array, sample: np.ndarray
+) -> list[np.ndarray]:
+    """Compute the delta rule's output and gradients one token after the other, in float64 on the CPU."""
+    group = inputs[2].shape[2] // inputs[1].shape[2]
+    begins = np.diff(sample[0], prepend=-1) != 0
+
+    def loop(*arrays: jax.Array) -> jax.Array:
+        q, k, v, g, beta = (x[0] for x in arrays)
+
+        def heads(x: jax.Array) -> jax.Array:
+            normalized = x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + L2_EPS)
+            return jnp.repeat(normalized, group, axis=1)
+
+        def advance(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            q, k, v, g, beta, begins = token
+            state = jnp.where(begins, 0, state * jnp.exp(g)[:, None, None])
+            change = beta[:, None] * (v - jnp.einsum("hk,hkv->hv", k, state))
+            state = state + k[..., None] * change[:, None]
+            return state, jnp.einsum("hk,hkv->hv", q, state)
+
+        state = jnp.zeros((v.shape[1], k.shape[-1], v.shape[-1]))
+        tokens = (heads(q) * q.shape[-1] ** -0.5, heads(k), v, g, beta, begins)
+        return jax.lax.scan(advance, state, tokens)[1][None]
+
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        exact = [np.asarray(x, np.float64) for x in (*inputs, d_out)]
+        return [np.asarray(x) for x in with_gradients(loop, len(inputs))(*exact)]
 
 
 def first_line(error: BaseException) -> str:

@@ -1,10 +1,8 @@
-"""Whole training steps of models in the shape of Qwen2.5-VL on one device, for `bench gpu`."""
+"""Whole training steps of models in the shape of Qwen2.5-VL on one device, and their products, for `bench gpu`."""
 
 from __future__ import annotations
 
 import gzip
-import importlib
-import importlib.util
 import json
 import statistics
 import tempfile
@@ -16,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mmjax.batch import PADDING
 from mmjax.benchmarks.corpora import visual_corpus
-from mmjax.benchmarks.gpu_kernels import Sizes
+from mmjax.benchmarks.gpu_kernels import Sizes, sustained_seconds
 from mmjax.benchmarks.harness import seconds_of, timed
-from mmjax.benchmarks.synthetic_run import RandomSamples, Trainer, fit_data, opened_data, prepare
+from mmjax.benchmarks.synthetic_run import RandomSamples, Trainer, fit_data, prepare
 from mmjax.config import (
     BatchConfig,
     Config,
@@ -41,7 +40,7 @@ from mmjax.config.loading import apply_overrides
 from mmjax.cost.table import parameters
 from mmjax.data.sample import SampleLengths, Split
 from mmjax.errors import UserError
-from mmjax.parallel.sharding import make_mesh
+from mmjax.models.float8 import float8_products
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import RunPlan
 from mmjax.runtime.devices import CompileCounter, peak_flops, peak_memory_used
@@ -60,6 +59,8 @@ TOP = 20  # kernels of a profile
 CORPUS = 2000  # samples
 WARM_SECONDS = 20.0  # until a card has the clock of a long run
 ROWS = 60  # that are predicted, of each kind as many
+FP8_CAPABILITY = 8.9
+RANKS = 8  # of which one is run
 KINDS = ("1", "16", "64", "mixed")  # samples in a row
 
 
@@ -166,10 +167,27 @@ def _fit(config: Config, mesh: jax.sharding.Mesh, data: RunData) -> tuple[Config
             config = replace(config, model=replace(config.model, llm=fewer))
 
 
-def measure_step(sizes: Sizes, name: str, changes: Sequence[str]) -> dict[str, Any]:
+def measure_rank(sizes: Sizes, name: str, changes: Sequence[str]) -> dict[str, Any]:
+    """Measure a step as one rank of eight with mocked collectives: a rank's time and memory, but no values.
+
+    On eight real devices it is a step of all.
+    """
+    # Before JAX starts; it does not read the environment for it.
+    jax.config.update("jax_mock_gpu_topology", f"1x{RANKS}x1")
+    if jax.device_count() != RANKS:
+        return {
+            "skipped": f"JAX {jax.__version__} mocks no ranks here: {jax.device_count()} devices"
+        }
+    divided = [f"mesh.fsdp={RANKS}", f"batch.size.count={RANKS * sizes.tokens}", *changes]
+    return measure_step(sizes, name, divided, RANKS)
+
+
+def measure_step(
+    sizes: Sizes, name: str, changes: Sequence[str], devices: int = 1
+) -> dict[str, Any]:
     """Measure compiling, a step, its MFU and memory, and the kernels that take most of it."""
     whole = make_config(sizes, name, changes)
-    config, plan, _, executor, steps = prepare(whole, jax.devices()[:1], 2 + STEPS, _fit)
+    config, plan, _, executor, steps = prepare(whole, jax.devices()[:devices], 2 + STEPS, _fit)
     trainer = Trainer.start(config, executor)
     programs = CompileCounter()
     _, compiling = timed(executor.compile, trainer.state, steps[0].microbatches, trainer.hyper)
@@ -216,6 +234,69 @@ def measure_step(sizes: Sizes, name: str, changes: Sequence[str]) -> dict[str, A
         "memory used at most, GB": None if peak is None else peak / GB,
         **kernels,
     }
+
+
+def step_products(
+    model: ModelConfig, rows: int, patches: int
+) -> dict[str, tuple[int, int, int, int]]:
+    """List the products of a step: rows, channels of input and output, and how many alike."""
+    llm = model.llm
+    vision = model.encoders["vision"]
+    heads = (llm.heads + 2 * llm.kv_heads) * llm.head_width
+    return {
+        "gate, up": (rows, llm.width, llm.mlp_width, 2 * llm.layers),
+        "down": (rows, llm.mlp_width, llm.width, llm.layers),
+        "q k v": (rows, llm.width, heads, llm.layers),
+        "o": (rows, llm.heads * llm.head_width, llm.width, llm.layers),
+        "an eighth of the head": (rows, llm.width, llm.vocab // 8, 8),
+        "vision gate, up, down": (
+            patches,
+            vision.width,
+            vision.mlp_width + -vision.mlp_width % 128,
+            3 * vision.layers,
+        ),
+        "vision q, k, v, o": (patches, vision.width, vision.width, 4 * vision.layers),
+    }
+
+
+def measure_products(sizes: Sizes) -> dict[str, Any]:
+    """Measure the products of a 7B step: outputs, gradients of rows and of weights, each sustained, and all together.
+
+    In bfloat16, and with quantising in FP8 where the device has it.
+    """
+    model = _tiny(MODELS["7b"]) if sizes.tiny else MODELS["7b"]
+    kinds: dict[str, Callable[..., jax.Array]] = {"bfloat16": jnp.matmul}
+    capability = getattr(jax.devices()[0], "compute_capability", "0")
+    if sizes.tiny or float(capability) >= FP8_CAPABILITY:
+        kinds["FP8"] = lambda x, weight: float8_products(x, weight)[0]
+    figures: dict[str, Any] = {}
+    total = dict.fromkeys(kinds, 0.0)
+    for name, (m, k, n, count) in step_products(model, *sizes.step_rows).items():
+        # Of noise: a GPU that multiplies ones draws less power, and is faster.
+        arrays = [
+            jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+            for shape in ((m, k), (k, n), (m, n))
+        ]
+        for kind, multiply in kinds.items():
+            seconds = [
+                sustained_seconds(program, *arrays, least=sizes.sustained)
+                for program in product_forms(multiply)
+            ]
+            total[kind] += count * sum(seconds)
+            rates = " / ".join(f"{2e-12 * m * k * n / s:.4g}" for s in seconds)
+            figures[f"{name} {m} x {k} x {n} {kind}, TFLOP/s"] = rates
+    return figures | {
+        f"all of a step {kind}, nothing recomputed, s": seconds for kind, seconds in total.items()
+    }
+
+
+def product_forms(multiply: Callable[..., jax.Array]) -> list[Callable[..., jax.Array]]:
+    """Make the programs `(rows, weights, gradient of output)` of a product and of the gradients of both."""
+    return [
+        jax.jit(lambda x, w, d_out: multiply(x, w)),
+        jax.jit(lambda x, w, d_out: jax.vjp(lambda x: multiply(x, w), x)[1](d_out)[0]),
+        jax.jit(lambda x, w, d_out: jax.vjp(lambda w: multiply(x, w), w)[1](d_out)[0]),
+    ]
 
 
 def measure_rows(sizes: Sizes) -> dict[str, Any]:
@@ -322,53 +403,3 @@ def top_kernels(folder: Path) -> dict[str, Any]:
             f"{us / 1e3:.2f} ms, {share:.1%}, {launches[name]} launches"
         )
     return figures
-
-
-def measure_torch(sizes: Sizes) -> dict[str, Any]:
-    """Measure forward and backward of `decoder` and its samples in PyTorch, packed by their positions."""
-    libraries = ("torch", "transformers")
-    if missing := [name for name in libraries if importlib.util.find_spec(name) is None]:
-        return {"skipped": f"{' and '.join(missing)} not installed"}
-    torch, transformers = map(importlib.import_module, libraries)
-    if not torch.cuda.is_available() and not sizes.tiny:
-        return {"skipped": f"torch {torch.__version__} finds no GPU"}
-    config = make_config(sizes, "decoder")
-    with opened_data(config, make_mesh(config.mesh, jax.devices()[:1])) as data:
-        loaded = data.loader(0)
-    (batch,) = loaded.microbatches
-    c = config.model.llm
-    shape = transformers.Qwen2Config(
-        vocab_size=c.vocab,
-        hidden_size=c.width,
-        intermediate_size=c.mlp_width,
-        num_hidden_layers=c.layers,
-        num_attention_heads=c.heads,
-        num_key_value_heads=c.kv_heads,
-        head_dim=c.head_width,
-        max_position_embeddings=32_768,
-    )
-    kernel = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
-    built = transformers.AutoModelForCausalLM.from_config(shape, attn_implementation=kernel)
-    place = "cuda" if torch.cuda.is_available() else "cpu"
-    built = built.to(place, torch.bfloat16).train()
-    token, position = (
-        torch.tensor(x, dtype=torch.long, device=place)
-        for x in (batch.text.token, batch.text.position)
-    )
-
-    def step() -> None:
-        built.zero_grad()
-        loss = built(input_ids=token, labels=token, position_ids=position, use_cache=False).loss
-        loss.backward()
-        loss.item()
-        if place == "cuda":
-            torch.cuda.synchronize()
-
-    typical = statistics.median([seconds_of(step) for _ in range(2 + STEPS)][2:])
-    return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "attention": kernel,
-        "forward and backward, s": typical,
-        "MFU": float(loaded.needed_flops) / typical / peak_flops(jax.devices()[:1], "bfloat16"),
-    }

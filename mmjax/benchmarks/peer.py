@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,16 +115,23 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     cores = set(args.core or [min(os.sched_getaffinity(0))])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _prepare(folder, cases, args)
+        sets = sorted({case.data for case in cases})
+        sizes = sorted({case.size for case in cases})
+        prepare(folder, sets, sizes, args.records, args.seed, environment_of_side(1))
         races = [_race(folder, number, case, cores, args) for number, case in enumerate(cases)]
     if args.picture is not None:
         _draw(args.picture, races)
     return [row for race in races for row in race.rows]
 
 
+def missing_libraries() -> str:
+    """Name the libraries of the Trainer's side that are not installed."""
+    return " and ".join(name for name in LIBRARIES if importlib.util.find_spec(name) is None)
+
+
 def _check(args: Namespace) -> None:
-    if missing := [library for library in LIBRARIES if importlib.util.find_spec(library) is None]:
-        raise UserError(f"bench peer needs {' and '.join(missing)}; install with: {INSTALL}")
+    if missing := missing_libraries():
+        raise UserError(f"bench peer needs {missing}; install with: {INSTALL}")
     if not hasattr(os, "sched_setaffinity"):
         raise UserError(
             "bench peer pins processes to a core and reads their clocks as Linux has them; run it there"
@@ -148,15 +155,20 @@ def _cases(args: Namespace) -> Sequence[Case]:
     return [Case(*chosen, against=against) for chosen in itertools.product(*lists)]
 
 
-def _prepare(folder: Path, cases: Sequence[Case], args: Namespace) -> None:
+def prepare(
+    folder: Path,
+    sets: Sequence[str],
+    sizes: Sequence[str],
+    records: int,
+    seed: int,
+    variables: Mapping[str, str],
+) -> None:
     """Write records, checkpoints and the Trainer's samples."""
-    sets = sorted({case.data for case in cases})
-    sizes = sorted({case.size for case in cases})
     for name in sets:
-        write_records(folder / "data" / name, name, args.records, args.seed)
-    task = json.dumps([str(folder), sizes, sets, args.seed])
+        write_records(folder / "data" / name, name, records, seed)
+    task = json.dumps([str(folder), sizes, sets, seed])
     command = [sys.executable, "-m", "mmjax.benchmarks.peer_trainer", "prepare", task]
-    ended = subprocess.run(command, env=environment_of_side(1), capture_output=True, text=True)
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True)
     if ended.returncode:
         end_with_error(
             ended.returncode,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ class Size:
     vision_mlp: int
     vision_heads: int
     window: int = 112  # pixels: 8 x 8 patches
+    vocab: int = 8192  # rows of the embedding, some more than there are tokens
+    tied: bool = True
 
 
 SIZES = {
@@ -57,6 +60,31 @@ SIZES = {
         vision_mlp=688,
         vision_heads=4,
     ),  # 20.9 million
+    "3b": Size(
+        layers=36,
+        width=2048,
+        mlp=11_008,
+        heads=16,
+        kv_heads=2,
+        vision_layers=32,
+        vision_width=1280,
+        vision_mlp=3420,
+        vision_heads=16,
+        vocab=151_936,
+    ),  # Qwen2.5-VL-3B
+    "7b": Size(
+        layers=28,
+        width=3584,
+        mlp=18_944,
+        heads=28,
+        kv_heads=4,
+        vision_layers=32,
+        vision_width=1280,
+        vision_mlp=3420,
+        vision_heads=16,
+        vocab=152_064,
+        tied=False,
+    ),  # Qwen2.5-VL-7B
     "tiny": Size(
         layers=2,
         width=64,
@@ -79,21 +107,25 @@ MERGED = 2 * PATCH  # pixels of a token's side
 Draw = Callable[[np.random.Generator], tuple[np.ndarray, int]]
 
 
-def _uneven(rng: np.random.Generator) -> tuple[np.ndarray, int]:
-    """Draw 0 to 3 images of 56 to 448 pixels a side, and a lognormal text."""
-    sides = rng.integers(56, 448, (rng.integers(4), 2), endpoint=True)
-    return sides, _lognormal(rng, 60, 1.0)
+def _uneven(
+    rng: np.random.Generator, low: int, high: int, median: float, longest: int
+) -> tuple[np.ndarray, int]:
+    """Draw 0 to 3 images of `low` to `high` pixels a side, and a lognormal text of so many words in the median."""
+    sides = rng.integers(low, high, (rng.integers(4), 2), endpoint=True)
+    return sides, _lognormal(rng, median, 1.0, longest)
 
 
-def _near_equal(rng: np.random.Generator) -> tuple[np.ndarray, int]:
-    """Draw one image of 224 to 280 pixels a side, and 55 to 75 words."""
-    sides = rng.integers(224, 280, (1, 2), endpoint=True)
-    return sides, int(rng.integers(55, 75, endpoint=True))
+def _near_equal(
+    rng: np.random.Generator, side: tuple[int, int], words: tuple[int, int]
+) -> tuple[np.ndarray, int]:
+    """Draw one image of about as many pixels a side, and about as many words."""
+    sides = rng.integers(*side, (1, 2), endpoint=True)
+    return sides, int(rng.integers(*words, endpoint=True))
 
 
-def _text(rng: np.random.Generator) -> tuple[np.ndarray, int]:
+def _text(rng: np.random.Generator, median: float, longest: int) -> tuple[np.ndarray, int]:
     """Draw a lognormal text."""
-    return np.zeros((0, 2), np.int64), _lognormal(rng, 120, 0.8)
+    return np.zeros((0, 2), np.int64), _lognormal(rng, median, 0.8, longest)
 
 
 def _tiny(rng: np.random.Generator) -> tuple[np.ndarray, int]:
@@ -102,12 +134,21 @@ def _tiny(rng: np.random.Generator) -> tuple[np.ndarray, int]:
     return sides, int(rng.integers(6, 24))
 
 
-def _lognormal(rng: np.random.Generator, median: float, sigma: float) -> int:
-    return int(np.clip(rng.lognormal(np.log(median), sigma), 6, 1000))
+def _lognormal(rng: np.random.Generator, median: float, sigma: float, longest: int) -> int:
+    return int(np.clip(rng.lognormal(np.log(median), sigma), 6, longest))
 
 
 # of a set's record: the sides of its images, height and width in pixels, and the words of its text
-DATA: dict[str, Draw] = {"uneven": _uneven, "near-equal": _near_equal, "text": _text, "tiny": _tiny}
+DATA: dict[str, Draw] = {
+    "uneven": partial(_uneven, low=56, high=448, median=60, longest=1000),
+    "near-equal": partial(_near_equal, side=(224, 280), words=(55, 75)),
+    "text": partial(_text, median=120, longest=1000),
+    "tiny": _tiny,
+    # for GPUs
+    "large-uneven": partial(_uneven, low=224, high=1344, median=200, longest=2000),
+    "large-near-equal": partial(_near_equal, side=(672, 728), words=(180, 220)),
+    "large-text": partial(_text, median=400, longest=2000),
+}
 
 
 def write_records(folder: Path, name: str, count: int, seed: int) -> None:
@@ -146,7 +187,6 @@ SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-VOCAB = 8192  # rows of the embedding, some more than there are tokens
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"

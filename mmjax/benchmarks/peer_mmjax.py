@@ -25,6 +25,7 @@ from mmjax.benchmarks.peer_process import Gate, Task
 from mmjax.config.loading import find_config, load
 from mmjax.data.loading.step_loader import LoadedStep
 from mmjax.errors import exit_process, run_command
+from mmjax.runtime.devices import peak_memory_used
 from mmjax.training.loop import Trainer, train
 
 
@@ -61,7 +62,11 @@ class GatedTrainer(Trainer):
             return {}
         _, loaded, _, report = self.running
         report = jax.device_get(report)
-        return {"loss": report.mean_loss, "numbers": loaded.samples.tolist()}
+        return {
+            "loss": report.mean_loss,
+            "numbers": loaded.samples.tolist(),
+            "GB": (peak_memory_used(self.executor.mesh) or 0) / 1e9,
+        }
 
 
 def words(task: Task) -> tuple[str, list[str]]:
@@ -87,6 +92,7 @@ def words(task: Task) -> tuple[str, list[str]]:
         f"optimizer.b2={task.b2}",
         "schedule.warmup=0",
         "schedule.final=1.0",
+        *task.changes,
     ]
     if task.tune == "full":
         return "llava_style", [*changes, "model.encoders.vision.frozen=false"]
@@ -99,7 +105,10 @@ def main() -> None:
     task = Task(**json.loads(Path(sys.argv[1]).read_text()))
     name, changes = words(task)
     path = find_config(name)
-    train(load(path, changes), path, make=partial(GatedTrainer, Gate()))
+    gate = Gate()
+    if task.requests:
+        gate.plan(task.requests)
+    train(load(path, changes), path, make=partial(GatedTrainer, gate))
 
 
 if __name__ == "__main__":

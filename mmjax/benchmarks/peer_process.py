@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +37,9 @@ class Task:
     rank: int = 8  # of LoRA
     alpha: float = 16.0
     steps: int = 1000  # that the training has in all; fewer are run
+    changes: Sequence[str] = ()  # to mmjax's config
+    # requests that are not read from standard input: see `Gate.plan`
+    requests: Sequence[dict[str, Any]] = ()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -48,12 +51,19 @@ class Gate:
 
     A request is a line of JSON. {"steps": n} lets n steps pass and is replied to when they are
     done; any other one is given to `answer`. What the training prints goes to standard error.
+    Every reply has the time, `clock`.
     """
 
     def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> None:
         self._replies = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
-        self._answer = answer
+        self.answer = answer
+        self.plan(map(json.loads, sys.stdin))
+
+    def plan(self, requests: Iterable[dict[str, Any]], **labels: Any) -> None:
+        """Take these requests instead, behind which a training ends by SystemExit. labels: of its replies."""
+        self._requests = iter(requests)
+        self._labels = labels
         self._remaining = 0
         self._counts = {"samples": 0, "tokens": 0, "positions": 0}
 
@@ -64,7 +74,7 @@ class Gate:
             self._counts = dict.fromkeys(self._counts, 0)
             request = self._receive()
             while "steps" not in request:
-                self._reply(self._answer(request))
+                self._reply(self.answer(request))
                 request = self._receive()
             self._remaining = request["steps"]
         self._remaining -= 1
@@ -75,12 +85,13 @@ class Gate:
             self._counts[name] += int(value)
 
     def _receive(self) -> dict[str, Any]:
-        line = sys.stdin.readline()
-        if not line:
+        request = next(self._requests, None)
+        if request is None:
             raise SystemExit(0)  # the race is over
-        return json.loads(line)
+        return request
 
     def _reply(self, reply: Mapping[str, Any]) -> None:
+        reply = self._labels | reply | {"clock": time.time()}
         print(json.dumps(reply), file=self._replies, flush=True)
 
 

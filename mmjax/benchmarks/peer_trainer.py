@@ -6,10 +6,13 @@ tokenised and with their pixels prepared, so that its loading costs nothing.
 
 from __future__ import annotations
 
+import gc
+import importlib.util
+import itertools
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,6 @@ from mmjax.benchmarks.peer_data import (
     SIZES,
     SPECIAL,
     TEMPLATE,
-    VOCAB,
     Size,
     tokenizer_json,
 )
@@ -37,6 +39,7 @@ from mmjax.errors import exit_process, run_command
 
 IGNORED = -100  # label of a token that is not learned
 PREPARED = "prepared"
+LOADING = 4  # processes that read samples for a GPU
 SPECIAL_NAMES = ("vision_start", "vision_end", "image", "video")  # of the last special tokens
 ADAPTED = r".*language_model\..*\.(q|k|v|o|gate|up|down)_proj"
 
@@ -68,13 +71,13 @@ def save_checkpoint(folder: Path, size: Size, seed: int) -> None:
     spatial = 3 * head // 8
     config = transformers.Qwen2_5_VLConfig(
         text_config={
-            "vocab_size": VOCAB,
+            "vocab_size": size.vocab,
             "hidden_size": size.width,
             "intermediate_size": size.mlp,
             "num_hidden_layers": size.layers,
             "num_attention_heads": size.heads,
             "num_key_value_heads": size.kv_heads,
-            "max_position_embeddings": 4096,
+            "max_position_embeddings": 32_768,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1e6,
@@ -92,16 +95,25 @@ def save_checkpoint(folder: Path, size: Size, seed: int) -> None:
             "patch_size": PATCH,
             "out_hidden_size": size.width,
             "window_size": size.window,
-            "fullatt_block_indexes": [size.vision_layers - 1],
+            "fullatt_block_indexes": [*range(7, size.vision_layers, 8)] or [size.vision_layers - 1],
         },
-        tie_word_embeddings=True,
+        tie_word_embeddings=size.tied,
         **{
             f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
             for name, token in zip(SPECIAL_NAMES, SPECIAL[3:], strict=True)
         },
     )
     torch.manual_seed(seed)
-    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    with torch.device(device()):
+        model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    # what a GPU trains has billions of parameters
+    model = model.to(torch.bfloat16) if device() == "cuda" else model
+    model.save_pretrained(folder)
+
+
+def device() -> str:
+    """Name the device that the Trainer trains on."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def prepare_samples(checkpoint: Path, data: Path) -> None:
@@ -210,14 +222,15 @@ class GatedTrainer(transformers.Trainer):
         return self.last_loss
 
     def loss_of(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Compute the loss of the samples with these numbers, as a step of all of them would."""
-        inputs = self.data_collator([self.train_dataset[number] for number in request["loss_of"]])
-        count = (inputs["labels"] != IGNORED).sum()
+        """Compute the loss of the samples with these numbers, as a step of all of them would, one by one."""
+        samples = [self.train_dataset[number] for number in request["loss_of"]]
+        learned = [int((sample["labels"] != IGNORED).sum()) for sample in samples]
+        loss = 0.0
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(
-                self.model, self._prepare_inputs(inputs), num_items_in_batch=count
-            )
-        return {"loss": float(loss), "tokens": int(inputs["attention_mask"].sum())}
+            for sample, count in zip(samples, learned, strict=True):
+                inputs = self._prepare_inputs(self.data_collator([sample]))
+                loss += count * float(self.compute_loss(self.model, inputs)) / sum(learned)
+        return {"loss": loss, "tokens": sum(len(sample["input_ids"]) for sample in samples)}
 
 
 @dataclass
@@ -229,14 +242,27 @@ class BeforeSteps(transformers.TrainerCallback):
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Wait until the step is requested."""
         loss = self.trainer.last_loss
-        self.trainer.gate.before_step(lambda: {} if loss is None else {"loss": float(loss)})
+        gigabytes = torch.cuda.max_memory_allocated() / 1e9 if device() == "cuda" else 0.0
+        self.trainer.gate.before_step(
+            lambda: {} if loss is None else {"loss": float(loss), "GB": gigabytes}
+        )
+
+
+def attention() -> str:
+    """Name the attention that a user would choose."""
+    installed = device() == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    return "flash_attention_2" if installed else "sdpa"
 
 
 def load_model(task: Task) -> torch.nn.Module:
     """Load the checkpoint, with adapters where they are tuned."""
+    on_gpu = device() == "cuda"
     model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        task.checkpoint, dtype=torch.float32
-    )
+        task.checkpoint,
+        # Frozen weights are kept in bfloat16 on both sides, masters of others in float32.
+        dtype=torch.bfloat16 if on_gpu and task.tune == "lora" else torch.float32,
+        attn_implementation=attention(),
+    ).to(device())
     model.config.use_cache = False
     if task.tune == "full":
         return model
@@ -248,15 +274,19 @@ def load_model(task: Task) -> torch.nn.Module:
     return peft.get_peft_model(model, adapters)
 
 
-def train(task: Task) -> None:
-    """Train as a user of the Trainer does."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = load_model(task)
-    config = model.config
+def make_trainer(
+    task: Task, model: torch.nn.Module, gate: Gate, batch: int, checkpointing: bool = False
+) -> GatedTrainer:
+    """Make a Trainer as a user does. batch: samples that pass through the model at once."""
     pad = transformers.AutoTokenizer.from_pretrained(task.checkpoint).pad_token_id
+    on_gpu = device() == "cuda"
     arguments = transformers.TrainingArguments(
         output_dir=str(Path(task.folder) / "run"),
-        per_device_train_batch_size=task.batch,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=task.batch // batch,
+        gradient_checkpointing=checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        dataloader_num_workers=LOADING if on_gpu else 0,
         max_steps=task.steps,
         learning_rate=task.learning_rate,
         weight_decay=task.weight_decay,
@@ -265,7 +295,7 @@ def train(task: Task) -> None:
         train_sampling_strategy=task.strategy,
         bf16=task.precision == "bfloat16",
         seed=task.seed,
-        use_cpu=True,
+        use_cpu=not on_gpu,
         remove_unused_columns=False,
         save_strategy="no",
         report_to=[],
@@ -275,11 +305,57 @@ def train(task: Task) -> None:
         model=model,
         args=arguments,
         train_dataset=Samples(Path(task.data)),
-        data_collator=partial(collate, pad=pad, image=config.image_token_id),
+        data_collator=partial(collate, pad=pad, image=model.config.image_token_id),
     )
-    trainer.gate = Gate(trainer.loss_of)
+    trainer.gate = gate
     trainer.add_callback(BeforeSteps(trainer))
+    return trainer
+
+
+def train(task: Task) -> None:
+    """Train as a user of the Trainer does."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    trainer = make_trainer(task, load_model(task), gate := Gate(), task.batch)
+    gate.answer = trainer.loss_of
     trainer.train()
+
+
+def train_forms(task: Task) -> None:
+    """Train in all forms that a user may choose among, one after the other, each with the largest batch that fits."""
+    gate = Gate()
+    model = load_model(task)
+    requests = list(task.requests)
+    for strategy, checkpointing in itertools.product(("group_by_length", "random"), (False, True)):
+        if not checkpointing:
+            model.gradient_checkpointing_disable()
+        batch = task.batch
+        while batch:
+            trainer = make_trainer(
+                replace(task, strategy=strategy), model, gate, batch, checkpointing
+            )
+            form = {"strategy": strategy, "checkpointing": checkpointing, "batch": batch}
+            gate.answer = trainer.loss_of
+            gate.plan(requests, attention=attention(), **form)
+            try:
+                trainer.train()
+            except SystemExit:
+                break
+            except torch.OutOfMemoryError:
+                batch //= 2
+            finally:
+                del trainer
+                _free_memory(model)
+        # Once is enough for the losses of samples.
+        requests = [request for request in requests if "steps" in request]
+
+
+def _free_memory(model: torch.nn.Module) -> None:
+    """Give back what a training has left behind, but the model."""
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    if device() == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def main() -> None:
@@ -291,7 +367,11 @@ def main() -> None:
         for name in sets:
             prepare_samples(Path(folder) / sizes[0], Path(folder) / "data" / name)
         return
-    train(Task(**json.loads(Path(sys.argv[1]).read_text())))
+    task = Task(**json.loads(Path(sys.argv[1]).read_text()))
+    if task.requests:
+        train_forms(task)
+    else:
+        train(task)
 
 
 if __name__ == "__main__":

@@ -96,13 +96,14 @@ def flash_forward(
     v: Float[Array, "b s m h"],
     plan: BlockPlan,
     scores: Scores,
+    dtype: jnp.dtype = jnp.float32,
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b n t"]]:
-    """Compute the float32 output over these keys, and log2 of the sums of exponents (-inf: attends nothing)."""
+    """Compute the output over these keys in `dtype`, and log2 of the sums of exponents (-inf: attends nothing)."""
     length = q.shape[1]
     _check_tiles(plan, scores.tiles)
     q = _pad(q, plan.q_fields.shape[-1])
     k, v = (_pad(x, plan.k_fields.shape[-1]) for x in (k, v))
-    out, lse = padded_forward(q, k, v, plan, scores, jnp.float32)
+    out, lse = padded_forward(q, k, v, plan, scores, dtype)
     return out[:, :length], lse[..., :length]
 
 
@@ -115,8 +116,9 @@ def flash_gradients(
     d_out: Float[Array, "b t n h"],
     lse: Float[Array, "b n t"],
     delta: Float[Array, "b n t"],
+    dtype: jnp.dtype = jnp.float32,
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s m h"], Float[Array, "b s m h"]]:
-    """Compute what these keys contribute to the gradients of q, k and v, float32.
+    """Compute what these keys contribute to the gradients of q, k and v, in `dtype`.
 
     lse: over all keys that the queries attend, as of `flash_forward`. delta: sum over channels of
     output * gradient.
@@ -126,7 +128,7 @@ def flash_gradients(
     k, v = (_pad(x, plan.k_fields.shape[-1]) for x in (k, v))
     extra = ((0, 0), (0, 0), (0, q.shape[1] - lengths[0]))
     lse, delta = jnp.pad(lse, extra), jnp.pad(delta, extra)
-    d_q, d_k, d_v = padded_gradients(q, k, v, d_out, lse, delta, plan, scores, jnp.float32)
+    d_q, d_k, d_v = padded_gradients(q, k, v, d_out, lse, delta, plan, scores, dtype)
     return d_q[:, : lengths[0]], d_k[:, : lengths[1]], d_v[:, : lengths[1]]
 
 
@@ -403,8 +405,13 @@ def padded_forward(
 
 def _backward(scores: Scores, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, plan, out, lse = residuals
-    delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
+    delta = output_delta(out, d_out)
     return *padded_gradients(q, k, v, d_out, lse, delta, plan, scores, q.dtype), None
+
+
+def output_delta(out: Array, d_out: Array) -> Array:
+    """Sum output * gradient over channels, float32 `[B, N, T]`."""
+    return jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
 
 
 def padded_gradients(

@@ -21,7 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from mmjax.kernels.flash_attention import Scores, name_outputs, padded_forward, padded_gradients
+from mmjax.kernels.flash_attention import (
+    Scores,
+    name_outputs,
+    output_delta,
+    padded_forward,
+    padded_gradients,
+)
 from mmjax.kernels.hopper_blocks import (
     LOG2_E,
     PER_COLUMN,
@@ -66,10 +72,42 @@ def hopper_attention(
     """
     length, width = q.shape[1], q.shape[3]
     plan = select_mask(plan)
-    # products take multiples of 16 channels
-    extra = plan.triton.q_fields.shape[-1] - length, -width % 16
-    q, k, v = (jnp.pad(x, ((0, 0), (0, extra[0]), (0, 0), (0, extra[1]))) for x in (q, k, v))
-    return _attend(q, k, v, plan, scores)[:, :length, :, :width]
+    return _attend(*_pad(plan, q, k, v), plan, scores)[:, :length, :, :width]
+
+
+def hopper_forward(
+    q: Array, k: Array, v: Array, plan: TilePlan, scores: Scores
+) -> tuple[Array, Array]:
+    """Compute the output, and float32 `[B, N, T]`, log2 of the sums of exponents."""
+    length, width = q.shape[1], q.shape[3]
+    out, lse = _run(_forward, padded_forward, plan, scores, *_pad(plan, q, k, v))
+    return out[:, :length, :, :width], lse[..., :length]
+
+
+def hopper_gradients(
+    q: Array,
+    k: Array,
+    v: Array,
+    plan: TilePlan,
+    scores: Scores,
+    d_out: Array,
+    lse: Array,
+    delta: Array,
+) -> tuple[Array, ...]:
+    """Compute the gradients of q, k and v. lse: as of `hopper_forward`. delta: as of `output_delta`."""
+    length, width = q.shape[1], q.shape[3]
+    arrays = _pad(plan, q, k, v, d_out)
+    extra = ((0, 0), (0, 0), (0, arrays[0].shape[1] - length))
+    lse, delta = (jnp.pad(x, extra) for x in (lse, delta))
+    gradients = _run(_gradients, padded_gradients, plan, scores, *arrays, lse, delta)
+    return tuple(x[:, :length, :, :width] for x in gradients)
+
+
+def _pad(plan: TilePlan, *arrays: Array) -> list[Array]:
+    """Pad tokens to those of the plan, and channels to a multiple of 16, as products take them."""
+    _, length, _, width = arrays[0].shape
+    tokens = plan.triton.q_fields.shape[-1] - length
+    return [jnp.pad(x, ((0, 0), (0, tokens), (0, 0), (0, -width % 16))) for x in arrays]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -88,7 +126,7 @@ def _attend_backward(
     scores: Scores, residuals: tuple, d_out: Array
 ) -> tuple[Array, Array, Array, None]:
     q, k, v, plan, out, lse = residuals
-    delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
+    delta = output_delta(out, d_out)
     return *_run(_gradients, padded_gradients, plan, scores, q, k, v, d_out, lse, delta), None
 
 

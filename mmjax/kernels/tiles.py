@@ -58,10 +58,10 @@ def tiles_for(
 
 
 def window_block(window: int) -> int:
-    """Choose the longest block, in tokens, of a tower whose layers attend in squares of `window` x `window` patches."""
-    # A block of more tokens than a square has would hold several, each of which sees a part of the
+    """Choose the longest block, in tokens, of a tower whose layers attend by lists in windows of at most so many."""
+    # A block of more tokens than a window has would hold several, each of which sees a part of the
     # block's keys. Windows of 8 x 8 get blocks of 64; those of 14 x 14 = 196 get 128.
-    return min(1 << (window**2).bit_length() - 1, MAX_BLOCK)
+    return min(1 << window.bit_length() - 1, MAX_BLOCK)
 
 
 def padded_width(width: int) -> int:

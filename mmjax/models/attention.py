@@ -28,7 +28,15 @@ from mmjax.kernels.flash_attention import (
     plan_blocks,
 )
 from mmjax.kernels.masked_tiles import TilePlan, plan_tiles, unsupported
-from mmjax.kernels.tiles import MAX_BLOCK, KernelTiles, tiles_for
+from mmjax.kernels.tiles import MAX_BLOCK, KernelTiles, tiles_for, window_block
+from mmjax.kernels.window_attention import (
+    ListKernel,
+    MixedPlan,
+    WindowPlan,
+    mixed_attention,
+    window_attention,
+)
+from mmjax.kernels.window_attention import unsupported as unsupported_windows
 from mmjax.models.blockwise_attention import (
     DEFAULT_SCORING,
     Scoring,
@@ -48,7 +56,7 @@ from mmjax.models.context_attention import (
 from mmjax.parallel.sharding import CONTEXT, active, first_device, sharding, spec_axes
 
 Backend = Literal["dense", "blockwise", "flash", "auto"]
-Plan = BlockPlan | TilePlan | ContextPlan
+Plan = BlockPlan | TilePlan | ContextPlan | WindowPlan | MixedPlan
 
 
 def chosen_backend(backend: Backend) -> Backend:
@@ -65,13 +73,46 @@ def describe_kernel(
     length: int,
     heads: tuple[int, int],
     dtype: jnp.dtype,
-    max_block: int = MAX_BLOCK,
+    window: int = 0,
 ) -> str:
-    """Name the kernel of attention on a GPU, and why it is not the one for Hopper."""
+    """Name the kernel of attention on a GPU, and why it is not the one for Hopper.
+
+    window: tokens of a window that most layers attend in, at most; 0: none.
+    """
     if _context_form(length, heads) == "gather":
         return "Triton (keys of other devices)"
+    max_block = block_limit("flash", window, length, heads, dtype)
     reason = _unsupported_on_hopper(head_width, length, dtype, max_block)
-    return f"Triton ({reason})" if reason else "Mosaic GPU for Hopper"
+    kernel = f"Triton ({reason})" if reason else "Mosaic GPU for Hopper"
+    if not window:
+        return kernel
+    by_lists = unsupported_windows(window, jnp.dtype(dtype).itemsize)
+    return f"{kernel}, {f'windows too ({by_lists})' if by_lists else 'Triton in windows'}"
+
+
+def in_windows(
+    backend: Backend, window: int, length: int, heads: tuple[int, int], dtype: jnp.dtype
+) -> bool:
+    """Return whether layers in windows of at most so many tokens run in the kernel of windows."""
+    return (
+        chosen_backend(backend) == "flash"
+        and window > 0
+        and unsupported_windows(window, jnp.dtype(dtype).itemsize) is None
+        and _context_form(length, heads) != "gather"
+    )
+
+
+def block_limit(
+    backend: Backend, window: int, length: int, heads: tuple[int, int], dtype: jnp.dtype
+) -> int:
+    """Return the tokens of a block of attention at most, in a tower of such windows.
+
+    Where windows are attended by lists too, as on a CPU, in float32 and where they are longer than a
+    block, a scan over layers of both kinds has blocks of one size, which suits windows.
+    """
+    if not window or in_windows(backend, window, length, heads, dtype):
+        return MAX_BLOCK
+    return window_block(window)
 
 
 def _unsupported_on_hopper(
@@ -161,12 +202,19 @@ def attention(
         scale = scoring.scale or q.shape[3] ** -0.5
         tiles = _tiles(q.shape[3], q.shape[1], q.dtype, max_block, form == "gather")
         scores = Scores(scale, scoring.cap, tiles, interpret=not _on_gpu())
-    # Four ways: keys arrive over the context axis; the Hopper kernel; the Triton kernel; XLA
-    # operations. All but the first run on whole rows, perhaps with part of the heads ("heads").
+    # Five ways: keys arrive over the context axis; the kernel of windows, alone or in turns with one
+    # by lists; the Hopper kernel; the Triton kernel; XLA operations. All but the first run on whole
+    # rows, perhaps with part of the heads ("heads").
     if form == "gather":
         kernel = _flash_kernel(scores) if flash else _blockwise_kernel(max_block, scoring)
         return _per_device(partial(attend_in_pieces, kernel=kernel), q, k, v, plan)
-    if isinstance(plan, TilePlan):
+    if isinstance(plan, WindowPlan):
+        function = partial(window_attention, scale=scores.scale, interpret=scores.interpret)
+        tokens = plan
+    elif isinstance(plan, MixedPlan):
+        function = partial(mixed_attention, scores=scores, kernel=_list_kernel(plan, q.dtype))
+        tokens = plan
+    elif isinstance(plan, TilePlan):
         # Mosaic GPU takes a second to load, and is not in every JAX.
         from mmjax.kernels.hopper_attention import hopper_attention
 
@@ -181,6 +229,15 @@ def attention(
         if form is None:
             return function(q, k, v, tokens)
     return _per_device(partial(attend_by_heads, function) if form else function, q, k, v, tokens)
+
+
+def _list_kernel(plan: MixedPlan, dtype: jnp.dtype) -> ListKernel:
+    """Return the kernel that the plan of layers without windows is for."""
+    if isinstance(plan.full, TilePlan):
+        from mmjax.kernels.hopper_attention import hopper_forward, hopper_gradients
+
+        return ListKernel(hopper_forward, hopper_gradients)
+    return ListKernel(partial(flash_forward, dtype=dtype), partial(flash_gradients, dtype=dtype))
 
 
 def _context_form(length: int, heads: tuple[int, int]) -> ContextAttention | None:

@@ -15,8 +15,15 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import MaskSpec
 from mmjax.config import Activation, AudioConfig, Biased, VisionConfig
-from mmjax.kernels.tiles import MAX_BLOCK, window_block
-from mmjax.models.attention import Backend, Plan, attention, plan_attention
+from mmjax.kernels.window_attention import MixedPlan, WindowPlan, plan_windows
+from mmjax.models.attention import (
+    Backend,
+    Plan,
+    attention,
+    block_limit,
+    in_windows,
+    plan_attention,
+)
 from mmjax.models.blockwise_attention import DEFAULT_SCORING, Scoring, dense_attention
 from mmjax.models.dropout import ATTENTION, MLP_SITE, Dropout, drop
 from mmjax.models.embedding import look_up
@@ -47,13 +54,24 @@ class Context(NamedTuple):
         head_width: int,
         heads: tuple[int, int],
         dtype: jnp.dtype,
-        max_block: int = MAX_BLOCK,
+        window: int = 0,
     ) -> Context:
-        """Plan attention under both masks, once for all layers. heads: of queries, and of keys. dtype: of both."""
-        options = {"backend": backend, "head_width": head_width, "heads": heads, "dtype": dtype}
-        plan = partial(plan_attention, **options, max_block=max_block)
+        """Plan attention under both masks, once for all layers. heads: of queries, and of keys. dtype: of both.
+
+        window: tokens of a closed window of `window_mask`, at most; 0: its windows are of other kinds.
+        """
+        windows = (backend, window, self.mask.pos.shape[1], heads, dtype)
+        plan = partial(
+            plan_attention,
+            backend=backend,
+            head_width=head_width,
+            heads=heads,
+            dtype=dtype,
+            max_block=block_limit(*windows),
+        )
+        plan_window = plan_windows if in_windows(*windows) else plan
         return self._replace(
-            plan=plan(self.mask), window_plan=self.window_mask and plan(self.window_mask)
+            plan=plan(self.mask), window_plan=self.window_mask and plan_window(self.window_mask)
         )
 
     def of_layers(self, windowed: bool) -> Context:
@@ -76,13 +94,19 @@ class Context(NamedTuple):
         in_window = self.of_layers(True)
 
         def stack(*fields: str) -> dict[str, Any]:
-            pairs = ([getattr(context, field) for field in fields] for context in (full, in_window))
+            pairs = (
+                [getattr(context, field) for field in fields]
+                for context in (self.of_layers(False), in_window)
+            )
             stacks = jax.tree.map(lambda *pair: jnp.stack(pair, axis=1), *pairs)
             return dict(zip(fields, stacks, strict=True))
 
-        differing = (
-            ("mask", "plan") if self.window_rotation is None else ("mask", "plan", "rotation")
-        )
+        # Of a kernel for windows and one by lists both plans stay, which the kernels' wrapper takes.
+        mixed = isinstance(in_window.plan, WindowPlan)
+        fields = {"mask": True, "plan": not mixed, "rotation": self.window_rotation is not None}
+        differing = [field for field, differs in fields.items() if differs]
+        if mixed:
+            full = full._replace(plan=MixedPlan(full.plan, in_window.plan))
         return full._replace(**stack(*differing))
 
     def of_layer(self, index: Int[Array, ""]) -> Context:
@@ -251,7 +275,7 @@ class LayerConfig:
     post_norms: bool = False  # of the outputs of attention and MLP
     layer_scale: bool = False  # learned per-channel scales of the same outputs
     scoring: Scoring = DEFAULT_SCORING
-    max_block: int = MAX_BLOCK  # tokens of a block of attention
+    window: int = 0  # tokens of a closed window that layers of its tower attend in, at most
     rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 together
 
 
@@ -283,7 +307,7 @@ class SelfAttention(nnx.Module):
         self.head_width = b.head_width
         self.backend: Backend = b.backend
         self.scoring = b.scoring
-        self.max_block = b.max_block
+        self.window = b.window
         self.rope_neighbours = b.rope_neighbours
 
     def __call__(
@@ -305,8 +329,10 @@ class SelfAttention(nnx.Module):
             q = rotate(q, context.rotation, self.rope_neighbours)
             k = rotate(k, context.rotation, self.rope_neighbours)
         if past is None:
+            heads = self.heads, self.kv_heads
+            max_block = block_limit(self.backend, self.window, x.shape[1], heads, q.dtype)
             attn_out = attention(
-                q, k, v, context.mask, self.backend, self.scoring, context.plan, self.max_block
+                q, k, v, context.mask, self.backend, self.scoring, context.plan, max_block
             )
         else:
             # One token is no block of queries, so the backend does not matter: all scores at once.
@@ -402,12 +428,17 @@ class TransformerLayer(nnx.Module):
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 
 
+def longest_window(config: VisionConfig) -> int:
+    """Count the positions of a window at most: the groups of an image's own tokens are in its first one."""
+    group = config.connector.merge**2
+    return config.window_positions + -(-config.own_tokens // group) * group
+
+
 def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
     """Describe a layer with full attention. Raises ValueError where heads do not divide the width."""
     c = config
     if c.width % c.heads:
         raise ValueError(f"a width of {c.width} does not divide into {c.heads} heads")
-    in_windows = c.modality == "image" and c.windowed
     return LayerConfig(
         width=c.width,
         heads=c.heads,
@@ -423,5 +454,5 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
         layer_scale=c.layer_scale,
         pre_norms=c.norm_place == "before",
         post_norms=c.norm_place == "after",
-        max_block=window_block(c.window) if in_windows else MAX_BLOCK,
+        window=longest_window(c) if c.modality == "image" and c.windowed else 0,
     )

@@ -280,7 +280,7 @@ class VisionEncoder(nnx.Module):
         )
         self.head = NORMS[c.head_norm_kind](c.width, c.norm_eps) if c.head_norm else None
         self.config = c
-        self.max_block = block.max_block
+        self.window = block.window
         self.dropout = c.dropout
         self.dtype = dtype
 
@@ -314,7 +314,7 @@ class VisionEncoder(nnx.Module):
                 window_mask=context.mask._replace(span=window, sees=jnp.zeros_like(window))
             )
         context = context.planned(
-            c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype, self.max_block
+            c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype, self.window
         )
         if isinstance(c.positions, LearnedGrid | FractionalGrid):
             return context

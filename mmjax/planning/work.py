@@ -266,7 +266,7 @@ def row_work(
 def _blocks(config: Tower, length: int) -> tuple[int, int]:
     """Return the queries and the keys of a block; a row that is shorter than a block is one of its own length."""
     windows = config.modality == "image" and config.windowed
-    max_block = window_block(config.window) if windows else MAX_BLOCK
+    max_block = window_block(config.window_positions) if windows else MAX_BLOCK
     if config.attention == "blockwise":
         return min(max_block, length), min(max_block, length)
     tiles = tiles_for(min(config.head_width, max(TILES)), length, max_block).forward

@@ -164,13 +164,10 @@ def describe_attention(config: Config, layout: RankLayout) -> str:
     for (name, tower), length in zip(towers.items(), longest, strict=True):
         if tower.is_generator:
             continue
-        block = (
-            {"max_block": encoder_layer_config(tower).max_block}
-            if name in config.model.encoders
-            else {}
-        )
+        is_encoder = name in config.model.encoders
+        window = encoder_layer_config(tower).window if is_encoder else 0
         heads = (tower.heads, getattr(tower, "kv_heads", tower.heads))
-        kernel = describe_kernel(tower.head_width, length, heads, dtype, **block)
+        kernel = describe_kernel(tower.head_width, length, heads, dtype, window)
         backends.append(
             f"{name}: {kernel if chosen_backend(tower.attention) == 'flash' else tower.attention}"
         )

@@ -176,6 +176,18 @@ def test_an_update_of_a_7b_model_is_written_in_place(moments, most):
 @pytest.mark.skipif(
     not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
 )
+def test_the_kernel_of_windows_spills_no_register_and_one_that_does_is_seen():
+    found = told("tests/kernels/compiled_windows.py")
+    assert list(found) == ["64", "72", "80"]
+    assert max(found.values()) <= 1e6  # lists of blocks alone
+    with pytest.raises(AssertionError, match="register spilling"):
+        printed("tests/kernels/compiled_windows.py", "1")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(
+    not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"'
+)
 def test_no_scan_over_layers_plans_masks_and_xla_computes_nothing_again():
     found = told("tests/autotune/compiled_step.py")
     assert found["scans"] == 4  # forward and backward, of the LLM and the vision encoder

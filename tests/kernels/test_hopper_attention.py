@@ -20,8 +20,14 @@ from mmjax.kernels.masked_tiles import (
     plan_tiles,
     unsupported,
 )
-from mmjax.kernels.masks import BlockLists, pad_mask
+from mmjax.kernels.masks import BlockLists, encoder_mask, pad_mask
 from mmjax.kernels.tiles import tiles_for
+from mmjax.kernels.window_attention import (
+    ListKernel,
+    MixedPlan,
+    mixed_attention,
+    plan_windows,
+)
 
 INTERPRETED = jax.__version_info__[:3] >= OLDEST_JAX
 TILES = tiles_for(128, 512)
@@ -174,3 +180,33 @@ def test_a_wrong_list_or_a_wrong_bit_is_caught(fault, monkeypatch):
 
     monkeypatch.setattr(TileLists, "of", classmethod(spoiled))
     assert max(errors(0)) > 0.1
+
+
+@interpreted
+@pytest.mark.parametrize("index", [0, 1])
+def test_in_turns_with_windows_each_layer_takes_its_own_kernel(index):
+    from mmjax.kernels.hopper_attention import hopper_forward, hopper_gradients
+
+    rng = np.random.default_rng(0)
+    length, width = 200, 72
+    whole = encoder_mask(jnp.asarray(np.arange(length)[None] // 150, jnp.int32))
+    window = whole._replace(span=1 + jnp.arange(length)[None] // 50, sees=0 * whole.sees)
+    inputs = [jnp.asarray(rng.normal(size=(1, length, 2, width)), jnp.bfloat16) for _ in range(4)]
+    tiles = tiles_for(width, length)
+    scores = Scores(width**-0.5, 0.0, tiles, interpret=True)
+    kernel = ListKernel(hopper_forward, hopper_gradients)
+
+    @jax.jit
+    def ours(q, k, v, weight, index):
+        full = plan_tiles(whole, plan_blocks(whole, tiles))
+        plan = MixedPlan(full, plan_windows(window), index)
+        out, pull_back = jax.vjp(lambda *x: mixed_attention(*x, plan, scores, kernel), q, k, v)
+        return out, *pull_back(weight)
+
+    mask = (whole, window)[index]
+    exact = exact_attention(
+        *(np.asarray(x, np.float32) for x in inputs), mask, scores.scale, scores.cap
+    )
+    for found, wanted in zip(ours(*inputs, jnp.int32(index)), exact, strict=True):
+        error = np.abs(np.asarray(found, np.float64) - wanted).max() / np.abs(wanted).max()
+        assert error < 0.008

@@ -16,6 +16,7 @@ from mmjax.data.media.patches import item_input
 from mmjax.kernels.flash_attention import BlockPlan
 from mmjax.kernels.masks import encoder_mask
 from mmjax.kernels.tiles import Tiles, tiles_for
+from mmjax.kernels.window_attention import WindowPlan
 from mmjax.models.layer_stacks import plan_stacks
 from mmjax.models.layers import Context
 from mmjax.models.rope import rotation_2d
@@ -114,10 +115,12 @@ def test_windows_and_merge_groups_are_contiguous_in_the_layers():
         )
 
 
-def test_rows_on_several_devices_need_no_communication():
-    encoder = build(replace(TOWER, window=4))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_on_several_devices_need_no_communication(dtype):
+    """By lists, and in bfloat16, which other programs round elsewhere, by the kernel of windows."""
+    encoder = build(replace(TOWER, window=4), dtype)
     items = pack_images(encoder.config, 64, [[(5, 6)], [(3, 2), (4, 4)]])
-    weight = np.random.default_rng(1).normal(size=(2, 64, 16)).astype(np.float32)
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=(2, 64, 16)), dtype)
 
     def gradient(x, items):
         out, pull_back = jax.vjp(
@@ -132,7 +135,9 @@ def test_rows_on_several_devices_need_no_communication():
         arguments = jax.device_put((x, items), rows_sharding(mesh))
         program = jax.jit(gradient).lower(*arguments).compile()
     for ours, theirs in zip(program(*arguments), wanted, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
+        largest = np.abs(theirs).max() if dtype == "bfloat16" else 0.0
+        np.testing.assert_allclose(ours, theirs, atol=max(1e-5, 0.02 * largest))
     text = program.as_text()
     assert not [
         name
@@ -157,32 +162,78 @@ def random_grids(rng: np.random.Generator, length: int) -> Grids:
         grids.append((height, width))
 
 
-def visited(mask: MaskSpec, plan: BlockPlan, tiles: Tiles) -> tuple[int, int]:
+def visited(mask: MaskSpec, plan: BlockPlan | WindowPlan, tiles: Tiles) -> tuple[int, int]:
     """Count the pairs that an encoder's mask allows, and those in the blocks that the forward kernel visits."""
+    if isinstance(plan, WindowPlan):
+        # those that begin before the padding behind a row's images
+        end = np.max(
+            np.where(np.asarray(mask.sample) >= 0, np.arange(1, 1 + mask.pos.shape[1]), 0), 1
+        )
+        blocks = int(((np.diff(plan.start) > 0) & (plan.start[:, :-1] < end[:, None])).sum())
+    else:
+        blocks = int(plan.forward.count[..., 1].sum())
     row = np.broadcast_to(np.arange(len(mask.sample))[:, None], mask.sample.shape)
     tokens = np.stack([row, mask.sample, mask.span])[:, np.asarray(mask.sample) >= 0]
     sizes = np.unique(tokens, axis=1, return_counts=True)[1]
-    return (sizes.astype(np.int64) ** 2).sum(), int(
-        plan.forward.count[..., 1].sum()
-    ) * tiles.q * tiles.k
+    return (sizes.astype(np.int64) ** 2).sum(), blocks * tiles.q * tiles.k
 
 
-@pytest.mark.default_cases("16384")
+@pytest.mark.default_cases("bfloat16-16384", "float32-16384")
 @pytest.mark.parametrize("length", [16_384, 32_768])
-def test_most_pairs_in_the_blocks_that_windowed_layers_visit_are_allowed(length):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_most_pairs_in_the_blocks_that_windowed_layers_visit_are_allowed(length, dtype):
+    """By the kernel of windows, and in float32 by lists."""
     rng = np.random.default_rng(0)
-    encoder = build(TOWER, "bfloat16")
+    encoder = build(TOWER, dtype)
     items = pack_images(TOWER, length, [random_grids(rng, length) for _ in range(4)])
     context = jax.jit(encoder.context)(items)
-    tiles = tiles_for(8, length, encoder.max_block).forward
-    assert (tiles.q, tiles.k) == (64, 64)
-    near, near_visited = visited(context.window_mask, context.window_plan, tiles)
+    by_lists = dtype == "float32"
+    assert isinstance(context.window_plan, BlockPlan if by_lists else WindowPlan)
+    tiles = tiles_for(8, length, 64 if by_lists else 128, 4 if by_lists else 2).forward
+    block = 32 if by_lists else 64
+    near, near_visited = visited(
+        context.window_mask, context.window_plan, Tiles(block, block, 0, 0)
+    )
     full, full_visited = visited(context.mask, context.plan, tiles)
     # Were no window cut by a border between blocks, each block of 64 patches would visit itself
     # alone.
-    bound = near / (64 * (np.asarray(context.mask.sample) >= 0).sum())
+    valid = np.asarray(context.mask.sample) >= 0
+    bound = near / (64 * valid.sum())
     print(
         f"{length}: windows {near / near_visited:.3f} of {bound:.3f}, whole images {full / full_visited:.3f}"
     )
-    assert 0.8 <= near / near_visited <= bound
-    assert full / full_visited >= 0.93
+    assert 0.8 <= near / near_visited <= (1 if by_lists else bound)
+    # Blocks of 128 queries hold more of other images than those of 32, and are faster all the same.
+    assert full / full_visited >= (0.93 if by_lists else 0.88)
+
+
+@pytest.mark.parametrize("windowed", [(0, 2), (0, 1, 2)])
+def test_the_kernel_of_windows_gives_what_dense_attention_gives(windowed):
+    """In scans over layers with and without windows, and over those with windows alone; images cut into odd windows."""
+    config = replace(TOWER, windowed=windowed)
+    items = pack_images(config, 384, [[(14, 10), (6, 6), (8, 8), (2, 17)], [(18, 12)]])
+
+    def gradients(attention: str) -> list[np.ndarray]:
+        encoder = build(replace(config, attention=attention), "bfloat16")
+        graph, params = nnx.split(encoder)
+
+        def loss(params):
+            x = encode(nnx.merge(graph, params), items).astype(jnp.float32)
+            return jnp.sum(jnp.sin(x)), x
+
+        found, out = jax.jit(jax.grad(loss, has_aux=True))(params)
+        return [np.asarray(x, np.float32) for x in (out, *jax.tree.leaves(found))]
+
+    for ours, theirs in zip(gradients("flash"), gradients("dense"), strict=True):
+        assert np.abs(ours - theirs).max() <= 0.03 * max(np.abs(theirs).max(), 1)
+
+
+def test_windows_longer_than_a_block_and_float32_are_attended_by_lists():
+    items = pack_images(TOWER, 320, ROWS)
+    for changes, dtype in (
+        ({"window": 10}, "bfloat16"),
+        ({}, "float32"),
+        ({"class_token": True}, "bfloat16"),
+    ):
+        encoder = build(replace(TOWER, **changes), dtype)
+        assert isinstance(encoder.context(items).window_plan, BlockPlan), (changes, dtype)

@@ -181,6 +181,16 @@ def test_a_gpus_kernels_are_named_with_what_keeps_a_tower_from_hoppers(monkeypat
     )
     expected = "llm: Mosaic GPU for Hopper; vision: Triton (heads of 12 channels)"
     assert describe_attention(config, layout) == expected
+    windows = ["model.encoders.vision.windowed=(0,)"]
+    for side, precision_of, expected in (
+        (8, "bfloat16", "Mosaic GPU for Hopper, Triton in windows"),
+        (12, "bfloat16", "Mosaic GPU for Hopper, windows too (windows of 144 tokens)"),
+        (8, "float32", "Triton (numbers of 4 bytes), windows too (numbers of 4 bytes)"),
+    ):
+        window = f"model.encoders.vision.window={side}"
+        words = [*backends, *windows, window, f"training.precision={precision_of}"]
+        described = describe_attention(load("tiny_vlm", words), layout)
+        assert described.endswith(f"; vision: {expected}")
     assert describe_attention(
         load("tiny_vlm", [*precision, "model.llm.attention=dense"]), layout
     ).startswith("llm: dense; ")
