@@ -366,8 +366,9 @@ def loss_bytes(
 
     Where parameters are sharded, the gathered part of the output table, in both passes. Beside it
     the larger of two: float32 logits with their gradient, which in float32 reuses their buffer, or
-    this gradient and the part's own. of_tokens: chunks are parts of the tokens: the whole table
-    cast for computation in place of the activations in float32; its gradient is not counted.
+    this gradient and the part's own. of_tokens: chunks are parts of the tokens: a trained
+    table, cast for computation, in place of the activations in float32; its gradient is not
+    counted.
     """
     width = model.llm.width
     vocab = model.llm.vocab / (sharding.llm * chunks)
@@ -376,7 +377,9 @@ def loss_bytes(
     table = activation * width * vocab if sharding.shards > 1 else 0
     both = logits if activation == MASTER else logits + gradient
     if of_tokens and chunks > 1:
-        cast = activation * width * vocab * chunks if activation < MASTER else 0
+        # Frozen ones lie in the precision of the computation.
+        is_cast = activation < MASTER and "llm" not in frozen_modules(model)
+        cast = is_cast * activation * width * vocab * chunks
         return MASTER * positions * width + cast + both
     return MASTER * positions * 2 * width + table + max(both, gradient + table)
 
