@@ -131,11 +131,28 @@ FAULTS = (
     ),
     Fault(
         "a loss scaled by the microbatch instead of the step",
-        "losses/step_losses.py",
-        "return losses.sum() / total_weight, by_source, weight",
-        "return losses.sum() / jnp.maximum(text.weight.sum(), 1.0), by_source, weight",
+        "losses/objective.py",
+        "operands = outputs.hidden, outputs.table, text, total_weight",
+        "operands = outputs.hidden, outputs.table, text, text.weight.sum()",
         (
             "training/test_exactness.py::test_four_microbatches_give_the_gradients_and_losses_of_their_rows_in_one",
+        ),
+    ),
+    Fault(
+        "a part of the loss's tokens whose table gradient takes the place of those before",
+        "losses/cross_entropy.py",
+        "d_table = _as_table(d_table + table_gradient(",
+        "d_table = _as_table(0 * d_table + table_gradient(",
+        ("losses/test_token_parts.py::test_losses_and_gradients_are_those_of_the_whole_logits",),
+    ),
+    Fault(
+        "an output table's gradient that ranks reduce with every part of the loss",
+        "losses/cross_entropy.py",
+        "if ranks > 1 and table.ndim == 2:",
+        "if False:",
+        (
+            "losses/test_loss_chunks.py::"
+            "test_ranks_reduce_the_gradient_of_the_output_table_once_and_not_with_every_part",
         ),
     ),
     Fault(

@@ -26,7 +26,7 @@ from mmjax.cost.table import module_parameters, parameters
 from mmjax.data.plan.fit_budget import make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.errors import UserError
-from mmjax.parallel.sharding import AXES
+from mmjax.parallel.sharding import AXES, loss_parts_are_of_tokens
 from mmjax.planning.allocate import Allocation, allocate
 from mmjax.planning.allocate_chain import allocate_chain, allocate_meshes
 from mmjax.planning.exchange_time import ClusterRun
@@ -258,6 +258,8 @@ def _tower_costs(
     model = resolve_attention(config.model, speed.rates, layout.context)
     activation = ACTIVATION[config.training.precision]
     chunks = config.training.loss_chunks or 1
+    mesh = {axis: getattr(layout, axis) for axis in AXES}
+    of_tokens = loss_parts_are_of_tokens(mesh, config.loss)
     tower_config = model.towers[tower]
     layers = tower_config.layers
     frozen = frozen_modules(model)
@@ -268,7 +270,6 @@ def _tower_costs(
     pairs = {name: work.pairs / parts[name] for name, work in works.items()}
     batch = DeviceBatch(shape, {}, pairs=pairs, context=layout.context)
     work = row_work(model, shape, pairs)[tower]
-    mesh = {axis: getattr(layout, axis) for axis in AXES}
     way = resolve_sequence_parallel(
         replace(config, model=model), layout, mesh, batch, cluster.device, (tower,)
     )
@@ -326,7 +327,7 @@ def _tower_costs(
             moments=0.0,
             has_backward=has_backward,
             unsaved=unsaved / work.positions,
-            logits_again=chunks > 1 or model.makes_images,
+            logits_again=model.makes_images or (chunks > 1 and not of_tokens),
         )
         passes.append([passed.total for passed in pass_times(model, run, batch)])
         empty.append([passed.total for passed in pass_times(model, run, nothing)])
@@ -343,7 +344,7 @@ def _tower_costs(
         )
     loss = 0.0
     if tower == "llm":
-        loss = loss_bytes(model, work.positions, machine.sharding, activation, chunks)
+        loss = loss_bytes(model, work.positions, machine.sharding, activation, chunks, of_tokens)
     trained, untrained, moments = (
         elements / layout.tensor for elements in _elements(config, tower)
     )

@@ -17,12 +17,13 @@ from mmjax.config import (
     Config,
     Remat,
 )
-from mmjax.config.model import stacked_towers
+from mmjax.config.model import frozen_modules, stacked_towers
 from mmjax.data.plan.step_plan import RankLayout
-from mmjax.parallel.sharding import loss_choices
+from mmjax.parallel.sharding import loss_choices, loss_parts_are_of_tokens
 from mmjax.planning.flops import executed_logits, layer_policies
 from mmjax.planning.memory import (
     ACTIVATION,
+    MASTER,
     divide_by_tensor_parallelism,
     saved_bytes_per_layer,
 )
@@ -123,17 +124,13 @@ def _plan_devices(
             config, stages, number, layout, speed, in_flight[number]
         )
     }
-    logits = 0.0
-    if head is not None and max(chunks_choices) > 1:
-        batches = [stage_batch(config, layout, stages, head, shape) for shape in layout.shapes]
-        works = [row_work(config.model, batch.shape)["llm"] for batch in batches]
-        logits = float(np.mean([executed_logits(config.model, work) for work in works]))
-        logits /= stages[head].sharding.llm * speed.rates.flops
 
     def with_chunks(chunks: int) -> RunPlan:
-        again = logits if chunks > 1 else 0.0
+        extra = 0.0
+        if head is not None and chunks > 1:
+            extra = _chunks_seconds(config, stages, head, layout, speed, chunks)
         return _choose(
-            config, stages, numbers, layout, limit, in_flight, decided, options, chunks, again
+            config, stages, numbers, layout, limit, in_flight, decided, options, chunks, extra
         )
 
     # The fastest plan that fits, or the smallest if none does; of equals the one with the fewest
@@ -142,6 +139,28 @@ def _plan_devices(
         map(with_chunks, chunks_choices),
         key=lambda p: (not p.fits, p.seconds if p.fits else p.device, p.loss_chunks),
     )
+
+
+def _chunks_seconds(
+    config: Config,
+    stages: Sequence[ShardedStage],
+    head: int,
+    layout: RankLayout,
+    speed: Speed,
+    chunks: int,
+) -> float:
+    """Compute the seconds that a loss in chunks takes more than one of the whole logits. head: its stage."""
+    model = config.model
+    parts = stages[head].sharding.llm
+    if loss_parts_are_of_tokens(stages[head].mesh.shape, config.loss):
+        # Each part reads and writes the float32 sum of the table's gradients.
+        trained = "llm" not in frozen_modules(model)
+        sums = trained * MASTER * model.llm.vocab * model.llm.width / parts
+        return 2 * chunks * sums / speed.rates.memory
+    batches = [stage_batch(config, layout, stages, head, shape) for shape in layout.shapes]
+    works = [row_work(model, batch.shape)["llm"] for batch in batches]
+    logits = float(np.mean([executed_logits(model, work) for work in works]))
+    return logits / (parts * speed.rates.flops)
 
 
 LayerOptions = Mapping[tuple[int, str], Mapping[Remat, Option]]  # of the layers of a stage's tower
@@ -157,9 +176,9 @@ def _choose(
     decided: Mapping[tuple[int, str], tuple[Remat, ...]],
     options: LayerOptions,
     chunks: int,
-    logits: float,
+    chunks_seconds: float,
 ) -> RunPlan:
-    """Choose the policies of the towers whose `remat` is "auto"; the others keep theirs. logits: seconds to repeat."""
+    """Choose the policies of the towers whose `remat` is "auto"; the others keep theirs."""
     # Keys are (stage, tower). `stated` have their policies, `free` ones get them here. For each of
     # the compiled shapes, the limit less what no policy changes is what `free` layers may save.
     towers = stacked_towers(config.model)
@@ -259,8 +278,8 @@ def _choose(
         stages=tuple(plans),
         loss_chunks=chunks,
         limit=limit,
-        seconds=logits + seconds(policies),
-        lower_bound=logits + seconds(stated) + (np.inf if bound is None else bound),
+        seconds=chunks_seconds + seconds(policies),
+        lower_bound=chunks_seconds + seconds(stated) + (np.inf if bound is None else bound),
     )
 
 

@@ -17,6 +17,7 @@ from mmjax.autotune.stage_memory import unsaved_bytes
 from mmjax.config import Config, ModelConfig
 from mmjax.data.plan.placement import MicrobatchPlan, Shape
 from mmjax.data.plan.step_plan import RankLayout
+from mmjax.parallel.sharding import loss_parts_are_of_tokens
 from mmjax.planning.exchange_time import ClusterRun
 from mmjax.planning.hardware import Cluster
 from mmjax.planning.memory import ACTIVATION, DeviceBatch
@@ -178,7 +179,11 @@ def _place_stages(
                     experts=part.experts,
                     copies=listed.copy[1],
                     # Generators in other stages pass back before the loss's backward pass.
-                    logits_again=plan.loss_chunks > 1 or not sharded.is_sink,
+                    logits_again=not sharded.is_sink
+                    or (
+                        plan.loss_chunks > 1
+                        and not loss_parts_are_of_tokens(sharded.mesh.shape, config.loss)
+                    ),
                     only_stage=len(stages) == 1,
                 )
                 for part in sharded.pieces

@@ -21,7 +21,7 @@ from mmjax.config import (
 )
 from mmjax.config.model import frozen_modules, stacked_towers, step_vaes
 from mmjax.data.plan.step_plan import RankLayout
-from mmjax.parallel.sharding import row_ranks
+from mmjax.parallel.sharding import loss_parts_are_of_tokens, row_ranks
 from mmjax.planning.flops import runs_twice
 from mmjax.planning.memory import (
     ACTIVATION,
@@ -139,8 +139,16 @@ def fixed_bytes(
             # The same, as they came and in order.
             beside_copies.append(2 * batch.context * positions * model.llm.width * activation)
         if piece.makes_loss and not piece.generates:
-            # Which backward makes when the loss is done with.
-            before_copies.append(loss_bytes(model, positions, sharding, activation, chunks))
+            of_tokens = loss_parts_are_of_tokens(sharded.mesh.shape, config.loss)
+            # Copies, which backward makes when the loss is done with.
+            loss = loss_bytes(model, positions, sharding, activation, chunks, of_tokens)
+            if of_tokens and chunks > 1 and "llm" not in frozen:
+                # The loss adds up the table's gradient in float32, in the room of later gradients
+                # where it is part of a program of both passes.
+                room = outside * (activation / MASTER if accumulates else 1) if is_whole else 0.0
+                sums = MASTER * model.llm.vocab * model.llm.width / sharding.llm
+                loss += max(0.0, sums - room)
+            before_copies.append(loss)
         if piece.first and (vae := step_vaes(model).get(tower)):
             encoding = vae_bytes(vae, module.image_size, activation)
             before_copies.append(batch.shape[tower][0] * encoding)

@@ -256,7 +256,8 @@ class TrainingConfig:
     # of the computation; master weights are float32
     precision: Literal["float32", "bfloat16"] = "float32"
     clip: PositiveFloat = 1.0  # global gradient norm
-    # parts of the vocabulary whose logits are computed one after the other; 0: as memory needs
+    # parts of the logits that are computed one after the other, of the tokens or of the vocabulary;
+    # 0: as memory needs
     loss_chunks: NonNegativeInt = 0
     evaluate_every: NonNegativeInt = 0  # steps; 0: only at the end
     evaluate_samples: PositiveInt = 64  # of the validation split, while training

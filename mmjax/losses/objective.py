@@ -19,7 +19,7 @@ from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import LossConfig
 from mmjax.config.model import adapted_modules
 from mmjax.losses import ANSWER_LOSSES
-from mmjax.losses.cross_entropy import losses_in_chunks
+from mmjax.losses.cross_entropy import losses_in_chunks, mean_loss, mean_loss_in_chunks
 from mmjax.models.dropout import Noise
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, Outputs, restrict
@@ -54,7 +54,7 @@ class TextObjective:
 
     model: Model
     loss: LossConfig
-    chunks: int  # parts of the vocabulary whose logits are computed one after the other
+    chunks: int  # parts of the logits that are computed one after the other
     reference: Model | None = None  # without adapters, where it runs in the step
 
     @classmethod
@@ -126,6 +126,24 @@ class TextObjective:
             if name.endswith(REFERENCE):
                 values[name] = frozen_values[name.removesuffix(REFERENCE)]
         return values, seed, reference.operands(frozen_values, frozen_seed)
+
+    def step_loss(
+        self,
+        outputs: Outputs,
+        text: TextBatch,
+        total_weight: jax.Array,
+        reference: Outputs | None = None,
+    ) -> tuple[jax.Array, jax.Array, Measures]:
+        """Compute a microbatch's part of the step's loss: the sum of `token_losses` / the weight of the whole step.
+
+        Also returns what `token_losses` does, without gradients.
+        """
+        if not self.loss.is_branched:
+            cap = self.model.config.llm.logit_cap
+            operands = outputs.hidden, outputs.table, text, total_weight
+            return *mean_loss_in_chunks(*operands, self.chunks, cap), {}
+        losses, measures = self.token_losses(outputs, text, reference)
+        return mean_loss(losses, total_weight), jax.lax.stop_gradient(losses), measures
 
     def token_losses(
         self, outputs: Outputs, text: TextBatch, reference: Outputs | None = None

@@ -7,7 +7,7 @@ computed twice.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,22 +112,13 @@ def expert_loss(sums: ExpertSums | None, config: ExpertsConfig | None) -> jax.Ar
     return 0.0 if sums is None else config.balance_loss * sums.balance + config.z_loss * sums.z
 
 
-def step_loss(
-    losses: jax.Array, text: TextBatch, total_weight: Any, sources: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute a microbatch's part of the step's loss: the sum of its tokens' losses / the weight of the whole step.
-
-    Also returns the sums of losses and of weights by source, float32 `[sources]`. total_weight:
-    over all microbatches and ranks, so that any split of the same rows gives one loss.
-    """
+def sum_by_source(losses: jax.Array, text: TextBatch, sources: int) -> tuple[jax.Array, jax.Array]:
+    """Sum losses and weights of tokens by source, float32 `[sources]`."""
     # A product with one-hot vectors [R, T, sources] rather than a scatter, whose order of additions
     # is not fixed on GPUs.
     one_hot = (text.source[..., None] == jnp.arange(sources)).astype(jnp.float32)
     by_source = jnp.einsum("rt,rts->s", losses, one_hot)
-    weight = jnp.einsum("rt,rts->s", text.weight, one_hot)
-    # a step may have nothing but images to make
-    total_weight = jnp.where(total_weight > 0, total_weight, 1)
-    return losses.sum() / total_weight, by_source, weight
+    return by_source, jnp.einsum("rt,rts->s", text.weight, one_hot)
 
 
 def image_loss(

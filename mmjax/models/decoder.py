@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import MaskSpec, TextBatch, branch_gap
@@ -28,7 +29,7 @@ from mmjax.models.layers import (
     RMSNorm,
     TransformerLayer,
 )
-from mmjax.models.matmul import as_matrix, sum_outer_products
+from mmjax.models.matmul import as_matrix, on_one_cpu, sum_outer_products
 from mmjax.models.rope import text_rotation
 from mmjax.models.stack_scan import LayerStack
 from mmjax.parallel.sharding import constrain, in_row_order
@@ -61,21 +62,62 @@ def logits_of(
     """
     parts = as_matrix(x) if table.ndim == 2 else x.reshape(len(table), -1, *x.shape[1:])
     logits = _logits(parts, table, dtype or x.dtype).reshape(*x.shape[:-1], -1)
-    logits = constrain(logits, "rows", "length", "vocab")
+    return soft_cap(constrain(logits, "rows", "length", "vocab"), cap)
+
+
+def soft_cap(logits: Float[Array, "*t v"], cap: float) -> Float[Array, "*t v"]:
+    """Limit logits to `cap` by tanh, where it is not 0."""
     return jnp.tanh(logits / cap) * cap if cap else logits
+
+
+def multiply_table(x: Array, table: Array) -> Array:
+    """Multiply `x` by an output table in the precision of `x`, to float32 logits without a cap.
+
+    A matrix of positions `[t, d]` or rows of them `[r, t, d]` by `[v, d]`; where every part p of the
+    rows has a table of its own, `[p, ..., d]` by `[p, v, d]`.
+    """
+    x_axes, table_axes, logit_axes = _axes(x, table)
+    return jnp.einsum(
+        f"{x_axes},{table_axes}->{logit_axes}",
+        x,
+        table.astype(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def hidden_gradient(d_logits: Array, table: Array) -> Array:
+    """Compute the float32 gradient of the `x` of `multiply_table`, by a product in the precision of `d_logits`."""
+    x_axes, table_axes, logit_axes = _axes(d_logits, table)
+    return jnp.einsum(
+        f"{logit_axes},{table_axes}->{x_axes}",
+        d_logits,
+        table.astype(d_logits.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def table_gradient(d_logits: Array, x: Array, table: Array, dtype: DTypeLike) -> Array:
+    """Compute the gradient of the table of `multiply_table` in `dtype`, by a product in the precision of `d_logits`."""
+    x_axes, table_axes, logit_axes = _axes(x, table)
+    x = x.astype(d_logits.dtype)
+    if x.ndim == 2 and on_one_cpu():
+        return sum_outer_products(d_logits, x, dtype)
+    return jnp.einsum(
+        f"{logit_axes},{x_axes}->{table_axes}", d_logits, x, preferred_element_type=dtype
+    )
+
+
+def _axes(x: Array, table: Array) -> tuple[str, str, str]:
+    """Name the axes of positions, of a table and of logits: `td`, `vd`, `tv`, or `ptd`, `pvd`, `ptv`."""
+    p = "p" * (table.ndim - 2)
+    t = p + "rt"[: x.ndim - len(p) - 1]
+    return f"{t}d", f"{p}vd", f"{t}v"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _logits(x: Array, table: Array, dtype: jnp.dtype) -> Array:
     """Multiply operands in `dtype`, summing in float32, in backward too."""
-    # Subscripts `td,vd->tv` of a matrix of positions, `rtd,vd->rtv` of rows of them, and
-    # `prtd,pvd->prtv` where every part p of the rows has a table of its own.
-    p = "p" * (table.ndim - 2)
-    t = "rt"[: x.ndim - len(p) - 1]
-    subscripts = f"{p}{t}d,{p}vd->{p}{t}v"
-    return jnp.einsum(
-        subscripts, x.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32
-    )
+    return multiply_table(x.astype(dtype), table)
 
 
 def _logits_forward(x: Any, table: Any, dtype: jnp.dtype) -> tuple[Array, Any]:
@@ -92,22 +134,12 @@ def _logits_backward(
     # The logits' gradient is float32, and would make both products so.
     d_logits = d_logits.astype(dtype)
     d_x = d_table = None
-    p = "p" * (no_table.ndim - 2)
-    t = "rt"[: d_logits.ndim - len(p) - 1]
     if table is not None:
-        subscripts = f"{p}{t}v,{p}vd->{p}{t}d"
-        d_x = jnp.einsum(
-            subscripts, d_logits, table.astype(dtype), preferred_element_type=jnp.float32
-        )
-        d_x = d_x.astype(no_x.dtype)
+        d_x = hidden_gradient(d_logits, table).astype(no_x.dtype)
     if x is not None:
         # Rounded by the product itself, like the gradients of all weights, so that ranks reduce it
         # in `dtype`.
-        if d_logits.ndim == 2:
-            d_table = sum_outer_products(d_logits, x.astype(dtype))
-        else:
-            d_table = jnp.einsum(f"{p}{t}v,{p}{t}d->{p}vd", d_logits, x.astype(dtype))
-        d_table = d_table.astype(no_table.dtype)
+        d_table = table_gradient(d_logits, x, no_table, dtype).astype(no_table.dtype)
     return d_x, d_table
 
 

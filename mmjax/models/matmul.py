@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mmjax.parallel.sharding import active, platform
@@ -37,13 +38,15 @@ def matmul(x: Float[Array, "*b i"], weight: Float[Array, "i o"]) -> Float[Array,
     return (as_matrix(x) @ weight).reshape(*x.shape[:-1], weight.shape[-1])
 
 
-def sum_outer_products(x: Float[Array, "n i"], y: Float[Array, "n o"]) -> Float[Array, "i o"]:
-    """Compute `x.T @ y`, in the order of operands that is faster on a CPU."""
+def sum_outer_products(
+    x: Float[Array, "n i"], y: Float[Array, "n o"], dtype: DTypeLike | None = None
+) -> Float[Array, "i o"]:
+    """Compute `x.T @ y`, in the order of operands that is faster on a CPU. dtype: of the sums, by default `x`'s."""
     if x.shape[1] <= y.shape[1]:
-        return x.T @ y
+        return jnp.matmul(x.T, y, preferred_element_type=dtype)
     # XLA takes up to 1.5 times as long where the product has more rows than columns. The barrier
     # keeps it from turning this one round again.
-    return lax.optimization_barrier(y.T @ x).T
+    return lax.optimization_barrier(jnp.matmul(y.T, x, preferred_element_type=dtype)).T
 
 
 @jax.custom_vjp

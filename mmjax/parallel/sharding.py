@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mmjax.config import ContextAttention, Exchange, Layout, ModelConfig
+from mmjax.config import ContextAttention, Exchange, Layout, LossConfig, ModelConfig
 from mmjax.errors import UserError
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
@@ -66,11 +66,23 @@ def mesh_sizes(config: Layout, devices: int) -> dict[str, int]:
     return sizes
 
 
-LOSS_PARTS = (1, 2, 4, 8, 16, 32)  # numbers of vocabulary chunks to choose from
+LOSS_PARTS = (1, 2, 4, 8, 16, 32)  # numbers of chunks to choose from
+
+
+def loss_parts_are_of_tokens(sizes: Mapping[str, int], loss: LossConfig) -> bool:
+    """Tell whether a loss in chunks cuts the tokens on a mesh of these sizes; else it cuts the vocabulary.
+
+    Parts of the tokens make their gradients with their logits, for which the gradient of a token's
+    loss must be known: that of answers (`loss`) is not. They need all of the device's shard of the
+    vocabulary at once, and add up its gradient over the parts. Where `fsdp`, `expert` or `context`
+    cut the table's width, that would gather the whole table and hold a whole gradient; parts of the
+    vocabulary gather a part at a time, and reduce its gradient.
+    """
+    return not loss.is_branched and all(sizes[axis] == 1 for axis in ShardingRules.embed)
 
 
 def loss_choices(sizes: Mapping[str, int], chunks: int, model: ModelConfig) -> tuple[int, ...]:
-    """List the numbers of vocabulary chunks that the loss may be computed in: `chunks`, or powers of two if that is 0.
+    """List the numbers of chunks that the loss may be computed in: `chunks`, or powers of two if that is 0.
 
     Raises UserError where the chunks would be unequal, on any device.
     """

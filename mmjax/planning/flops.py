@@ -268,18 +268,18 @@ def executed(
     model: ModelConfig,
     shape: Mapping[str, tuple[int, int]],
     frozen: Set[str],
-    loss_chunks: int = 1,
+    logits_again: bool = False,
     pairs: Mapping[str, float] | None = None,
     reference: bool = False,
 ) -> dict[str, Flops]:
     """Count the FLOPs that the backend runs for one microbatch, by module; `shape` and `pairs` as in `row_work`.
 
-    reference: as in `model_flops`.
+    reference: as in `model_flops`. logits_again: whether backward makes the logits again, of a loss
+    in parts of the vocabulary.
 
     With dense attention in float32, forward plus backward agrees with `cost_analysis()` of the
     compiled gradient to 2% from width 128 upwards. Below, elementwise work weighs more; in bfloat16
-    a CPU's conversions add 2%. Of a loss in chunks, which recomputes its logits in backward,
-    `cost_analysis()` counts one chunk.
+    a CPU's conversions add 2%. Of a loss in chunks `cost_analysis()` counts one chunk.
     """
     work = row_work(model, shape, pairs)
     flops = {}
@@ -289,7 +289,7 @@ def executed(
         layers = _compiled_layers(config)
         tower_cost, connector = _whole(trace, layers)
         flops[tower] = _flops_of(tower_cost, amounts, config)
-        if tower == "llm" and loss_chunks > 1:
+        if tower == "llm" and logits_again:
             flops[tower] = _plus(flops[tower], backward=executed_logits(model, amounts))
         if tower != "llm":
             flops[f"{tower}.connector"] = _flops_of(connector, amounts, config)
@@ -371,7 +371,7 @@ def stage_flops(
 
     layers: of the stage. policies: of those that count, all or none: measured times stand for the
     others. logits_again: whether the last layer's backward makes the logits again, of a loss in
-    chunks or one that waits for generators.
+    parts of the vocabulary or one that waits for generators.
     """
     config = model.towers[tower]
     work = row_work(model, shape, pairs)
@@ -445,7 +445,7 @@ def layer_flops(
 
 
 def executed_logits(model: ModelConfig, work: Work) -> float:
-    """Count the forward FLOPs of all logits, which a loss in chunks recomputes in backward."""
+    """Count the forward FLOPs of all logits, which a loss in parts of the vocabulary recomputes in backward."""
     trace = tower_trace(model, "llm", frozenset(model.item_modules), frozen_modules(model))
     return _flops_of(table.ends(trace).exit, work, model.llm).forward
 

@@ -359,13 +359,20 @@ def sent_slots(model: ModelConfig, batch: DeviceBatch) -> dict[str, int]:
 
 
 def loss_bytes(
-    model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int
+    model: ModelConfig,
+    positions: int,
+    sharding: ModelSharding,
+    activation: int,
+    chunks: int,
+    of_tokens: bool,
 ) -> float:
-    """Count the peak bytes of the loss: activations and their gradient in float32, and what one vocabulary chunk takes.
+    """Count the peak bytes of the loss: activations and their gradient in float32, and what one chunk takes.
 
     Where parameters are sharded, the gathered part of the output table, in both passes. Beside it
     the larger of two: float32 logits with their gradient, which in float32 reuses their buffer, or
-    this gradient and the part's own.
+    this gradient and the part's own. of_tokens: chunks are parts of the tokens: a trained
+    table, cast for computation, in place of the activations in float32; its gradient is not
+    counted.
     """
     width = model.llm.width
     vocab = model.llm.vocab / (sharding.llm * chunks)
@@ -373,6 +380,11 @@ def loss_bytes(
     gradient = activation * positions * vocab
     table = activation * width * vocab if sharding.shards > 1 else 0
     both = logits if activation == MASTER else logits + gradient
+    if of_tokens and chunks > 1:
+        # Frozen ones lie in the precision of the computation.
+        is_cast = activation < MASTER and "llm" not in frozen_modules(model)
+        cast = is_cast * activation * width * vocab * chunks
+        return MASTER * positions * width + cast + both
     return MASTER * positions * 2 * width + table + max(both, gradient + table)
 
 

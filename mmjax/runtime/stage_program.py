@@ -25,7 +25,7 @@ from mmjax.losses.step_losses import (
     expert_loss,
     expert_sums,
     image_loss,
-    step_loss,
+    sum_by_source,
     worst_samples,
     zero_losses,
 )
@@ -311,13 +311,15 @@ class StageProgram:
         if "llm" not in self.stage.losses:
             loss, images = image_loss(operands.errors, batch.items, weights, config)
             return loss, Losses(images=images)
-        by_token, measures = self.objective.token_losses(operands, batch.text, reference)
-        loss, by_source, weight = step_loss(by_token, batch.text, weights["llm"], self.sources)
+        loss, by_token, measures = self.objective.step_loss(
+            operands, batch.text, weights["llm"], reference
+        )
+        by_source, weight = sum_by_source(by_token, batch.text, self.sources)
         experts = expert_sums(
             operands.routing, weight.sum() / jnp.where(weights["llm"] > 0, weights["llm"], 1)
         )
         of_images, images = image_loss(operands.errors, batch.items, weights, config)
-        worst = worst_samples(jax.lax.stop_gradient(by_token), batch.text)
+        worst = worst_samples(by_token, batch.text)
         loss += expert_loss(experts, config.llm.experts) + of_images
         return loss, Losses(
             loss=by_source,

@@ -291,7 +291,7 @@ def describe_memory_plan(memory_plan: RunPlan) -> list[str]:
             "and the system may kill the run: raise batch.microbatches, or take a smaller model"
         )
     if memory_plan.loss_chunks > 1:
-        lines.append(f"       loss in {memory_plan.loss_chunks} parts of the vocabulary")
+        lines.append(f"       loss in {memory_plan.loss_chunks} parts")
     if warning := replication_warning(memory_plan):
         lines.append(f"       {warning}")
     for tower, policies in memory_plan.policies.items():

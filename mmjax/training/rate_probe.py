@@ -29,6 +29,7 @@ from mmjax.data.plan.attended_pairs import pairs_by_length
 from mmjax.data.plan.budget import prices_of
 from mmjax.disk import atomic_write
 from mmjax.distributed import coordination
+from mmjax.parallel.sharding import loss_parts_are_of_tokens
 from mmjax.planning.flops import Flops, executed
 from mmjax.planning.hardware import Device
 from mmjax.planning.measured_file import Probed, probed_text, read_probed
@@ -267,8 +268,10 @@ class RateProbe:
         pairs = dict(zip(names, items.tolist(), strict=True)) | {"llm": one.pairs}
         reference = self.config.loss.repeats_forward
         frozen = frozen_modules(model)
+        of_tokens = loss_parts_are_of_tokens(self.executor.mesh.shape, self.config.loss)
+        again = self.loss_chunks > 1 and not of_tokens
         rows, attending = (
-            total_of(executed(model, shape, frozen, self.loss_chunks, attended, reference))
+            total_of(executed(model, shape, frozen, again, attended, reference))
             for attended in (dict.fromkeys(names, 0.0), pairs)
         )
         return reached_shares(

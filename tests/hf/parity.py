@@ -25,8 +25,7 @@ from mmjax.hf import class_defaults
 from mmjax.hf.families import from_hf, layout_of
 from mmjax.hf.folder import HfFolder, split_entry
 from mmjax.hf.layout import Layout, TensorSlice
-from mmjax.losses.cross_entropy import token_losses
-from mmjax.losses.step_losses import step_loss
+from mmjax.losses.cross_entropy import mean_loss, token_losses
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, module_of
 from mmjax.parallel.sharding import ShardingRules, make_mesh
@@ -206,7 +205,7 @@ def logits_and_gradients(
 
     def loss(params: Params) -> tuple[jax.Array, jax.Array]:
         logits = ours.logits(params, batch)
-        return step_loss(token_losses(logits, batch.text), batch.text, count, 1)[0], logits
+        return mean_loss(token_losses(logits, batch.text), count), logits
 
     gradients, logits = jax.jit(jax.grad(loss, has_aux=True))(params)
     return np.asarray(logits), gradients

@@ -1,4 +1,4 @@
-"""A loss made in parts of the vocabulary trains as one made whole, on any mesh, and holds only one part's logits."""
+"""A loss made in parts trains as one made whole, on any mesh, and holds only one part's logits."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tiny_run import (
     worst_leaf,
 )
 
+from mmjax.autotune.compile_run import put_shapes
 from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import Config, MeshConfig, ModelConfig
 from mmjax.data.plan.placement import ONE_RANK, Topology
@@ -35,6 +36,7 @@ from mmjax.runtime.devices import mesh_topology
 from mmjax.runtime.executor import Executor
 
 ALONE, SHARED = MESHES["one device"], MESHES["data=2 x fsdp=2 x tensor=2"]
+RANKS = MeshConfig(4, tensor=2)  # on which parts are of the tokens
 
 
 def config(
@@ -122,13 +124,16 @@ def test_in_bfloat16_they_are_as_close_as_rounding_allows(first):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_on_data_fsdp_and_tensor_they_are_those_of_one_device_and_nothing_is_replicated(
-    loaded, tied
-):
-    alone, shared = make_executor(config(2, tied), ALONE), make_executor(config(2, tied), SHARED)
+@pytest.mark.parametrize(
+    "mesh",
+    [SHARED, RANKS, MESHES["data=8"], MESHES["context=4"]],
+    ids=["2 x 2 x 2", "data=4 x tensor=2", "data=8", "context=4"],
+)
+def test_on_any_mesh_they_are_those_of_one_device_and_nothing_is_replicated(loaded, mesh, tied):
+    alone, shared = make_executor(config(2, tied), ALONE), make_executor(config(2, tied), mesh)
     wanted = gradients(alone, state_with(alone, parameters(tied)), loaded(ONE_RANK)[0])
     with stderr_of() as written:
-        planned = loaded(mesh_topology(shared.mesh, SHARED))[0]
+        planned = loaded(mesh_topology(shared.mesh, mesh))[0]
         found = gradients(shared, state_with(shared, parameters(tied)), planned)
     assert found.losses.loss.sum() == pytest.approx(wanted.losses.loss.sum(), rel=1e-5)
     assert worst_leaf(found.gradients, wanted.gradients) < (1e-5, "")
@@ -166,9 +171,9 @@ def compiled(mesh: MeshConfig, chunks: int) -> tuple[Executor, str]:
     )
     trainable = executor.states[0].abstract.trainable
     args = (
-        trainable,
+        put_shapes(trainable, executor.programs[0].shardings[0]),
         {},
-        jax.eval_shape(executor.zeros)[0],
+        executor.sums,
         *executor.put(batch),
         {"llm": np.float32(1)},
     )
@@ -181,9 +186,11 @@ def shapes(program: str) -> set[tuple[int, ...]]:
     return {tuple(sorted(n for n in shape if n > 1)) for shape in found}
 
 
-@pytest.mark.default_cases("2 x 2 x 2")
+@pytest.mark.default_cases("2 x 2 x 2", "data=4 x tensor=2")
 @pytest.mark.parametrize(
-    "mesh", [ALONE, MESHES["fsdp=8"], SHARED], ids=["one device", "fsdp=8", "2 x 2 x 2"]
+    "mesh",
+    [ALONE, MESHES["fsdp=8"], SHARED, RANKS],
+    ids=["one device", "fsdp=8", "2 x 2 x 2", "data=4 x tensor=2"],
 )
 def test_no_device_ever_holds_float32_logits_of_its_whole_vocabulary(mesh):
     for chunks in (1, 4):
@@ -191,13 +198,45 @@ def test_no_device_ever_holds_float32_logits_of_its_whole_vocabulary(mesh):
         ranks, tensor = mesh.data * mesh.fsdp, mesh.tensor
         positions, vocab = ROWS // ranks * LENGTH, LARGE // tensor
         rows = {(ROWS // ranks, LENGTH), (positions,)}
+        # A part is of the tokens, or of the vocabulary where the table is gathered.
+        of_tokens = mesh.fsdp == 1
+        parts = {1: (rows, vocab), 4: ({(positions // 4,)} if of_tokens else rows, vocab)}
+        if not of_tokens:
+            parts[4] = rows, vocab // 4
         logits = {
-            n: {tuple(sorted((*(r for r in of if r > 1), vocab // n))) for of in rows}
-            for n in (1, 4)
+            n: {tuple(sorted((*(r for r in of if r > 1), columns))) for of in shapes}
+            for n, (shapes, columns) in parts.items()
         }
         assert bool(shapes(program) & logits[1]) == (chunks == 1)
         assert bool(shapes(program) & logits[4]) == (chunks == 4)
         assert executor.objective.chunks == chunks
+
+
+@pytest.mark.parametrize("mesh", [RANKS, MESHES["data=8"]], ids=["data=4 x tensor=2", "data=8"])
+def test_ranks_reduce_the_gradient_of_the_output_table_once_and_not_with_every_part(mesh):
+    _, program = compiled(mesh, 4)
+    width = wide_text()[0].model.llm.width
+    sizes = [
+        int(np.prod([int(n) for n in dims.split(",")]))
+        for line in program.splitlines()
+        if " all-reduce(" in line or " all-reduce-start(" in line or " reduce-scatter(" in line
+        for dims in re.findall(r"f32\[([\d,]+)\]", line.split(" all-reduce")[0])
+    ]
+    # of the embedding, which is not tied, and of the output table
+    assert sizes.count(LARGE // mesh.tensor * width) == 2
+    loops = [body for name, body in bodies(program).items() if f"body=%{name}" in program]
+    assert loops
+    assert not any(
+        f"f32[{LARGE // mesh.tensor},{width}]" in line.split(" all-reduce")[0]
+        for body in loops
+        for line in body.splitlines()
+        if " all-reduce" in line
+    )
+
+
+def bodies(program: str) -> dict[str, str]:
+    """The text of every computation of a program, by name."""
+    return dict(re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", program, re.M | re.S))
 
 
 def test_under_fsdp_only_a_part_of_the_output_table_is_gathered():

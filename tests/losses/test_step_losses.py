@@ -16,7 +16,9 @@ ROWS, LENGTH, VOCAB, SOURCES, WIDTH = 4, 16, 12, 3, 8
 
 @partial(jax.jit, static_argnums=3)
 def step_loss(logits, text, total, sources):
-    return step_losses.step_loss(cross_entropy.token_losses(logits, text), text, total, sources)
+    losses = cross_entropy.token_losses(logits, text)
+    by_source = step_losses.sum_by_source(losses, text, sources)
+    return cross_entropy.mean_loss(losses, total), *by_source
 
 
 token_losses, in_chunks = (

@@ -217,10 +217,11 @@ def test_the_moment_of_the_loss_is_the_logits_of_a_part_and_the_sums_of_its_prod
     )
     vocab, width = config.model.llm.vocab, config.model.llm.width
     alone, shared = (held(config, mesh, microbatches=2, chunks=chunks) for mesh in ({}, EIGHT))
-    assert alone["transient"] == 4 * 64 * (vocab / chunks + 2 * width)
+    # Parts of the tokens have no activations in float32, whose gradient they make once.
+    assert alone["transient"] == 4 * 64 * (vocab / chunks + (1 + (chunks == 1)) * width)
     # On many devices a part of the table is gathered for both passes, and has its gradient whole.
     table = width * vocab / chunks
-    assert shared["transient"] == alone["transient"] + 2 * 4 * table
+    assert shared["transient"] == 4 * 64 * (vocab / chunks + 2 * width) + 2 * 4 * table
     # In bfloat16 the gradient of the logits has an array of its own, and they are gone before the
     # table's comes.
     half = held(config, EIGHT, precision="bfloat16", microbatches=2, chunks=chunks)["transient"]
@@ -229,6 +230,23 @@ def test_the_moment_of_the_loss_is_the_logits_of_a_part_and_the_sums_of_its_prod
     )
     others = {kind for kind, n in held(config, microbatches=2).items() if n != alone[kind]}
     assert others == ({"transient"} if chunks > 1 else set())
+
+
+def test_parts_of_the_tokens_take_the_cast_table_and_what_of_its_float32_gradient_has_no_room_yet():
+    config = load("tiny_omni")
+
+    def moment(frozen: bool, microbatches: int) -> float:
+        llm = replace(config.model.llm, vocab=65_536, tied=True, frozen=frozen)
+        changed = replace(config, model=replace(config.model, llm=llm))
+        return held(changed, precision="bfloat16", microbatches=microbatches, chunks=8)["transient"]
+
+    width = config.model.llm.width
+    part = 64 * (6 * 65_536 / 8 + 4 * width)  # logits with their gradient, and the activations'
+    table = 65_536 * width
+    assert moment(True, 1) == moment(True, 2) == part
+    assert moment(False, 1) == part + 2 * table
+    # Where gradients are added up, the room of those outside the layers is half of what these take.
+    assert part + 2 * table < moment(False, 2) <= part + 4 * table
 
 
 def test_with_one_microbatch_what_is_temporary_lies_where_the_gradient_of_an_embedding_of_its_own_will():

@@ -21,7 +21,7 @@ from mmjax.losses.step_losses import (
     expert_sums,
     highest_losses,
     image_loss,
-    step_loss,
+    sum_by_source,
     worst_samples,
 )
 from mmjax.models.layer_stacks import Params, split_scanned
@@ -48,20 +48,23 @@ def model_outputs(
 
 
 def token_losses(
-    executor: Executor, params: Params, batch: Microbatch, noise: Any, sums: Any
+    executor: Executor, params: Params, batch: Microbatch, weight: Any, noise: Any, sums: Any
 ) -> Any:
-    """Outputs, every token's loss, and measures; a frozen reference runs beside, behind encoders that both share."""
+    """Outputs, the loss, of a step of this weight, every token's, and measures.
+
+    A frozen reference runs beside, behind encoders that both share.
+    """
     objective, model = executor.objective, executor.model
     if objective.reference is None:
         outputs = model_outputs(model, params, batch, noise, sums, {})
-        return outputs, *objective.token_losses(outputs, batch.text)
+        return outputs, *objective.step_loss(outputs, batch.text, weight)
     adapted = {module.partition(".")[0] for module in adapted_modules(model.config)}
     shared = {name: items for name, items in batch.items.items() if name not in adapted}
     frozen = restrict(params, objective.reference.abstract)
     features = objective.reference.module(frozen).encode(shared) if shared else {}
     outputs = model_outputs(model, params, batch, noise, sums, features)
     reference = model_outputs(objective.reference, frozen, batch, None, None, features)
-    return outputs, *objective.token_losses(outputs, batch.text, reference)
+    return outputs, *objective.step_loss(outputs, batch.text, weight, reference)
 
 
 def gradient_program(executor: Executor) -> Any:
@@ -86,10 +89,10 @@ def gradient_program(executor: Executor) -> Any:
         def loss(rest: Params, sums: Params) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             params = merge(merge(rest, scanned), frozen)
             config = executor.model.config
-            outputs, losses, measures = token_losses(executor, params, batch, noise, sums)
-            total, by_source, weight = step_loss(
-                losses, batch.text, weights["llm"], executor.programs[0].sources
+            outputs, total, losses, measures = token_losses(
+                executor, params, batch, weights["llm"], noise, sums
             )
+            by_source, weight = sum_by_source(losses, batch.text, executor.programs[0].sources)
             experts = expert_sums(
                 outputs.routing, weight.sum() / jnp.where(weights["llm"] > 0, weights["llm"], 1)
             )
