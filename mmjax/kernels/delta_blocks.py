@@ -79,11 +79,11 @@ class Place(NamedTuple):
     def inputs(self, tokens: Tokens) -> Chunk:
         """Load one head's tokens of the chunk."""
         indices = self.per_key, self.per_key, self.per_value, self.per_token, self.per_token
-        return Chunk(*(pltriton.load(x.at[i]) for x, i in zip(tokens, indices, strict=True)))
+        return Chunk._make(pltriton.load(x.at[i]) for x, i in zip(tokens, indices, strict=True))
 
     def solved(self, arrays: Solved) -> Solved:
         """Load what the chunk needs beside the state."""
-        return Solved(*(pltriton.load(x.at[self.per_chunk]) for x in arrays))
+        return Solved._make(pltriton.load(x.at[self.per_chunk]) for x in arrays)
 
     def start(self, ref: Any) -> Array:
         return pltriton.load(ref.at[self.row, self.span])
@@ -132,7 +132,14 @@ class Sizes(NamedTuple):
     def of(cls, tokens: Tokens) -> Sizes:
         rows, length, key_heads, key_width = tokens.k.shape
         _, _, heads, value_width = tokens.v.shape
-        return cls(rows, length // CHUNK, key_heads, heads // key_heads, key_width, value_width)
+        return cls(
+            rows=rows,
+            chunks=length // CHUNK,
+            key_heads=key_heads,
+            group=heads // key_heads,
+            key_width=key_width,
+            value_width=value_width,
+        )
 
     @property
     def heads(self) -> int:

@@ -101,7 +101,7 @@ def state_gradients(
 
 
 class ReadGradients(NamedTuple):
-    """Gradients of what reads depend on."""
+    """Gradients of queries, keys and decays, by what is read."""
 
     q: Array
     k: Array
@@ -109,7 +109,7 @@ class ReadGradients(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Gradients of what writes depend on."""
+    """Gradients of all but queries."""
 
     k: Array
     v: Array
@@ -140,27 +140,26 @@ def read_gradients(
     ) -> None:
         first = sizes.key_place()
 
-        def of_head(number: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        def add_head(number: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             place = first._replace(head=first.head + number)
             x = place.inputs(tokens)
             start = place.start(start_ref)
 
             # Outputs are reads @ state + scores @ new, and the state after the chunk is that before
             # it times a decay + writes.T @ new.
-            def of_values(part: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-                some = place._replace(values=sizes.part_of_values(part))
+            def add_values(number: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+                part = place._replace(values=sizes.part_of_values(number))
                 state, d_state = (
-                    pltriton.load(ref.at[some.state]) for ref in (states_ref, d_states_ref)
+                    pltriton.load(ref.at[part.state]) for ref in (states_ref, d_states_ref)
                 )
-                new, d_out = (pltriton.load(ref.at[some.per_value]) for ref in (new_ref, d_out_ref))
-                both = state.astype(jnp.float32) * d_state.astype(jnp.float32)
-                more = dot(d_out, state.T), dot(d_out, new.T), dot(new, d_state.T), both.sum()
-                return tuple(a + b for a, b in zip(sums, more, strict=True))
+                new, d_out = (pltriton.load(ref.at[part.per_value]) for ref in (new_ref, d_out_ref))
+                d_decay = jnp.sum(state.astype(jnp.float32) * d_state.astype(jnp.float32))
+                terms = dot(d_out, state.T), dot(d_out, new.T), dot(new, d_state.T), d_decay
+                return tuple(a + b for a, b in zip(sums, terms, strict=True))
 
             wide, square = (jnp.zeros((CHUNK, n), jnp.float32) for n in (sizes.key_width, CHUNK))
-            d = lax.fori_loop(
-                0, sizes.parts_of_values, of_values, (wide, square, wide, jnp.float32(0))
-            )
+            zeros = wide, square, wide, jnp.float32(0)
+            d_operands = lax.fori_loop(0, sizes.parts_of_values, add_values, zeros)
 
             def operands(q: Array, products: Array, k: Array, g: Array) -> tuple[Array, ...]:
                 decays = decays_of(g, start)
@@ -168,14 +167,15 @@ def read_gradients(
                 return reads * q, products * decays.between, ends * k, last_of(decays.reads)
 
             q, k = (y.astype(jnp.float32) for y in (x.q, x.k))
-            d_q, d_products, d_k, d_g = jax.vjp(operands, q, dot(x.q, x.k.T), k, x.g)[1](d)
+            _, backward = jax.vjp(operands, q, dot(x.q, x.k.T), k, x.g)
+            d_q, d_products, d_k, d_g = backward(d_operands)
             d_q += dot(d_products, x.k)
             d_k += dot(d_products.T, x.q)
             pltriton.store(outputs.g.at[place.per_token], d_g)
             return sums[0] + d_q, sums[1] + d_k
 
         zeros = jnp.zeros((CHUNK, sizes.key_width), jnp.float32)
-        d_q, d_k = lax.fori_loop(0, sizes.group, of_head, (zeros, zeros))
+        d_q, d_k = lax.fori_loop(0, sizes.group, add_head, (zeros, zeros))
         pltriton.store(outputs.q.at[first.per_key], d_q.astype(outputs.q.dtype))
         pltriton.store(outputs.k.at[first.per_key], d_k)
 
@@ -208,27 +208,27 @@ def token_gradients(
     ) -> None:
         first = sizes.key_place()
 
-        def of_head(number: Array, sum_of_heads: Array) -> Array:
+        def add_head(number: Array, sum_of_heads: Array) -> Array:
             place = first._replace(head=first.head + number)
             x = place.inputs(tokens)
             start = place.start(start_ref)
             inverse = pltriton.load(inverse_ref.at[place.per_chunk])
             reads = decays_of(x.g, start).reads
 
-            def of_values(part: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-                some = place._replace(values=sizes.part_of_values(part))
-                state = pltriton.load(states_ref.at[some.state])
-                v, d_new = (pltriton.load(y.at[some.per_value]) for y in (tokens.v, d_new_ref))
+            def add_values(number: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+                part = place._replace(values=sizes.part_of_values(number))
+                state = pltriton.load(states_ref.at[part.state])
+                v, d_new = (pltriton.load(y.at[part.per_value]) for y in (tokens.v, d_new_ref))
                 inputs = v.astype(jnp.float32), dot(x.k, state), x.beta, reads
                 right, backward = jax.vjp(unsolved, *inputs)
                 d_v, d_reads_of_keys, d_beta, d_reads = backward(dot(inverse.T, d_new))
-                pltriton.store(outputs.v.at[some.per_value], d_v.astype(outputs.v.dtype))
-                more = dot(d_reads_of_keys, state.T), d_beta, d_reads, dot(d_new, right.T)
-                return tuple(a + b for a, b in zip(sums, more, strict=True))
+                pltriton.store(outputs.v.at[part.per_value], d_v.astype(outputs.v.dtype))
+                terms = dot(d_reads_of_keys, state.T), d_beta, d_reads, dot(d_new, right.T)
+                return tuple(a + b for a, b in zip(sums, terms, strict=True))
 
             shapes = x.k.shape, x.beta.shape, reads.shape, inverse.shape
             zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
-            sums = lax.fori_loop(0, sizes.parts_of_values, of_values, zeros)
+            sums = lax.fori_loop(0, sizes.parts_of_values, add_values, zeros)
             d_k, d_beta, d_reads, d_inverse = sums
             d_system = -dot(inverse.T, dot(d_inverse, inverse.T))
 
@@ -237,20 +237,18 @@ def token_gradients(
                 return decays.reads, system_of(products, beta, decays)
 
             _, backward = jax.vjp(solved, dot(x.k, x.k.T), x.g, x.beta)
-            d_products, d_g, more_beta = backward((d_reads, d_system))
-            more_k = dot(d_products + d_products.T, x.k)
+            d_products, d_g, d_beta_of_system = backward((d_reads, d_system))
+            d_k_of_system = dot(d_products + d_products.T, x.k)
             d_g += pltriton.load(by_reads.g.at[place.per_token])
             pltriton.store(outputs.g.at[place.per_token], d_g)
-            pltriton.store(outputs.beta.at[place.per_token], d_beta + more_beta)
-            return sum_of_heads + d_k + more_k
+            pltriton.store(outputs.beta.at[place.per_token], d_beta + d_beta_of_system)
+            return sum_of_heads + d_k + d_k_of_system
 
         d_k = pltriton.load(by_reads.k.at[first.per_key])
-        d_k = lax.fori_loop(0, sizes.group, of_head, d_k)
+        d_k = lax.fori_loop(0, sizes.group, add_head, d_k)
         pltriton.store(outputs.k.at[first.per_key], d_k.astype(outputs.k.dtype))
 
-    outputs = _Gradients(
-        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tokens._replace(q=None) if x is not None)
-    )
+    outputs = _Gradients._make(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tokens[1:])
     inputs = tokens, start, inverse, states, d_new, d_reads
     d = run_kernel(kernel, "token_gradients", sizes.key_grid, inputs, outputs, interpret)
-    return Tokens(d_reads.q, d.k, d.v, d.g, d.beta)
+    return Tokens(q=d_reads.q, **d._asdict())
