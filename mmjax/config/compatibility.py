@@ -73,18 +73,6 @@ def _delta_net_beside_spans(features: Features) -> str:
     )
 
 
-def _delta_net_over_context(features: Features) -> str:
-    if features.model.llm.delta_net is None:
-        return ""
-    messages = (
-        f"{where}.context={layout.context}: a gated delta net (model.llm.delta_net) reads the tokens of a row in "
-        f"order, and context parallelism deals them to devices; use {where}.context=1"
-        for where, layout in _llm_layouts(features)
-        if layout.context > 1
-    )
-    return next(messages, "")
-
-
 def _float8_over_tensor(features: Features) -> str:
     fp8 = features.model.llm.fp8
     messages = (
@@ -163,7 +151,6 @@ CONFLICTS = (
         "`items=causal`",
         _delta_net_beside_spans,
     ),
-    Conflict(_DELTA_NET, "`context` above 1", "`fsdp`, `tensor`", _delta_net_over_context),
     Conflict(
         "products in FP8 (`model.llm.fp8`)",
         "`tensor` above 1",

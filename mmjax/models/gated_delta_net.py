@@ -10,6 +10,7 @@ attention, so it cannot change a bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -23,6 +24,12 @@ from jaxtyping import Array, Float, Int
 from mmjax.config import Activation, DeltaNetConfig
 from mmjax.kernels.delta_blocks import Tokens
 from mmjax.kernels.delta_rule import delta_rule, unsupported
+from mmjax.models.delta_context import (
+    DeltaInputs,
+    delta_over_context,
+    extend_samples,
+    shares_rows,
+)
 from mmjax.models.kv_cache import KVCacheView, RecurrentState
 from mmjax.models.layers import ACTIVATIONS, Context
 from mmjax.models.linear import Linear, apply_linears
@@ -65,12 +72,20 @@ def gated_delta_rule(
     diag(beta) [V | diag(e^c) K], N = U - W S, O = diag(e^c) Q S + (Q K' * D) N, and the next S =
     e^c_last S + (diag(e^(c_last - c)) K)' N.
     """
-    (rows, length, key_heads, key_width), (value_heads, value_width) = k.shape, v.shape[2:]
-    group = value_heads // key_heads
+    (rows, length, _, key_width), (value_heads, value_width) = k.shape, v.shape[2:]
     if state is None:
         state = jnp.zeros((rows, value_heads, key_width, value_width), jnp.float32)
     if _kernel_reason(length, key_width, value_width, v.dtype) is None:
         return _by_kernel(q, k, v, g, beta, sample, state)
+    return _in_segments(q, k, v, g, beta, sample, state)
+
+
+def _in_segments(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, sample: Array, state: Array
+) -> tuple[Array, Array]:
+    """Compute `gated_delta_rule` by XLA's operations, a segment of chunks at a time."""
+    (rows, length, key_heads, key_width), (value_heads, value_width) = k.shape, v.shape[2:]
+    group = value_heads // key_heads
     chunk = min(CHUNK, 1 << (length - 1).bit_length())
     segment = min(SEGMENT.get(platform(), OTHER_SEGMENT), -(-length // chunk))
     extra = -length % (chunk * segment)
@@ -127,13 +142,9 @@ def _by_kernel(
     q: Array, k: Array, v: Array, g: Array, beta: Array, sample: Array, state: Array
 ) -> tuple[Array, Array]:
     """Compute `gated_delta_rule` by kernels, on each device of its own rows and heads."""
-    q = (_normalized(q.astype(jnp.float32)) * q.shape[-1] ** -0.5).astype(q.dtype)
-    k = _normalized(k.astype(jnp.float32)).astype(k.dtype)
-    g, beta = (x.astype(jnp.float32) for x in (g, beta))
     current = active()
-    kernels = partial(delta_rule, interpret=platform() == "cpu")
     if current is None:
-        return kernels(Tokens(q, k, v, g, beta), sample, state)
+        return _kernels(q, k, v, g, beta, sample, state)
 
     def spec(x: Array, *axes: str | None) -> PartitionSpec:
         return sharding(current.mesh, current.rules, x.shape, axes).spec
@@ -150,16 +161,30 @@ def _by_kernel(
     wide, narrow = (PartitionSpec(rows, single or None, heads, *rest) for rest in ((None,), ()))
     of_state = PartitionSpec(rows, heads, single or None, None)
     return jax.shard_map(
-        kernels,
+        _kernels,
         mesh=current.mesh,
-        in_specs=(
-            Tokens(q=wide, k=wide, v=wide, g=narrow, beta=narrow),
-            PartitionSpec(rows, None),
-            of_state,
-        ),
+        in_specs=(wide, wide, wide, narrow, narrow, PartitionSpec(rows, None), of_state),
         out_specs=(wide, of_state),
         check_vma=False,
-    )(Tokens(q, k, v, g, beta), sample, state)
+    )(q, k, v, g, beta, sample, state)
+
+
+def _kernels(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, sample: Array, state: Array
+) -> tuple[Array, Array]:
+    """Compute `gated_delta_rule` by the kernels of one device."""
+    q = (_normalized(q.astype(jnp.float32)) * q.shape[-1] ** -0.5).astype(q.dtype)
+    k = _normalized(k.astype(jnp.float32)).astype(k.dtype)
+    g, beta = (x.astype(jnp.float32) for x in (g, beta))
+    return delta_rule(Tokens(q, k, v, g, beta), sample, state, interpret=platform() == "cpu")
+
+
+def rule_on_device(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, sample: Array, state: Array
+) -> tuple[Array, Array]:
+    """Compute `gated_delta_rule` of one device's tokens and heads, inside of `shard_map`."""
+    by_kernels = _kernel_reason(q.shape[1], k.shape[-1], v.shape[-1], v.dtype) is None
+    return (_kernels if by_kernels else _in_segments)(q, k, v, g, beta, sample, state)
 
 
 class _Chunk(NamedTuple):
@@ -259,17 +284,20 @@ def causal_convolution(
     weight: Float[Array, "n c"],
     sample: Int[Array, "b t"],
     previous: Float[Array, "b p c"],
+    previous_sample: Int[Array, "b p"] | None = None,
 ) -> Float[Array, "b t c"]:
     """Sum every channel's last `n` inputs by its weights, of which the last is the token's own; float32 inside.
 
-    previous: the n - 1 inputs before the first token, of its sample, or zeros. No tap reaches into
-    another sample.
+    previous: the n - 1 inputs before the first token, of these samples (by default the first
+    token's), or zeros. No tap reaches into another sample.
     """
     # With 4 taps, output t is the sum over i = 0..3 of weight[i] * x[t - 3 + i]; `padded` begins
     # with the 3 inputs before the first token, so tap i reads it from column i on.
     taps = len(weight)
     padded = jnp.concatenate([previous.astype(x.dtype), x], 1)
-    owner = jnp.concatenate([jnp.repeat(sample[:, :1], taps - 1, 1), sample], 1)
+    if previous_sample is None:
+        previous_sample = jnp.repeat(sample[:, :1], taps - 1, 1)
+    owner = jnp.concatenate([previous_sample, sample], 1)
     length = x.shape[1]
 
     def tap(i: int) -> Array:
@@ -279,12 +307,6 @@ def causal_convolution(
         return value.astype(jnp.float32) * weight[i].astype(jnp.float32)
 
     return sum(tap(i) for i in range(taps)).astype(x.dtype)
-
-
-def extend_samples(sample: Int[Array, "b t"]) -> Int[Array, "b t"]:
-    """Give padding the sample before it, so that this sample's state outlives it."""
-    index = jnp.where(sample >= 0, jnp.arange(sample.shape[1], dtype=jnp.int32), 0)
-    return jnp.take_along_axis(sample, jax.lax.cummax(index, axis=1), axis=1)
 
 
 class ChannelFilter(nnx.Module):
@@ -355,33 +377,28 @@ class GatedDeltaNet(nnx.Module):
         valid = (sample >= 0)[..., None]
         linears = (self.query, self.key, self.value, self.gate, self.beta, self.decay)
         q, k, v, gate, beta, decay = apply_linears(jnp.where(valid, x, 0), *linears)
-        sample = extend_samples(sample)
-        filters = (self.query_filter, self.key_filter, self.value_filter)
+        filters = [f.weight[...] for f in (self.query_filter, self.key_filter, self.value_filter)]
         if past is None:
             previous = [jnp.zeros((len(x), c.taps - 1, y.shape[-1]), y.dtype) for y in (q, k, v)]
         else:
             previous = past.cache.inputs
         count = jnp.sum(valid, axis=(1, 2), dtype=jnp.int32)
         inputs = tuple(_last_inputs(*pair, count) for pair in zip(previous, (q, k, v), strict=True))
-
-        @keep_inputs
-        def convolved(y: Array, weight: Array, previous: Array) -> Array:
-            return ACTIVATIONS[self.activation](causal_convolution(y, weight, sample, previous))
-
-        q, k, v = (
-            convolved(y, channel_filter.weight[...], b)
-            for y, channel_filter, b in zip((q, k, v), filters, previous, strict=True)
-        )
-        q, k = (y.reshape(*x.shape[:2], c.key_heads, c.key_width) for y in (q, k))
-        v, gate = (y.reshape(*x.shape[:2], c.value_heads, c.value_width) for y in (v, gate))
-        q, k, v = (constrain(y, "rows", "length", "heads", None) for y in (q, k, v))
+        gate = gate.reshape(*x.shape[:2], c.value_heads, c.value_width)
         bias = self.dt_bias[...].astype(jnp.float32)
         g = -jnp.exp(self.a_log[...].astype(jnp.float32)) * jax.nn.softplus(
             decay.astype(jnp.float32) + bias
         )
         g, beta = (jnp.where(valid, y, 0) for y in (g, jax.nn.sigmoid(beta)))
-        state = None if past is None else past.cache.delta
-        out, state = gated_delta_rule(q, k, v, g, beta, sample, state)
+        if past is None and shares_rows(x.shape[1]):
+            tokens = DeltaInputs(q, k, v, g, beta)
+            out, state = delta_over_context(tokens, filters, sample, self._convolve, rule_on_device)
+        else:
+            sample = extend_samples(sample)
+            convolved = self._convolve((q, k, v), filters, sample, previous)
+            q, k, v = (constrain(y, "rows", "length", "heads", None) for y in convolved)
+            state = None if past is None else past.cache.delta
+            out, state = gated_delta_rule(q, k, v, g, beta, sample, state)
 
         # With the last product, whose operand is made again from the outputs of the delta rule and
         # of the gate.
@@ -392,6 +409,28 @@ class GatedDeltaNet(nnx.Module):
             )
 
         return output(out, gate), RecurrentState(state, inputs)
+
+    def _convolve(
+        self,
+        inputs: Sequence[Array],
+        filters: Sequence[Array],
+        sample: Array,
+        previous: Sequence[Array],
+        previous_sample: Array | None = None,
+    ) -> tuple[Array, Array, Array]:
+        """Convolve queries, keys and values, `[B, T, heads * width]`, into `[B, T, heads, width]`."""
+
+        @keep_inputs
+        def convolved(y: Array, weight: Array, previous: Array) -> Array:
+            y = causal_convolution(y, weight, sample, previous, previous_sample)
+            return ACTIVATIONS[self.activation](y)
+
+        widths = self.config.key_width, self.config.key_width, self.config.value_width
+        q, k, v = (
+            convolved(*arrays).reshape(*sample.shape, -1, width)
+            for *arrays, width in zip(inputs, filters, previous, widths, strict=True)
+        )
+        return q, k, v
 
 
 def _last_inputs(previous: Array, x: Array, count: Array) -> Array:

@@ -35,7 +35,6 @@ BOTH = [
     ("tiny_dpo", DELTA_NET, "model.llm.delta_net"),
     ("tiny_dpo", "model.llm.items=prefix", "model.llm.items"),
     ("tiny_vlm", f"{DELTA_NET} model.llm.items=isolated", "model.llm.items"),
-    ("tiny_vlm", f"{DELTA_NET} mesh.context=2", "mesh.context"),
     ("tiny_vlm", "model.llm.layers=3 model.llm.fp8=linears mesh.tensor=2", "model.llm.fp8"),
     ("tiny_vlm", f"{EXPERTS} model.llm.quantize=int8 model.llm.frozen=true", "model.llm.quantize"),
     ("mllm_9b", "model.lora.all.layers=picture.*", "model.lora.all.layers"),

@@ -42,8 +42,9 @@ def spread_over_context(
 
     The slots of `batch` index the arrays of all devices of a rank, one after the other; those of
     the result its own.
-    balanced: by attention; else every device gets the next part of the row. Raises ValueError where
-    the devices cannot have as many tokens each.
+    balanced: by attention; else, and where a gated delta net reads the tokens in order, every device
+    gets the next part of the row. Raises ValueError where the devices cannot have as many tokens
+    each.
     """
     context = plan.topology.context
     if context == 1:
@@ -51,7 +52,7 @@ def spread_over_context(
     text = batch.text
     if (length := text.token.shape[1]) % context:
         raise ValueError(f"rows of {length} tokens cannot be spread over {context} devices")
-    if balanced:
+    if balanced and not layout.in_order:
         orders = [_balanced_order(text, row, context) for row in range(len(text.token))]
         text = _reorder(text, np.array(orders, np.int64).reshape(-1, length))
     slots, spread = dict(text.slots), {}

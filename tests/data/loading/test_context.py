@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -86,6 +87,20 @@ def test_rows_are_reordered_as_a_whole_and_only_inside(packed, topology):
             assert np.array_equal(
                 getattr(after.text, field), getattr(before.text, field)[rows, order]
             ), field
+
+
+def test_rows_of_a_gated_delta_net_stay_in_order(tmp_path):
+    loader = load(random_samples(60, seed=0), tmp_path, TOPOLOGIES["4 with tensor 2"])
+    in_order = replace(loader.batch_layout, in_order=True)
+    reordered = []
+    for plan in loader.plan(0).microbatches:
+        whole = pack_microbatch(plan, loader.batch_layout, loader.reader)
+        spread = spread_over_context(whole, plan, in_order)
+        for field in TOKEN_FIELDS:
+            np.testing.assert_array_equal(getattr(spread.text, field), getattr(whole.text, field))
+        balanced = spread_over_context(whole, plan, loader.batch_layout)
+        reordered.append(np.any(balanced.text.pos != whole.text.pos))
+    assert any(reordered)
 
 
 def test_devices_attend_nearly_as_many_keys_as_each_other_in_a_long_row():
