@@ -7,6 +7,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+# The tests' own setting, under which kernels are compiled as nobody runs them.
+os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
 # So that XLA calls a ptxas that reports.
 os.environ["XLA_FLAGS"] = (
     "--xla_gpu_enable_libnvptxcompiler=false --xla_gpu_enable_libnvjitlink=false"
