@@ -98,6 +98,9 @@ class TextBatch(NamedTuple):
     # float32 [R, T] by name, of each position's target: what the loss reads of answers (`inputs` of
     # `config.losses`).
     loss_inputs: dict[str, Array] = {}  # noqa: RUF012
+    # (), which holds no array, where an LLM that reads tokens in order meets samples with branches:
+    # its program is another one.
+    branches: tuple[()] | None = None
 
     @property
     def mask(self) -> MaskSpec:
@@ -107,7 +110,9 @@ class TextBatch(NamedTuple):
 
 TABLES = ("send", "spread", "condition")  # of the exchanges, by ranks and not by rows of the LLM
 TOKEN_FIELDS = tuple(
-    field for field in TextBatch._fields if field not in ("slots", "loss_inputs", *TABLES)
+    field
+    for field in TextBatch._fields
+    if field not in ("slots", "loss_inputs", "branches", *TABLES)
 )  # [R, T] each
 
 

@@ -174,17 +174,17 @@ FAULTS = (
     Fault(
         "a delta net's state that goes on into the next sample",
         "models/gated_delta_net.py",
-        "same = sample[:, :, None] == sample[:, None, :]",
-        "same = sample[:, :, None] == sample[:, :, None]",
+        "low = continues(path[:, :, None], path[:, None, :], branched)",
+        "low = continues(path[:, :, None], path[:, :, None], branched)",
         (
             "models/test_gated_delta_net.py::test_a_packed_sample_gives_what_it_gives_alone_in_transformers",
         ),
     ),
     Fault(
         "a delta net's convolution that reads into the next sample",
-        "models/gated_delta_net.py",
-        "(owner[:, i : i + length] == sample)[..., None], padded[:, i : i + length], 0",
-        "True, padded[:, i : i + length], 0",
+        "models/short_convolution.py",
+        "jnp.where((shifted(path, i) == own)[..., None], shifted(padded, i), 0)",
+        "jnp.where(True, shifted(padded, i), 0)",
         (
             "models/test_gated_delta_net.py::test_a_packed_sample_gives_what_it_gives_alone_in_transformers",
         ),

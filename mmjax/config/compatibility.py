@@ -135,12 +135,6 @@ CONFLICTS = (
     Conflict(_ANSWERS, "dropout in the LLM or an encoder", "no dropout", _of_answers(_dropout)),
     Conflict(
         _ANSWERS,
-        _DELTA_NET,
-        _CROSS_ENTROPY,
-        _of_answers(lambda model: "model.llm.delta_net" if model.llm.delta_net else ""),
-    ),
-    Conflict(
-        _ANSWERS,
         "prompts that attend both ways (`model.llm.items=prefix`)",
         _CROSS_ENTROPY,
         _of_answers(lambda model: "model.llm.items=prefix" if model.llm.items == "prefix" else ""),

@@ -196,6 +196,11 @@ class DataConfig:
     temperature: float = 0.0
     window_space: Gigabytes = 32.0  # GB in `cache` for copies of what sources with a `window` read
 
+    @property
+    def has_branches(self) -> bool:
+        """Tell whether samples of a source may have branches, whatever the loss."""
+        return any(getattr(source, "has_branches", False) for source in self.sources.values())
+
     def check(self, where: str) -> None:
         for name, source in self.sources.items():
             check(

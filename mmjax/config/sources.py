@@ -36,6 +36,11 @@ class EmbeddedSource:
     questions: PositiveInt = 4  # at most, about one sample's media, in training
     weight: NonNegativeFloat = 1.0  # share of the samples
 
+    @property
+    def has_branches(self) -> bool:
+        """Tell whether samples may have branches, whatever the loss."""
+        return self.questions > 1
+
     def check(self, where: str) -> None:
         check(
             bool(self.modalities),
@@ -55,6 +60,7 @@ class FunctionSource:
     # passed to it beside `split`
     arguments: dict[str, int | float | str | bool] = field(default_factory=dict)
     kind: Literal["function"] = "function"
+    has_branches: ClassVar[bool] = True  # for all that is known
     weight: NonNegativeFloat = 1.0  # share of the samples
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from mmjax.batch import MaskSpec, TextBatch, branch_gap
 from mmjax.config import DecoderConfig, PlainRope
 from mmjax.config.decoder import UNLIMITED, LayerKind
+from mmjax.kernels.token_paths import paths_of
 from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up
 from mmjax.models.experts import Experts
@@ -233,7 +234,10 @@ class Decoder(nnx.Module):
             pos = pos - in_row_order(
                 partial(branch_gap, _running_max), text.pos, text.sample, text.kind
             )
-        return self.context_of(text.mask._replace(pos=pos), text.position)
+        context = self.context_of(text.mask._replace(pos=pos), text.position)
+        if text.branches is None:
+            return context
+        return context._replace(path=paths_of(text.sample, text.kind))
 
     def context_of(self, mask: MaskSpec, position: Int[Array, "b t *n"]) -> Context:
         """Build the masks and the rotary angles of tokens with this mask, at these RoPE positions."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 
 import jax
@@ -95,6 +96,26 @@ def look_up(
 
     gather.defvjp(lambda table, index: (gather(table, index), index), gather_backward)
     return gather(table, index)
+
+
+@jax.custom_vjp
+def take_tokens(x: Float[Array, "b t d"], column: Int[Array, "b n"]) -> Float[Array, "b n d"]:
+    """Take the tokens of each row at these columns, few of them; several may be one token."""
+    return jnp.take_along_axis(x, column[..., None], axis=1)
+
+
+def _take_forward(x: Array, column: Array) -> tuple[Array, tuple[Array, Array]]:
+    # An empty array has the length and the dtype.
+    return take_tokens(x, column), (column, x[..., :0])
+
+
+def _take_backward(saved: tuple[Array, Array], d_taken: Array) -> tuple[Array, None]:
+    column, like = saved
+    sums = jax.vmap(partial(sum_by_index, size=like.shape[1]))(d_taken, column)
+    return sums.astype(like.dtype), None
+
+
+take_tokens.defvjp(_take_forward, _take_backward)
 
 
 def sum_by_index(

@@ -3,9 +3,10 @@
 A head keeps a matrix S instead of keys and values, and every token t decays it and writes into it:
 `S_t = e^g_t S_(t-1) + k_t (beta_t (v_t - k_t' e^g_t S_(t-1)))'`, then reads `o_t = S_t' q_t`.
 
-Rows hold several samples: the state and the short convolution before it begin anew wherever
-`sample` changes. What belongs to another sample enters as a product with an exact zero, as in
-attention, so it cannot change a bit.
+Rows hold several samples: the state and the short convolution before it begin anew wherever the
+sample changes, and a branch of a sample goes on from what they are where its branch 0 ends. What
+belongs to another sample or branch enters as a product with an exact zero, as in attention, so it
+cannot change a bit.
 """
 
 from __future__ import annotations
@@ -24,16 +25,13 @@ from jaxtyping import Array, Float, Int
 from mmjax.config import Activation, DeltaNetConfig
 from mmjax.kernels.delta_blocks import Tokens
 from mmjax.kernels.delta_rule import delta_rule, unsupported
-from mmjax.models.delta_context import (
-    DeltaInputs,
-    delta_over_context,
-    extend_samples,
-    shares_rows,
-)
+from mmjax.kernels.token_paths import continues, extend_paths, trunk_of
+from mmjax.models.delta_context import DeltaInputs, delta_over_context, shares_rows
 from mmjax.models.kv_cache import KVCacheView, RecurrentState
 from mmjax.models.layers import ACTIVATIONS, Context
 from mmjax.models.linear import Linear, apply_linears
 from mmjax.models.remat import keep_inputs
+from mmjax.models.short_convolution import ChannelFilter, causal_convolution, last_inputs
 from mmjax.parallel.sharding import active, constrain, platform, sharding, spec_axes
 
 CHUNK = 64  # tokens whose outputs are computed together, by matrix products
@@ -48,41 +46,51 @@ _matmul = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
+# of the path of the token before a row's first, and where samples have branches, of its trunk
+States = tuple[Float[Array, "b m k v"], ...]
+
+
 def gated_delta_rule(
     q: Float[Array, "b t n k"],
     k: Float[Array, "b t n k"],
     v: Float[Array, "b t m v"],
     g: Float[Array, "b t m"],
     beta: Float[Array, "b t m"],
-    sample: Int[Array, "b t"],
-    state: Float[Array, "b m k v"] | None = None,
-) -> tuple[Float[Array, "b t m v"], Float[Array, "b m k v"]]:
-    """Compute the outputs of every token, in the dtype of `v`, and the float32 state after the last one.
+    path: Int[Array, "b t"],
+    states: States | None = None,
+    *,
+    branched: bool = False,
+) -> tuple[Float[Array, "b t m v"], States]:
+    """Compute the outputs of every token, in the dtype of `v`, and the float32 states after the last one.
 
     Each of the `n` key heads serves `m / n` value heads. g: logarithms of the decays, not positive.
-    sample: samples are contiguous; padding has k = beta = g = 0 and the sample before it. state: of
-    the first token's sample, else zeros.
+    path: of each token (`mmjax.kernels.token_paths`); padding has k = beta = g = 0 and the path
+    before it. states: of the first token's path, and, with branches, of its trunk; None: zeros.
+    Returned are those of the last token's. branched: samples may have branches.
 
     On GPUs kernels compute it where they can (`describe_delta_rule`), from queries and keys that
     are normalised and then rounded to bfloat16. Elsewhere it runs in segments of chunks of tokens,
-    float32 inside; backward keeps the inputs, and the state before each segment.
+    float32 inside; backward keeps the inputs, and the states before each segment.
 
-    With c_i the sum of g over a chunk's tokens up to i, and D_ij = e^(c_i - c_j) for j <= i, else 0
-    (section 3.3 of the paper): (1 + strictly lower part of diag(beta) K K' * D) [U | W] =
-    diag(beta) [V | diag(e^c) K], N = U - W S, O = diag(e^c) Q S + (Q K' * D) N, and the next S =
-    e^c_last S + (diag(e^(c_last - c)) K)' N.
+    With c_i the sum of g over a chunk's tokens up to i on its path, and D_ij = e^(c_i - c_j) for j
+    on the path of i, else 0 (section 3.3 of the paper): (1 + strictly lower part of diag(beta) K K'
+    * D) [U | W] = diag(beta) [V | diag(e^c) K], N = U - W S, O = diag(e^c) Q S + (Q K' * D) N, and
+    the next S = e^c_last S + (diag(e^(c_last - c)) K)' N. A token reads the state of its path's
+    last token before the chunk, S or the trunk's, and that of the trunk goes on as S does, up to
+    the last token of the trunk.
     """
     (rows, length, _, key_width), (value_heads, value_width) = k.shape, v.shape[2:]
-    if state is None:
-        state = jnp.zeros((rows, value_heads, key_width, value_width), jnp.float32)
-    if _kernel_reason(length, key_width, value_width, v.dtype) is None:
-        return _by_kernel(q, k, v, g, beta, sample, state)
-    return _in_segments(q, k, v, g, beta, sample, state)
+    if states is None:
+        zeros = jnp.zeros((rows, value_heads, key_width, value_width), jnp.float32)
+        states = (zeros,) * (1 + branched)
+    if _kernel_reason(length, key_width, value_width, v.dtype, branched) is None:
+        return _by_kernel(q, k, v, g, beta, path, states)
+    return _in_segments(q, k, v, g, beta, path, states)
 
 
 def _in_segments(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, sample: Array, state: Array
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, g: Array, beta: Array, path: Array, states: States
+) -> tuple[Array, States]:
     """Compute `gated_delta_rule` by XLA's operations, a segment of chunks at a time."""
     (rows, length, key_heads, key_width), (value_heads, value_width) = k.shape, v.shape[2:]
     group = value_heads // key_heads
@@ -100,51 +108,56 @@ def _in_segments(
     # 200 tokens are cut into 4 chunks of 64, the last with 56 of padding; q becomes [4, B, 64, N,
     # K], then, for the scan, [segments, chunks of a segment, B, 64, N, K]. N is of key heads, and
     # values are [..., N, R, V]: each key head with the R value heads that it serves. What fills the
-    # last chunk is padding of the last sample, which leaves its state alone.
-    samples = chunks(sample, mode="edge")
-    # The sample to which the state before each chunk belongs: that of the token before the chunk.
-    owners = jnp.concatenate([sample[None, :, 0], samples[:-1, :, -1]])
+    # last chunk is padding of the last path, which leaves its state alone.
+    paths = chunks(path, mode="edge")
+    # The path of the state before each chunk: that of the token before the chunk.
+    owners = jnp.concatenate([path[None, :, 0], paths[:-1, :, -1]])
     inputs = (
         *(chunks(x, key_heads) for x in (q, k)),
         *(chunks(x, key_heads, group) for x in (v, g, beta)),
-        *(samples, owners),
+        *(paths, owners),
     )
     inputs = jax.tree.map(lambda x: x.reshape(x.shape[0] // segment, segment, *x.shape[1:]), inputs)
     # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier
     # against that.
     body = jax.checkpoint(_segment, prevent_cse=False)
+    states = tuple(x.reshape(rows, key_heads, group, *x.shape[2:]) for x in states)
     # Of a head and token the recurrence has a decay, a read, a write and a query, the first without
     # additions.
     with jax.named_scope(f"needs={7 * value_heads * key_width * value_width}"):
-        state, out = jax.lax.scan(
-            body, state.reshape(rows, key_heads, group, key_width, value_width), inputs
-        )
+        states, out = jax.lax.scan(body, states, inputs)
     out = out.reshape(out.shape[0] * segment, *out.shape[2:])
     out = jnp.moveaxis(out, 0, 1).reshape(rows, length + extra, value_heads, value_width)[
         :, :length
     ]
-    return out, state.reshape(rows, value_heads, key_width, value_width)
+    return out, tuple(x.reshape(rows, value_heads, key_width, value_width) for x in states)
 
 
-def describe_delta_rule(length: int, config: DeltaNetConfig, dtype: jnp.dtype) -> str:
+def describe_delta_rule(
+    length: int, config: DeltaNetConfig, dtype: jnp.dtype, branched: bool
+) -> str:
     """Name what computes the gated delta rule in rows of this length, and why it is not the kernels for GPUs."""
-    reason = _kernel_reason(length, config.key_width, config.value_width, dtype)
+    reason = _kernel_reason(length, config.key_width, config.value_width, dtype, branched)
     return f"XLA ({reason})" if reason else "Triton"
 
 
-def _kernel_reason(length: int, key_width: int, value_width: int, dtype: jnp.dtype) -> str | None:
+def _kernel_reason(
+    length: int, key_width: int, value_width: int, dtype: jnp.dtype, branched: bool
+) -> str | None:
     if platform() not in ("gpu", "cuda"):
         return f"platform {platform()}"
+    if branched:
+        return "samples with branches"
     return unsupported(length, key_width, value_width, dtype)
 
 
 def _by_kernel(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, sample: Array, state: Array
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, g: Array, beta: Array, path: Array, states: States
+) -> tuple[Array, States]:
     """Compute `gated_delta_rule` by kernels, on each device of its own rows and heads."""
     current = active()
     if current is None:
-        return _kernels(q, k, v, g, beta, sample, state)
+        return _kernels(q, k, v, g, beta, path, states)
 
     def spec(x: Array, *axes: str | None) -> PartitionSpec:
         return sharding(current.mesh, current.rules, x.shape, axes).spec
@@ -159,94 +172,137 @@ def _by_kernel(
         axis for axis, size in current.mesh.shape.items() if size == 1 and axis not in named
     )
     wide, narrow = (PartitionSpec(rows, single or None, heads, *rest) for rest in ((None,), ()))
-    of_state = PartitionSpec(rows, heads, single or None, None)
+    of_states = (PartitionSpec(rows, heads, single or None, None),) * len(states)
     return jax.shard_map(
         _kernels,
         mesh=current.mesh,
-        in_specs=(wide, wide, wide, narrow, narrow, PartitionSpec(rows, None), of_state),
-        out_specs=(wide, of_state),
+        in_specs=(wide, wide, wide, narrow, narrow, PartitionSpec(rows, None), of_states),
+        out_specs=(wide, of_states),
         check_vma=False,
-    )(q, k, v, g, beta, sample, state)
+    )(q, k, v, g, beta, path, states)
 
 
 def _kernels(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, sample: Array, state: Array
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, g: Array, beta: Array, path: Array, states: States
+) -> tuple[Array, States]:
     """Compute `gated_delta_rule` by the kernels of one device."""
     q = (_normalized(q.astype(jnp.float32)) * q.shape[-1] ** -0.5).astype(q.dtype)
     k = _normalized(k.astype(jnp.float32)).astype(k.dtype)
     g, beta = (x.astype(jnp.float32) for x in (g, beta))
-    return delta_rule(Tokens(q, k, v, g, beta), sample, state, interpret=platform() == "cpu")
+    out, last = delta_rule(Tokens(q, k, v, g, beta), path, states[0], interpret=platform() == "cpu")
+    return out, (last,)
 
 
 def rule_on_device(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, sample: Array, state: Array
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, g: Array, beta: Array, path: Array, states: States
+) -> tuple[Array, States]:
     """Compute `gated_delta_rule` of one device's tokens and heads, inside of `shard_map`."""
-    by_kernels = _kernel_reason(q.shape[1], k.shape[-1], v.shape[-1], v.dtype) is None
-    return (_kernels if by_kernels else _in_segments)(q, k, v, g, beta, sample, state)
+    sizes = q.shape[1], k.shape[-1], v.shape[-1], v.dtype
+    rule = _kernels if _kernel_reason(*sizes, len(states) > 1) is None else _in_segments
+    return rule(q, k, v, g, beta, path, states)
 
 
 class _Chunk(NamedTuple):
-    """Operands of a chunk's outputs and of its next state, all but the state before it; float32 `[B, N, R, ...]`."""
+    """Operands of a chunk's outputs and of its next states, all but the states before it; float32 `[B, N, R, ...]`.
+
+    Those of S states stand side by side, `[C, S * K]`.
+    """
 
     u: Array  # [C, V]; what tokens write is `u - w state`
-    w: Array  # [C, K]
-    # [C, K], decayed since the state; zero for tokens of other samples than the one that wrote it
+    w: Array  # [C, S * K]
+    # [C, S * K], decayed since the state; zero for tokens that do not continue its path
     q: Array
     scores: Array  # [C, C] of queries and keys
-    k: Array  # [C, K], decayed until the chunk's end
-    decay: Array  # [1, 1], of the state
+    k: Array  # [C, S * K], decayed until the end of each next state's path
+    decay: Array  # [S, S], from states before the chunk, along the second axis, to the next
 
 
-def _segment(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Compute several chunks, `[chunks, B, C, ...]`: the state after them, and their outputs."""
+def _segment(
+    states: tuple[Array, ...], inputs: tuple[Array, ...]
+) -> tuple[tuple[Array, ...], Array]:
+    """Compute several chunks, `[chunks, B, C, ...]`: the states after them, `[B, N, R, K, V]`, and their outputs."""
 
-    def advance(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
-        new = chunk.u - _matmul(chunk.w, state)
-        out = _matmul(chunk.q, state) + _matmul(chunk.scores, new)
-        state = state * chunk.decay + _einsum("...ck,...cv->...kv", chunk.k, new)
-        return state, jnp.moveaxis(out, 3, 1).astype(inputs[2].dtype)
+    def advance(states: tuple[Array, ...], chunk: _Chunk) -> tuple[tuple[Array, ...], Array]:
+        before = jnp.concatenate(states, -2)
+        new = chunk.u - _matmul(chunk.w, before)
+        out = _matmul(chunk.q, before) + _matmul(chunk.scores, new)
+        written = jnp.split(_einsum("...ck,...cv->...kv", chunk.k, new), len(states), -2)
+        states = tuple(
+            sum((x * chunk.decay[..., s, t, None, None] for t, x in enumerate(states)), y)
+            for s, y in enumerate(written)
+        )
+        return states, jnp.moveaxis(out, 3, 1).astype(inputs[2].dtype)
 
-    return jax.lax.scan(advance, state, jax.vmap(_without_state)(inputs))
+    without_states = partial(_without_state, branched=len(states) > 1)
+    return jax.lax.scan(advance, states, jax.vmap(without_states)(inputs))
 
 
-def _without_state(inputs: tuple[Array, ...]) -> _Chunk:
-    """Compute what one chunk, `[B, C, ...]`, needs beside the state before it."""
+def _without_state(inputs: tuple[Array, ...], branched: bool) -> _Chunk:
+    """Compute what one chunk, `[B, C, ...]`, needs beside the states before it."""
     # Cast here, so that what the scan keeps is in the activations' precision.
     q, k, v, g, beta = (x.astype(jnp.float32) for x in inputs[:5])
-    sample, owner = inputs[5:]
-    size = sample.shape[1]
+    path, owner = inputs[5:]
+    size = path.shape[1]
     q, k = (_normalized(x) for x in (q, k))
     # [B, N, 1, C, K]
     q, k = (jnp.moveaxis(x, 1, 2)[:, :, None] for x in (q * q.shape[-1] ** -0.5, k))
     v, g, beta = (jnp.moveaxis(x, 1, 3) for x in (v, g, beta))  # [B, N, R, C, ...]
-    # [B, C, C]: key j is of query i's sample, and, in `low`, not behind it.
-    same = sample[:, :, None] == sample[:, None, :]
-    low = (same & jnp.tri(size, dtype=bool))[:, None, None]
-    # Sums of g over the tokens of a sample alone: differences of sums over a chunk would round with
+    # [B, 1, 1, C, C]: key j is on query i's path, and not behind it.
+    low = continues(path[:, :, None], path[:, None, :], branched)
+    low = (low & jnp.tri(size, dtype=bool))[:, None, None]
+    # Sums of g over the tokens of a path alone: differences of sums over a chunk would round with
     # what others are.
     since = jnp.sum(jnp.where(low, g[..., None, :], 0), -1)
-    # between_ij = g_(j+1) + ... + g_i, the logarithm of the decay from token j to token i: g_i
-    # stands in row i of every column j < i, and is added up down the column.
-    between = jnp.cumsum(jnp.where(low & ~jnp.eye(size, dtype=bool), g[..., None], 0), -2)
+    # between_ij = the sum of g over the path of i, from the token behind j on, the logarithm of the
+    # decay from token j to token i. g_i stands in row i of every column j that it continues; of
+    # rows without branches all rows below j do, so these are added up down the column.
+    steps = jnp.where(low & ~jnp.eye(size, dtype=bool), g[..., None], 0)
+    between = _matmul(low.astype(jnp.float32), steps) if branched else jnp.cumsum(steps, -2)
     # Masked before the exponential, which overflows above the diagonal and would make gradients
     # NaN.
     decay = jnp.exp(jnp.where(low, between, -jnp.inf))
-    # Only tokens of the sample that wrote the state read it.
-    reads = jnp.where((sample == owner[:, None])[:, None, None], jnp.exp(since), 0)
+    # Which tokens read which state, [B, C, S].
+    readers = [path == owner[:, None]]
+    if branched:
+        of_sample = trunk_of(path) == trunk_of(owner)[:, None]
+        readers.append(of_sample & ~readers[0])
+    reads = jnp.where(jnp.stack(readers, -1)[:, None, None], jnp.exp(since)[..., None], 0)
+    # [B, C]: the last token of the trunk that the last token is of, or continues.
+    in_trunk = jnp.where(path == trunk_of(path[:, -1:]), jnp.arange(size), -1)
+    is_end = in_trunk == jnp.maximum(jnp.max(in_trunk, -1, keepdims=True), 0)
+
+    def at_ends(x: Array) -> Array:
+        """Take the rows of `[..., C, n]` of the tokens after which the next states stand, `[..., S, n]`."""
+        last = x[..., -1:, :]
+        if not branched:
+            return last
+        of_trunk = jnp.sum(jnp.where(is_end[:, None, None, :, None], x, 0), -2, keepdims=True)
+        return jnp.concatenate([last, of_trunk], -2)
+
+    kept = at_ends(reads)
+    if branched:
+        # A chunk without a token of the trunk leaves its state alone.
+        alone = of_sample[:, -1] & ~jnp.any(is_end, -1)
+        alone = alone[:, None, None, None, None] & jnp.array([[False, False], [False, True]])
+        kept = jnp.where(alone, 1.0, kept)
+
+    def per_state(x: Array, factors: Array) -> Array:
+        """Multiply `[..., C, K]` by each state's factors, `[..., C, S]`, into `[..., C, S * K]`."""
+        # As one product of [C, S, K] it crashed on CPUs: XLA's backward pass of it.
+        return jnp.concatenate([x * y for y in jnp.split(factors, factors.shape[-1], -1)], -1)
+
     keys = _einsum("...id,...jd->...ij", k, k)
     system = jnp.where(jnp.tri(size, k=-1, dtype=bool), keys * decay * beta[..., None], 0)
-    right = jnp.concatenate([v * beta[..., None], k * (beta * reads)[..., None]], -1)
+    right = jnp.concatenate([v * beta[..., None], per_state(k, beta[..., None] * reads)], -1)
     u, w = jnp.split(_matmul(inverse_unit_lower(system), right), [v.shape[-1]], -1)
     return _Chunk(
         u=u,
         w=w,
-        q=q * reads[..., None],
+        q=per_state(q, reads),
         scores=_einsum("...id,...jd->...ij", q, k) * decay,
-        # The last row of decays: zero for tokens of samples before the last one's.
-        k=k * decay[..., -1, :, None],
-        decay=reads[..., -1, None, None],
+        # Rows of decays: zero for tokens that the ends of these paths do not continue.
+        k=per_state(k, jnp.swapaxes(at_ends(decay), -1, -2)),
+        decay=kept,
     )
 
 
@@ -277,45 +333,6 @@ def inverse_unit_lower(low: Float[Array, "*b c c"]) -> Float[Array, "*b c c"]:
         inverse = jnp.concatenate([top, jnp.concatenate([corner, second], -1)], -2)
         half *= 2
     return inverse[..., 0, :, :]
-
-
-def causal_convolution(
-    x: Float[Array, "b t c"],
-    weight: Float[Array, "n c"],
-    sample: Int[Array, "b t"],
-    previous: Float[Array, "b p c"],
-    previous_sample: Int[Array, "b p"] | None = None,
-) -> Float[Array, "b t c"]:
-    """Sum every channel's last `n` inputs by its weights, of which the last is the token's own; float32 inside.
-
-    previous: the n - 1 inputs before the first token, of these samples (by default the first
-    token's), or zeros. No tap reaches into another sample.
-    """
-    # With 4 taps, output t is the sum over i = 0..3 of weight[i] * x[t - 3 + i]; `padded` begins
-    # with the 3 inputs before the first token, so tap i reads it from column i on.
-    taps = len(weight)
-    padded = jnp.concatenate([previous.astype(x.dtype), x], 1)
-    if previous_sample is None:
-        previous_sample = jnp.repeat(sample[:, :1], taps - 1, 1)
-    owner = jnp.concatenate([previous_sample, sample], 1)
-    length = x.shape[1]
-
-    def tap(i: int) -> Array:
-        value = jnp.where(
-            (owner[:, i : i + length] == sample)[..., None], padded[:, i : i + length], 0
-        )
-        return value.astype(jnp.float32) * weight[i].astype(jnp.float32)
-
-    return sum(tap(i) for i in range(taps)).astype(x.dtype)
-
-
-class ChannelFilter(nnx.Module):
-    """The weights of a convolution of each channel by itself, initialised uniform as PyTorch's."""
-
-    def __init__(self, taps: int, channels: int, rngs: nnx.Rngs):
-        limit = taps**-0.5
-        weight = jax.random.uniform(rngs.params(), (taps, channels), jnp.float32, -limit, limit)
-        self.weight = nnx.Param(weight, axes=(None, "heads"))
 
 
 class GatedRMSNorm(nnx.Module):
@@ -373,8 +390,9 @@ class GatedDeltaNet(nnx.Module):
         nobody reads it.
         """
         c = self.config
-        sample = context.mask.sample
-        valid = (sample >= 0)[..., None]
+        branched = context.path is not None
+        path = context.path if branched else context.mask.sample
+        valid = (path >= 0)[..., None]
         linears = (self.query, self.key, self.value, self.gate, self.beta, self.decay)
         q, k, v, gate, beta, decay = apply_linears(jnp.where(valid, x, 0), *linears)
         filters = [f.weight[...] for f in (self.query_filter, self.key_filter, self.value_filter)]
@@ -383,7 +401,7 @@ class GatedDeltaNet(nnx.Module):
         else:
             previous = past.cache.inputs
         count = jnp.sum(valid, axis=(1, 2), dtype=jnp.int32)
-        inputs = tuple(_last_inputs(*pair, count) for pair in zip(previous, (q, k, v), strict=True))
+        inputs = tuple(last_inputs(*pair, count) for pair in zip(previous, (q, k, v), strict=True))
         gate = gate.reshape(*x.shape[:2], c.value_heads, c.value_width)
         bias = self.dt_bias[...].astype(jnp.float32)
         g = -jnp.exp(self.a_log[...].astype(jnp.float32)) * jax.nn.softplus(
@@ -392,13 +410,15 @@ class GatedDeltaNet(nnx.Module):
         g, beta = (jnp.where(valid, y, 0) for y in (g, jax.nn.sigmoid(beta)))
         if past is None and shares_rows(x.shape[1]):
             tokens = DeltaInputs(q, k, v, g, beta)
-            out, state = delta_over_context(tokens, filters, sample, self._convolve, rule_on_device)
+            out, states = delta_over_context(
+                tokens, filters, path, branched, self._convolve, rule_on_device
+            )
         else:
-            sample = extend_samples(sample)
-            convolved = self._convolve((q, k, v), filters, sample, previous)
+            path = extend_paths(path)
+            convolved = self._convolve((q, k, v), filters, path, previous, branched=branched)
             q, k, v = (constrain(y, "rows", "length", "heads", None) for y in convolved)
-            state = None if past is None else past.cache.delta
-            out, state = gated_delta_rule(q, k, v, g, beta, sample, state)
+            states = None if past is None else (past.cache.delta,)
+            out, states = gated_delta_rule(q, k, v, g, beta, path, states, branched=branched)
 
         # With the last product, whose operand is made again from the outputs of the delta rule and
         # of the gate.
@@ -408,33 +428,28 @@ class GatedDeltaNet(nnx.Module):
                 self.norm(out, gate).reshape(*x.shape[:2], c.value_heads * c.value_width)
             )
 
-        return output(out, gate), RecurrentState(state, inputs)
+        return output(out, gate), RecurrentState(states[0], inputs)
 
     def _convolve(
         self,
         inputs: Sequence[Array],
         filters: Sequence[Array],
-        sample: Array,
+        path: Array,
         previous: Sequence[Array],
-        previous_sample: Array | None = None,
+        previous_path: Array | None = None,
+        *,
+        branched: bool,
     ) -> tuple[Array, Array, Array]:
         """Convolve queries, keys and values, `[B, T, heads * width]`, into `[B, T, heads, width]`."""
 
         @keep_inputs
         def convolved(y: Array, weight: Array, previous: Array) -> Array:
-            y = causal_convolution(y, weight, sample, previous, previous_sample)
+            y = causal_convolution(y, weight, path, previous, previous_path, branched=branched)
             return ACTIVATIONS[self.activation](y)
 
         widths = self.config.key_width, self.config.key_width, self.config.value_width
         q, k, v = (
-            convolved(*arrays).reshape(*sample.shape, -1, width)
+            convolved(*arrays).reshape(*path.shape, -1, width)
             for *arrays, width in zip(inputs, filters, previous, widths, strict=True)
         )
         return q, k, v
-
-
-def _last_inputs(previous: Array, x: Array, count: Array) -> Array:
-    """Select the inputs of a convolution that the token behind the first `count` `[B]` of each row needs."""
-    padded = jnp.concatenate([previous.astype(x.dtype), x], 1)
-    index = count[:, None] + jnp.arange(previous.shape[1])
-    return jnp.take_along_axis(padded, index[..., None], axis=1)

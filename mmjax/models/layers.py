@@ -47,6 +47,9 @@ class Context(NamedTuple):
     plan: Plan | None = None  # of attention under `mask`
     window_plan: Plan | None = None
     images: Any = None  # of a generator's layers: `diffusion_transformer.ImageInputs`
+    # int32 [B, T] of layers that read tokens in order, where samples may have branches:
+    # `token_paths.paths_of`
+    path: Array | None = None
 
     def planned(
         self,

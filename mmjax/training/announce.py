@@ -160,6 +160,7 @@ def describe_attention(config: Config, layout: RankLayout) -> str:
     towers = config.model.towers
     longest = np.max([shape.lengths for shape in layout.shapes], axis=0).tolist()
     dtype = np.dtype(config.training.precision)
+    branched = config.loss.is_branched or config.data.has_branches
     backends = []
     for (name, tower), length in zip(towers.items(), longest, strict=True):
         if tower.is_generator:
@@ -172,7 +173,9 @@ def describe_attention(config: Config, layout: RankLayout) -> str:
             f"{name}: {kernel if chosen_backend(tower.attention) == 'flash' else tower.attention}"
         )
         if net := getattr(tower, "delta_net", None):
-            backends.append(f"{name}'s delta nets: {describe_delta_rule(length, net, dtype)}")
+            backends.append(
+                f"{name}'s delta nets: {describe_delta_rule(length, net, dtype, branched)}"
+            )
     return "; ".join(backends)
 
 

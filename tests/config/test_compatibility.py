@@ -32,7 +32,6 @@ EXPERTS = " ".join(
 # tests of their own.
 BOTH = [
     ("tiny_dpo", "model.encoders.vision.dropout=0.1", "model.encoders.vision.dropout"),
-    ("tiny_dpo", DELTA_NET, "model.llm.delta_net"),
     ("tiny_dpo", "model.llm.items=prefix", "model.llm.items"),
     ("tiny_vlm", f"{DELTA_NET} model.llm.items=isolated", "model.llm.items"),
     ("tiny_vlm", "model.llm.layers=3 model.llm.fp8=linears mesh.tensor=2", "model.llm.fp8"),

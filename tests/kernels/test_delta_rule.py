@@ -49,7 +49,7 @@ def draw(seed: int, rows: int = 1, heads=(1, 2), widths=(32, 64)) -> list[np.nda
     return [*(x.astype(np.float32) for x in (q, k, v, g, beta)), sample, state.astype(np.float32)]
 
 
-def exact(q, k, v, g, beta, sample, state):
+def exact(q, k, v, g, beta, sample, states):
     """Compute the rule one token after the other."""
     normalized = lambda x: x / jnp.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)  # noqa: E731
     group = v.shape[2] // k.shape[2]
@@ -64,8 +64,8 @@ def exact(q, k, v, g, beta, sample, state):
         return state, jnp.einsum("bmk,bmkv->bmv", q, state)
 
     tokens = q * q.shape[-1] ** -0.5, k, v, g, beta, new
-    state, out = jax.lax.scan(step, state, tuple(jnp.moveaxis(x, 1, 0) for x in tokens))
-    return jnp.moveaxis(out, 0, 1), state
+    state, out = jax.lax.scan(step, states[0], tuple(jnp.moveaxis(x, 1, 0) for x in tokens))
+    return jnp.moveaxis(out, 0, 1), (state,)
 
 
 def with_gradients(rule, arrays, dtype):
@@ -77,7 +77,8 @@ def with_gradients(rule, arrays, dtype):
     def total(*inputs):
         q, k, v, g, beta, state = inputs
         q, k, v = (x.astype(dtype) for x in (q, k, v))
-        results = rule(q, k, v, g, beta, jnp.asarray(sample), state)
+        out, (last,) = rule(q, k, v, g, beta, jnp.asarray(sample), (state,))
+        results = out, last
         products = [jnp.sum(x * w) for x, w in zip(results, weights, strict=True)]
         return sum(products), results
 
@@ -147,7 +148,7 @@ def test_another_samples_content_changes_not_one_bit(kernels):
 
     def outputs_and_gradients(q, k, v, g, beta):
         def total(q, k, v, g, beta):
-            out, _ = gated_delta_rule(q, k, v, g, beta, jnp.asarray(sample), jnp.asarray(state))
+            out, _ = gated_delta_rule(q, k, v, g, beta, jnp.asarray(sample), (jnp.asarray(state),))
             return jnp.sum(jnp.where(among[..., None], 0, out).astype(jnp.float32)), out
 
         q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
@@ -168,10 +169,10 @@ def test_another_samples_content_changes_not_one_bit(kernels):
 def test_devices_compute_their_own_rows_and_heads(kernels, sizes):
     *inputs, sample, state = draw(0, rows=2, heads=(2, 4), widths=(16, 16))
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs[:3])
-    arrays = q, k, v, *(jnp.asarray(x) for x in (*inputs[3:], sample, state))
+    arrays = *(q, k, v), *(jnp.asarray(x) for x in (*inputs[3:], sample)), (jnp.asarray(state),)
 
     def total(*arrays):
-        out, state = gated_delta_rule(*arrays)
+        out, (state,) = gated_delta_rule(*arrays)
         return jnp.sum(jnp.cos(out.astype(jnp.float32))) + jnp.sum(jnp.sin(state)), (out, state)
 
     program = partial(jax.grad, total, (0, 1, 2, 3, 4, 6), has_aux=True)
@@ -186,13 +187,26 @@ def test_devices_compute_their_own_rows_and_heads(kernels, sizes):
 
 def test_a_run_says_what_computes_the_rule_and_why_not_the_kernels(monkeypatch):
     net = DeltaNetConfig((0,), key_heads=2, value_heads=4, key_width=128, value_width=128)
-    assert describe_delta_rule(4096, net, jnp.dtype(jnp.bfloat16)) == "XLA (platform cpu)"
+    assert (
+        describe_delta_rule(4096, net, jnp.dtype(jnp.bfloat16), branched=False)
+        == "XLA (platform cpu)"
+    )
     monkeypatch.setattr(gated_delta_net, "platform", lambda: "cuda")
-    assert describe_delta_rule(4096, net, jnp.dtype(jnp.bfloat16)) == "Triton"
-    assert describe_delta_rule(4096, net, jnp.dtype(jnp.float32)) == "XLA (numbers in float32)"
-    assert describe_delta_rule(1, net, jnp.dtype(jnp.bfloat16)) == "XLA (rows of 1 tokens)"
+    assert describe_delta_rule(4096, net, jnp.dtype(jnp.bfloat16), branched=False) == "Triton"
+    assert (
+        describe_delta_rule(4096, net, jnp.dtype(jnp.float32), branched=False)
+        == "XLA (numbers in float32)"
+    )
+    assert (
+        describe_delta_rule(1, net, jnp.dtype(jnp.bfloat16), branched=False)
+        == "XLA (rows of 1 tokens)"
+    )
+    assert (
+        describe_delta_rule(4096, net, jnp.dtype(jnp.bfloat16), branched=True)
+        == "XLA (samples with branches)"
+    )
     odd = DeltaNetConfig((0,), key_heads=2, value_heads=4, key_width=96, value_width=128)
     assert (
-        describe_delta_rule(4096, odd, jnp.dtype(jnp.bfloat16))
+        describe_delta_rule(4096, odd, jnp.dtype(jnp.bfloat16), branched=False)
         == "XLA (heads of 96 and 128 channels)"
     )

@@ -111,25 +111,25 @@ def test_a_samples_state_reaches_all_devices_that_have_a_part_of_it_and_no_other
 def test_a_lost_state_a_leak_over_a_border_and_a_lost_neighbour_are_caught(fault, monkeypatch):
     compose, extend, receive = (
         getattr(delta_context, name)
-        for name in ("_compose", "_extend_over_devices", "_from_device_before")
+        for name in ("_compose", "_extend_over_devices", "_tokens_before")
     )
 
     def without_state(*maps):
         own, last = compose(*maps)
-        return 0 * own, last
+        return jax.tree.map(jnp.zeros_like, own), last
 
-    def of_one_sample(sample):
-        sample, _ = extend(sample)
-        return sample, sample[:, 0]
+    def of_one_sample(path):
+        path, ends = extend(path)
+        return path, ends._replace(before=ends.first)
 
-    def without_neighbour(arrays):
-        inputs, sample = receive(arrays)
-        return [0 * x for x in inputs], sample
+    def without_neighbour(arrays, reach):
+        *inputs, path = receive(arrays, reach)
+        return [*(0 * x for x in inputs), path]
 
     faults = {
         "state": ("_compose", without_state),
         "border": ("_extend_over_devices", of_one_sample),
-        "convolution": ("_from_device_before", without_neighbour),
+        "convolution": ("_tokens_before", without_neighbour),
     }
     monkeypatch.setattr(delta_context, *faults[fault])
     alone, shared = layer_outputs(ROW)

@@ -140,10 +140,10 @@ def test_a_state_or_a_convolution_that_reaches_into_the_next_sample_is_caught(
     function, monkeypatch
 ):
     whole = getattr(gated_delta_net, function)
-    at = 5 if function == "gated_delta_rule" else 2  # the place of `sample` among the arguments
+    at = 5 if function == "gated_delta_rule" else 2  # the place of `path` among the arguments
 
-    def leaking(*args):
-        return whole(*args[:at], jnp.zeros_like(args[at]), *args[at + 1 :])
+    def leaking(*args, **options):
+        return whole(*args[:at], jnp.zeros_like(args[at]), *args[at + 1 :], **options)
 
     monkeypatch.setattr(gated_delta_net, function, leaking)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
@@ -187,7 +187,7 @@ def test_chunks_give_what_a_loop_over_tokens_gives_in_float64(keys):
         k[:] = k[:, :1]
         g, beta = 0 * g - 1e-3, 0 * beta + 0.99
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v, g, beta)]
-    out, state = jax.jit(gated_delta_rule)(*arrays, jnp.asarray(sample))
+    out, (state,) = jax.jit(gated_delta_rule)(*arrays, jnp.asarray(sample))
     wanted, last = token_loop(*arrays, sample)
     np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
     np.testing.assert_allclose(state[0], last, rtol=0, atol=1e-5 * np.abs(last).max())
@@ -291,15 +291,19 @@ def test_what_does_not_read_samples_in_order_is_refused_in_one_line():
     ):
         check_section(replace(model, llm=replace(model.llm, delta_net=net)), "model")
     arrays = BatchLayout.of(model)
-    text = [Text(np.ones(3, np.int32), np.zeros(3, np.float32), branch) for branch in (0, 1)]
-    with pytest.raises(ValueError, match="it has a branch 1, and a gated delta net"):
-        write_sample(
-            row_view(empty_text((1, 6), arrays, {}), 0, slice(0, 6)),
-            Sample(tuple(text)),
-            arrays,
-            [],
-            0,
-        )
+
+    def write(arrays: BatchLayout, *branches: int) -> None:
+        text = [Text(np.ones(3, np.int32), np.zeros(3, np.float32), branch) for branch in branches]
+        row = row_view(empty_text((1, 3 * len(text)), arrays, {}), 0, slice(0, 3 * len(text)))
+        write_sample(row, Sample(tuple(text)), arrays, [], 0)
+
+    write(arrays, 0, 1)  # in order
+    with pytest.raises(ValueError, match="it has a branch 1 and more tokens behind it"):
+        write(arrays, 0, 1, 2)
+    branched = BatchLayout.of(model, branches=True)
+    write(branched, 0, 1, 0, 2)
+    with pytest.raises(ValueError, match="its branch 1 goes on behind other tokens"):
+        write(branched, 0, 1, 2, 1)
 
 
 def batch_of(rng):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -34,14 +35,19 @@ class BatchLayout:
     modules: dict[str, Encoder | Generator]  # whose rows hold items, in the model's order
     items: str  # DecoderConfig.items
     vocab: int
-    # layers read a sample's tokens one after the other, so it can have no branches
-    in_order: bool = False
+    in_order: bool = False  # layers read a sample's tokens one after the other
+    branches: bool = False  # samples may have branches
     axes: int = 0  # of a position: (t, y, x) for an LLM with rotary sections; 0 = it is one number
     loss: LossConfig = CrossEntropy()  # which says what a sample's branches must be
 
     @classmethod
-    def of(cls, model: ModelConfig, loss: LossConfig = CrossEntropy()) -> BatchLayout:
-        """Lay out the arrays of a model's batches. Raises UserError where the mask cannot tell its modules apart."""
+    def of(
+        cls, model: ModelConfig, loss: LossConfig = CrossEntropy(), branches: bool = False
+    ) -> BatchLayout:
+        """Lay out the arrays of a model's batches. Raises UserError where the mask cannot tell its modules apart.
+
+        branches: samples may have branches, whatever the loss.
+        """
         if (count := len(model.item_modules)) > MAX_MODULES:
             raise UserError(
                 f"model has {count} encoders and generators; the attention mask tells {MAX_MODULES} apart"
@@ -51,6 +57,7 @@ class BatchLayout:
             items=model.llm.items,
             vocab=model.llm.vocab,
             in_order=model.llm.delta_net is not None,
+            branches=branches or loss.is_branched,
             axes=len(model.llm.rope_sections),
             loss=loss,
         )
@@ -119,6 +126,7 @@ def empty_text(
         send=send,
         condition={},
         loss_inputs={name: np.zeros(shape, np.float32) for name in layout.loss.inputs},
+        branches=() if layout.in_order and layout.branches else None,
     )
 
 
@@ -311,11 +319,6 @@ def _checked_lengths(
             raise ValueError(
                 f"it has a branch {segment.branch}; the attention mask tells 0 to {MAX_BRANCHES}"
             )
-        if segment.branch and layout.in_order:
-            raise ValueError(
-                f"it has a branch {segment.branch}, and a gated delta net (model.llm.delta_net) reads all tokens in "
-                "order; make each branch a sample of its own"
-            )
         if len(tokens) != len(weights):
             raise ValueError(f"a text has {len(tokens)} tokens and {len(weights)} loss weights")
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < layout.vocab):
@@ -324,6 +327,8 @@ def _checked_lengths(
             )
         if not (np.isfinite(weights).all() and (weights >= 0).all()):
             raise ValueError("a loss weight is negative, NaN or Inf")
+    if layout.in_order:
+        _check_order(sample, layout.branches)
     _check_answers(sample, layout.loss)
     if sorted(numbers) != list(range(len(places))):
         raise ValueError(
@@ -334,6 +339,29 @@ def _checked_lengths(
             f"it has {sum(lengths)} tokens where its source's facts() promised {promised}"
         )
     return lengths
+
+
+def _check_order(sample: Sample, branches: bool) -> None:
+    """Check that layers can read each branch's tokens one after the other. Raises ValueError."""
+    order = [
+        segment.branch if isinstance(segment, Text) else 0
+        for segment in sample.segments
+        if not isinstance(segment, Text) or len(segment.tokens)
+    ]
+    begun = {0}
+    for before, branch in pairwise(order):
+        if branch != before and branch in begun - {0}:
+            raise ValueError(
+                f"its branch {branch} goes on behind other tokens, and a gated delta net (model.llm.delta_net) reads "
+                "a branch's tokens one after the other; put them together"
+            )
+        if before and branch != before and not branches:
+            raise ValueError(
+                f"it has a branch {before} and more tokens behind it, and its source did not say that samples may "
+                "have branches, which a gated delta net (model.llm.delta_net) must know; make each branch a sample "
+                "of its own"
+            )
+        begun.add(branch)
 
 
 def _check_answers(sample: Sample, loss: LossConfig) -> None:
