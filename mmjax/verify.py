@@ -70,6 +70,9 @@ from mmjax.training.run_data import open_data
 # 1e-7 each; a model's layers add up to a hundred of them. Of bfloat16 it is the last of 8 bits, and
 # errors that large do not add up as small ones do.
 ROUNDING = {"float32": 1e-5, "bfloat16": 0.05}
+# A gated delta net divides each head's outputs by their root mean square, also where this is small,
+# and its chunks cut a sample elsewhere in another row.
+DELTA_NET_ROUNDING = 1e-4
 DENSE_ROW = 4096  # positions of a row: all scores of longer ones fill the memory
 # positions of a row: with longer ones the kernel takes minutes where it is interpreted
 INTERPRETED_ROW = 512
@@ -351,6 +354,8 @@ def verify(
     steps = run.load_steps(samples)
     batches = [batch for step in steps for batch in step]
     rounding = ROUNDING[run.config.training.precision]
+    if run.config.model.llm.delta_net:
+        rounding = max(rounding, DELTA_NET_ROUNDING)
     fullest = {
         name: int(max(b.items[name].item.max() for b in batches)) + 1
         for name in run.config.model.item_modules

@@ -18,6 +18,7 @@ from mmjax import verify
 from mmjax.config import NoBalance, PostBalance
 from mmjax.config.loading import load
 from mmjax.data.toy.dataset import ALPHABET
+from mmjax.models import gated_delta_net
 from mmjax.models.layers import Context, RMSNorm
 
 # Windows in some layers of the towers that can have them.
@@ -188,7 +189,7 @@ def positions_that_go_on(patch: pytest.MonkeyPatch) -> None:
 def norm_of_the_row(patch: pytest.MonkeyPatch) -> None:
     def leaking(self, x):
         mean_square = jnp.mean(x * x, axis=(-2, -1), keepdims=True)
-        return x * jax.lax.rsqrt(mean_square + self.eps) * self.scale[...]
+        return (x * jax.lax.rsqrt(mean_square + self.eps) * self.scale[...]).astype(x.dtype)
 
     patch.setattr(RMSNorm, "__call__", leaking)
 
@@ -207,6 +208,37 @@ LEAKS = {
 def test_a_planted_leak_is_named_with_the_first_place_that_it_reaches(verifier, monkeypatch, plant):
     plant(monkeypatch)
     assert first_leak(verifier) == LEAKS[plant]
+
+
+DELTA_NETS = (
+    *(f"model.llm.delta_net.{key}" for key in (
+        "layers=0,2", "key_heads=2", "value_heads=2", "key_width=16", "value_width=16",
+    )),
+    "model.llm.norm_eps=1e-2",  # so that norms enlarge rounding little
+)  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", ["", "gated_delta_rule", "causal_convolution", "trunk_of"])
+@pytest.mark.parametrize("name", ["tiny_vlm", "tiny_dpo"])  # whose samples have branches
+def test_delta_nets_pass_and_a_leak_through_a_state_or_a_convolution_is_named(
+    tmp_path, monkeypatch, name, fault
+):
+    verifier = verify.Verifier(load(name, DELTA_NETS), Path(name), tmp_path, jax.devices()[:1])
+    jax.clear_caches()
+    if fault == "trunk_of":  # every branch goes on from the trunk of the row's first sample
+        monkeypatch.setattr(gated_delta_net, fault, lambda path: path * 0)
+    elif fault:
+        function = getattr(gated_delta_net, fault)
+        at = 5 if fault == "gated_delta_rule" else 2  # the place of `path`
+        monkeypatch.setattr(
+            gated_delta_net,
+            fault,
+            lambda *x, **options: function(*x[:at], 0 * x[at], *x[at + 1 :], **options),
+        )
+    found = first_leak(verifier)
+    jax.clear_caches()
+    assert found.endswith("(delta net)") if fault else found == ""
 
 
 def test_a_leak_is_a_line_of_the_table_and_exit_code_1(capsys, monkeypatch):

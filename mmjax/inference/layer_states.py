@@ -100,6 +100,8 @@ def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: i
         for i in range(tower.config.layers):
             x = tower.layers(x, context, i, i + 1, add[i : i + 1])
             kind = "windowed" if i in getattr(tower.config, "windowed", ()) else "full"
+            if name == "llm" and tower.config.delta_layers[i]:
+                kind = "delta net"
             record(f"{name} layer {i} ({kind})", f"{name} layers, {kind}", tower, rows, context, x)
             yield x
 
