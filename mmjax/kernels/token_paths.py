@@ -60,3 +60,23 @@ def token_before(path: Int[Array, "b t"]) -> Int[Array, "b t"]:
     of_latest = jnp.take_along_axis(path, jnp.maximum(latest, 0), axis=1)
     forked = jnp.where((latest >= 0) & (of_latest == trunk_of(path)), latest, -1)
     return jnp.where((neighbour == path) & (path >= 0), column - 1, forked)
+
+
+def earlier_tokens(
+    before: Int[Array, "b t"], column: Int[Array, "b n"], count: int
+) -> list[Int[Array, "b n"]]:
+    """Follow paths back from these columns, `count` times; -1 where a path has begun. before: `token_before`."""
+    found = []
+    for _ in range(count):
+        earlier = jnp.take_along_axis(before, jnp.maximum(column, 0), axis=1)
+        column = jnp.where(column >= 0, earlier, -1)
+        found.append(column)
+    return found
+
+
+def last_trunk_tokens(
+    path: Int[Array, "b t"], column: Int[Array, " n"], count: int
+) -> Int[Array, "b n c"]:
+    """Return the columns of the last `count` tokens of a trunk before each of these, latest first; -1: none."""
+    latest = jnp.pad(last_in_trunk(path), ((0, 0), (1, 0)), constant_values=-1)[:, column]
+    return jnp.stack([latest, *earlier_tokens(token_before(path), latest, count - 1)], -1)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from mmjax.kernels.token_paths import extend_paths, last_in_trunk, token_before, trunk_of
+from mmjax.kernels.token_paths import extend_paths, last_trunk_tokens, trunk_of
 from mmjax.parallel.sharding import CONTEXT, active, sharding
 
 # (q, k, v, g, beta, path, states) -> outputs and the states after the last token
@@ -71,7 +71,6 @@ def delta_over_context(
     """
     current = active()
     reach = len(filters[0]) - 1
-    # With branches the last tokens are apart from those of the trunk before them.
     if inputs.q.shape[1] // current.mesh.shape[CONTEXT] < reach:
         raise ValueError(
             f"a row of {inputs.q.shape[1]} tokens has fewer than {reach} on each of "
@@ -135,39 +134,30 @@ def _tokens_before(arrays: Sequence[Array], reach: int) -> list[Array]:
 
 
 def _trunks_before(arrays: Sequence[Array], reach: int) -> list[Array]:
-    """Receive the last tokens of all devices before, each behind the last of its trunk before these."""
+    """Receive the last tokens of all devices before, each device's behind the last of its trunk before these."""
     *_, path = arrays
-    before = token_before(path)
-    # Latest first; the columns of a trunk that has no more tokens are -1.
-    columns = (
-        [last_in_trunk(path)[:, -reach - 1]] if path.shape[1] > reach else [path[:, 0] * 0 - 1]
-    )
-    for _ in range(reach - 1):
-        column = columns[-1][:, None]
-        found = jnp.take_along_axis(before, jnp.maximum(column, 0), axis=1)
-        columns.append(jnp.where(column >= 0, found, -1)[:, 0])
-    column = jnp.stack(columns[::-1], 1)
-
-    def sent(x: Array) -> Array:
-        index = jnp.maximum(column, 0).reshape(*column.shape, *(1,) * (x.ndim - 2))
-        trunk = jnp.take_along_axis(x, index, axis=1)
-        gathered = lax.all_gather(jnp.concatenate([trunk, x[:, -reach:]], 1), CONTEXT)
-        # Those of the device before come once more, next to this device's own.
-        last = lax.dynamic_index_in_dim(gathered, device - 1, keepdims=False)[:, reach:]
-        gathered = jnp.moveaxis(gathered, 0, 1)
-        return jnp.concatenate([gathered.reshape(len(x), -1, *x.shape[2:]), last], 1)
-
-    device = jnp.maximum(lax.axis_index(CONTEXT), 1)
-    *inputs, path = (sent(x) for x in arrays)
-    known = lax.all_gather(column >= 0, CONTEXT)  # [devices, B, reach]
-    number = jnp.arange(len(known), dtype=jnp.int32)[:, None, None]
+    end = jnp.array([path.shape[1] - reach], jnp.int32)
+    trunk = last_trunk_tokens(path, end, reach)[:, 0, ::-1]  # [B, reach]
     own = lax.axis_index(CONTEXT)
-    known = jnp.concatenate(
-        [known & (number < own), jnp.broadcast_to(number < own - 1, known.shape)], 2
-    )
-    known = jnp.moveaxis(known, 0, 1).reshape(len(path), -1)
-    known = jnp.pad(known, ((0, 0), (0, reach)), constant_values=True) & (own > 0)
-    return [*inputs, jnp.where(known, path, _NO_PATH)]
+
+    def received(x: Array) -> Array:
+        """Gather `[B, devices * 2 * reach + reach, ...]`."""
+        index = jnp.maximum(trunk, 0).reshape(*trunk.shape, *(1,) * (x.ndim - 2))
+        sent = [jnp.take_along_axis(x, index, axis=1), x[:, -reach:]]
+        of_devices = lax.all_gather(jnp.concatenate(sent, 1), CONTEXT)
+        # Those of the device before come once more, next to this device's own.
+        last = lax.dynamic_index_in_dim(of_devices, jnp.maximum(own - 1, 0), keepdims=False)
+        of_devices = jnp.moveaxis(of_devices, 0, 1).reshape(len(x), -1, *x.shape[2:])
+        return jnp.concatenate([of_devices, last[:, reach:]], 1)
+
+    *inputs, paths = (received(x) for x in arrays)
+    # On no path: trunks of fewer tokens, what is not before this device, and the neighbours' first copy.
+    lacking = lax.all_gather(jnp.pad(trunk < 0, ((0, 0), (0, reach))), CONTEXT)
+    lacking = jnp.moveaxis(lacking, 0, 1).reshape(len(path), -1)
+    number, place = jnp.divmod(jnp.arange(lacking.shape[1], dtype=jnp.int32), 2 * reach)
+    lacking |= number + (place >= reach) >= own
+    lacking = jnp.concatenate([lacking, jnp.broadcast_to(own == 0, (len(path), reach))], 1)
+    return [*inputs, jnp.where(lacking, _NO_PATH, paths)]
 
 
 def _compose(
@@ -180,18 +170,17 @@ def _compose(
     def select(where: Array, x: Array, other: Array | float = 0.0) -> Array:
         return jnp.where(where[:, None, None, None], x, other)
 
-    states = own = tuple(jnp.zeros_like(x) for x in offsets)
+    zeros = tuple(jnp.zeros_like(x) for x in offsets)
+    states, own = zeros, zeros
     for number in range(lax.axis_size(CONTEXT)):
-        # First those of the first token's path and of its trunk, then those of the last one's.
+        # The states behind the token before become those of the first token's path and its trunk.
         first, last, before = (x[number] for x in ends)
-        continued, *trunk = states
-        if trunk:
-            trunk = [select(trunk_of(first) == trunk_of(before), *trunk)]
-        continued = select(first == before, continued, *trunk)
-        states = continued, *trunk
+        trunks = [select(trunk_of(first) == trunk_of(before), x) for x in states[1:]]
+        states = (select(first == before, states[0], *trunks), *trunks)
         here = lax.axis_index(CONTEXT) == number
         own = tuple(jnp.where(here, x, y) for x, y in zip(states, own, strict=True))
-        read = [select(last == first, continued, *trunk), *trunk] if trunk else [continued]
-        (factors, offsets) = jax.tree.map(lambda x, n=number: x[n], gathered)
-        states = tuple(matmul(a, x) + b for a, x, b in zip(factors, read, offsets, strict=True))
+        # The last token's path goes on from the first one's, or from the trunk.
+        read = (select(last == first, *states), *trunks) if trunks else states
+        maps = jax.tree.map(lambda x, n=number: x[n], gathered)
+        states = tuple(matmul(a, x) + b for a, b, x in zip(*maps, read, strict=True))
     return own, states

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.kernels.token_paths import last_in_trunk, token_before
+from mmjax.kernels.token_paths import earlier_tokens, last_trunk_tokens, token_before
 from mmjax.models.embedding import take_tokens
 
 CHUNK = 64  # tokens of a row with branches whose taps are one product
@@ -79,24 +79,14 @@ def _forked_inputs(padded: Array, path: Array, length: int, taps: int) -> list[A
     rows, total = path.shape
     first = total - length - extra  # column of the first token
     chunks = (length + extra) // size
-    before = token_before(path)
-
-    def back(column: Array) -> Array:
-        return jnp.where(column >= 0, jnp.take_along_axis(before, jnp.maximum(column, 0), 1), -1)
-
     # [B, chunks, size] for each tap
     column = jnp.broadcast_to(jnp.arange(first, total, dtype=jnp.int32), (rows, total - first))
-    sources = []
-    for _ in range(reach):
-        column = back(column)
-        sources.append(column.reshape(rows, chunks, size))
-    # The columns that a chunk reads: the last before its neighbours that are in trunks, latest first ...
+    sources = [
+        y.reshape(rows, chunks, size) for y in earlier_tokens(token_before(path), column, reach)
+    ]
+    # The columns that a chunk reads: the last in a trunk before its neighbours ...
     starts = first + size * jnp.arange(chunks, dtype=jnp.int32) - reach
-    trunk = jnp.pad(last_in_trunk(path), ((0, 0), (1, 0)), constant_values=-1)[:, starts]
-    trunks = [trunk]
-    for _ in range(reach - 1):
-        trunks.append(back(trunks[-1]))
-    trunk = jnp.stack(trunks, -1)
+    trunk = last_trunk_tokens(path, starts, reach)
     # ... and its neighbours and itself.
     near = starts[:, None] + jnp.arange(reach + size, dtype=jnp.int32)
     near = jnp.broadcast_to(near, (rows, *near.shape))
