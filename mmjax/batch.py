@@ -98,8 +98,8 @@ class TextBatch(NamedTuple):
     # float32 [R, T] by name, of each position's target: what the loss reads of answers (`inputs` of
     # `config.losses`).
     loss_inputs: dict[str, Array] = {}  # noqa: RUF012
-    # (), which holds no array, where an LLM that reads tokens in order meets samples with branches:
-    # its program is another one.
+    # (), which has no array, where samples may have branches and layers of the LLM read tokens in
+    # order; else None. It is part of the tree's structure, so that the program knows.
     branches: tuple[()] | None = None
 
     @property

@@ -63,15 +63,15 @@ def token_before(path: Int[Array, "b t"]) -> Int[Array, "b t"]:
 
 
 def earlier_tokens(
-    before: Int[Array, "b t"], column: Int[Array, "b n"], count: int
+    previous: Int[Array, "b t"], column: Int[Array, "b n"], count: int
 ) -> list[Int[Array, "b n"]]:
-    """Follow paths back from these columns, `count` times; -1 where a path has begun. before: `token_before`."""
-    found = []
+    """Follow paths back from these columns, `count` times; -1 where a path has begun. previous: `token_before`."""
+    columns = []
     for _ in range(count):
-        earlier = jnp.take_along_axis(before, jnp.maximum(column, 0), axis=1)
+        earlier = jnp.take_along_axis(previous, jnp.maximum(column, 0), axis=1)
         column = jnp.where(column >= 0, earlier, -1)
-        found.append(column)
-    return found
+        columns.append(column)
+    return columns
 
 
 def last_trunk_tokens(

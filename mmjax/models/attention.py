@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, get_args
 
 import jax
@@ -53,7 +52,7 @@ from mmjax.models.context_attention import (
     plan_pieces,
     plan_specs,
 )
-from mmjax.parallel.sharding import CONTEXT, active, first_device, sharding, spec_axes
+from mmjax.parallel.sharding import CONTEXT, active, active_spec, first_device, single_axes
 
 Backend = Literal["dense", "blockwise", "flash", "auto"]
 Plan = BlockPlan | TilePlan | ContextPlan | WindowPlan | MixedPlan
@@ -146,7 +145,7 @@ def plan_attention(
         return plan if triton else plan_tiles(mask, plan)
     # Each device plans for its own queries, from the masks of all pieces of keys (`plan_pieces`).
     current = active()
-    rows = sharding(current.mesh, current.rules, mask.pos.shape, ("rows", "length")).spec[0]
+    rows = active_spec(mask.pos, "rows", "length")[0]
     ragged = current.rules.exchange == "ragged"
 
     def make(q_mask: MaskSpec, k_mask: MaskSpec) -> MaskSpec | BlockPlan:
@@ -262,23 +261,14 @@ def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, to
     if current is None:
         return function(q, k, v, tokens)
 
-    def spec(x: Array, *axes: str | None) -> PartitionSpec:
-        return sharding(current.mesh, current.rules, x.shape, axes).spec
-
     # Heads of queries are cut only where those of keys are too, so that a group stays together; and
     # none where the devices that would share them have rows of their own.
     by_rows = not set(current.rules.rows).isdisjoint(current.rules.kv_heads)
-    heads = "kv_heads" if not by_rows and spec(k, None, None, "kv_heads", None)[2] else None
-    q_spec = spec(q, "rows", "length", heads, None)
-    k_spec = spec(k, "rows", "length", heads, None)
-    # Gradients are summed over the axes that a spec leaves out; those of one device are named, to
-    # need no all-reduce.
-    # An axis of size 1 may be named for the width, which stays whole all the same.
-    named = {*chain(*spec_axes(q_spec))}
-    single = tuple(
-        axis for axis, size in current.mesh.shape.items() if size == 1 and axis not in named
-    )
-    q_spec, k_spec = (PartitionSpec(x[0], x[1], x[2], single or None) for x in (q_spec, k_spec))
+    heads = "kv_heads" if not by_rows and active_spec(k, None, None, "kv_heads", None)[2] else None
+    q_spec = active_spec(q, "rows", "length", heads, None)
+    k_spec = active_spec(k, "rows", "length", heads, None)
+    single = single_axes(current.mesh, q_spec)
+    q_spec, k_spec = (PartitionSpec(x[0], x[1], x[2], single) for x in (q_spec, k_spec))
     if isinstance(tokens, ContextPlan):
         flash = isinstance(tokens.pieces[0], BlockPlan)
         stacked = tokens.index is not None
@@ -286,7 +276,7 @@ def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, to
         token_specs = plan_specs(current.mesh.shape[CONTEXT], q_spec[0], flash, ragged, stacked)
     else:
         token_specs = jax.tree.map(
-            lambda x: spec(x, *("rows", *(None,) * x.ndim)[: x.ndim]), tokens
+            lambda x: active_spec(x, *("rows", *(None,) * x.ndim)[: x.ndim]), tokens
         )
     return jax.shard_map(
         function,

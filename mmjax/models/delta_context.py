@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from mmjax.kernels.token_paths import extend_paths, last_trunk_tokens, trunk_of
-from mmjax.parallel.sharding import CONTEXT, active, sharding
+from mmjax.parallel.sharding import CONTEXT, active, active_spec
 
 # (q, k, v, g, beta, path, states) -> outputs and the states after the last token
 Rule = Callable[..., tuple[Array, tuple[Array, ...]]]
@@ -42,7 +42,7 @@ class _Ends(NamedTuple):
 
     first: Array
     last: Array
-    before: Array
+    previous: Array
 
 
 def shares_rows(length: int) -> bool:
@@ -93,19 +93,20 @@ def delta_over_context(
         _, offsets = rule(q, k, v, *rest, (zeros,) * count)
         no_values = jnp.zeros((*v.shape[:3], key_width), v.dtype)
         _, factors = rule(q, k, no_values, *rest, (unit,) * count)
-        own, last = _compose(factors, offsets, ends)
-        out, _ = rule(q, k, v, *rest, own)
+        incoming, last = _compose(factors, offsets, ends)
+        out, _ = rule(q, k, v, *rest, incoming)
         return out, last
 
-    def spec(x: Array, *axes: str | None) -> PartitionSpec:
-        return sharding(current.mesh, current.rules, x.shape, axes).spec
-
-    tokens = DeltaInputs._make(spec(x, "rows", "length", "heads") for x in inputs)
+    tokens = DeltaInputs._make(active_spec(x, "rows", "length", "heads") for x in inputs)
     rows, length, heads = tokens.v
     return jax.shard_map(
         of_device,
         mesh=current.mesh,
-        in_specs=(tokens, [spec(x, None, "heads") for x in filters], PartitionSpec(rows, length)),
+        in_specs=(
+            tokens,
+            [active_spec(x, None, "heads") for x in filters],
+            PartitionSpec(rows, length),
+        ),
         out_specs=(
             PartitionSpec(rows, length, heads, None),
             (PartitionSpec(rows, heads, None, None),) * (1 + branched),
@@ -138,7 +139,7 @@ def _trunks_before(arrays: Sequence[Array], reach: int) -> list[Array]:
     *_, path = arrays
     end = jnp.array([path.shape[1] - reach], jnp.int32)
     trunk = last_trunk_tokens(path, end, reach)[:, 0, ::-1]  # [B, reach]
-    own = lax.axis_index(CONTEXT)
+    device = lax.axis_index(CONTEXT)
 
     def received(x: Array) -> Array:
         """Gather `[B, devices * 2 * reach + reach, ...]`."""
@@ -146,7 +147,7 @@ def _trunks_before(arrays: Sequence[Array], reach: int) -> list[Array]:
         sent = [jnp.take_along_axis(x, index, axis=1), x[:, -reach:]]
         of_devices = lax.all_gather(jnp.concatenate(sent, 1), CONTEXT)
         # Those of the device before come once more, next to this device's own.
-        last = lax.dynamic_index_in_dim(of_devices, jnp.maximum(own - 1, 0), keepdims=False)
+        last = lax.dynamic_index_in_dim(of_devices, jnp.maximum(device - 1, 0), keepdims=False)
         of_devices = jnp.moveaxis(of_devices, 0, 1).reshape(len(x), -1, *x.shape[2:])
         return jnp.concatenate([of_devices, last[:, reach:]], 1)
 
@@ -155,8 +156,8 @@ def _trunks_before(arrays: Sequence[Array], reach: int) -> list[Array]:
     lacking = lax.all_gather(jnp.pad(trunk < 0, ((0, 0), (0, reach))), CONTEXT)
     lacking = jnp.moveaxis(lacking, 0, 1).reshape(len(path), -1)
     number, place = jnp.divmod(jnp.arange(lacking.shape[1], dtype=jnp.int32), 2 * reach)
-    lacking |= number + (place >= reach) >= own
-    lacking = jnp.concatenate([lacking, jnp.broadcast_to(own == 0, (len(path), reach))], 1)
+    lacking |= number + (place >= reach) >= device
+    lacking = jnp.concatenate([lacking, jnp.broadcast_to(device == 0, (len(path), reach))], 1)
     return [*inputs, jnp.where(lacking, _NO_PATH, paths)]
 
 
@@ -171,16 +172,16 @@ def _compose(
         return jnp.where(where[:, None, None, None], x, other)
 
     zeros = tuple(jnp.zeros_like(x) for x in offsets)
-    states, own = zeros, zeros
+    states, incoming = zeros, zeros
     for number in range(lax.axis_size(CONTEXT)):
         # The states behind the token before become those of the first token's path and its trunk.
-        first, last, before = (x[number] for x in ends)
-        trunks = [select(trunk_of(first) == trunk_of(before), x) for x in states[1:]]
-        states = (select(first == before, states[0], *trunks), *trunks)
-        here = lax.axis_index(CONTEXT) == number
-        own = tuple(jnp.where(here, x, y) for x, y in zip(states, own, strict=True))
+        first, last, previous = (x[number] for x in ends)
+        trunks = [select(trunk_of(first) == trunk_of(previous), x) for x in states[1:]]
+        states = (select(first == previous, states[0], *trunks), *trunks)
+        is_device = lax.axis_index(CONTEXT) == number
+        incoming = tuple(jnp.where(is_device, x, y) for x, y in zip(states, incoming, strict=True))
         # The last token's path goes on from the first one's, or from the trunk.
         read = (select(last == first, *states), *trunks) if trunks else states
         maps = jax.tree.map(lambda x, n=number: x[n], gathered)
         states = tuple(matmul(a, x) + b for a, b, x in zip(*maps, read, strict=True))
-    return own, states
+    return incoming, states

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 import jax
@@ -32,7 +31,7 @@ from mmjax.models.layers import ACTIVATIONS, Context
 from mmjax.models.linear import Linear, apply_linears
 from mmjax.models.remat import keep_inputs
 from mmjax.models.short_convolution import ChannelFilter, causal_convolution, last_inputs
-from mmjax.parallel.sharding import active, constrain, platform, sharding, spec_axes
+from mmjax.parallel.sharding import active, active_spec, constrain, platform, single_axes
 
 CHUNK = 64  # tokens whose outputs are computed together, by matrix products
 # Chunks whose products without the state are computed at once: a GPU launches fewer kernels, a CPU
@@ -46,7 +45,7 @@ _matmul = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-# of the path of the token before a row's first, and where samples have branches, of its trunk
+# The state behind a path, and where samples have branches, that behind its trunk.
 States = tuple[Float[Array, "b m k v"], ...]
 
 
@@ -159,20 +158,12 @@ def _by_kernel(
     if current is None:
         return _kernels(q, k, v, g, beta, path, states)
 
-    def spec(x: Array, *axes: str | None) -> PartitionSpec:
-        return sharding(current.mesh, current.rules, x.shape, axes).spec
-
     # Heads of values are cut only where those of keys are too, so that a group stays together.
-    heads = spec(k, None, None, "heads", None)[2] and "heads"
-    rows, _, heads, _ = spec(v, "rows", None, heads, None)
-    # Gradients are summed over the axes that a spec leaves out; those of one device are named, to
-    # need no all-reduce.
-    named = {*chain(*spec_axes(PartitionSpec(rows, heads)))}
-    single = tuple(
-        axis for axis, size in current.mesh.shape.items() if size == 1 and axis not in named
-    )
-    wide, narrow = (PartitionSpec(rows, single or None, heads, *rest) for rest in ((None,), ()))
-    of_states = (PartitionSpec(rows, heads, single or None, None),) * len(states)
+    heads = active_spec(k, None, None, "heads", None)[2] and "heads"
+    rows, _, heads, _ = active_spec(v, "rows", None, heads, None)
+    single = single_axes(current.mesh, PartitionSpec(rows, heads))
+    wide, narrow = (PartitionSpec(rows, single, heads, *rest) for rest in ((None,), ()))
+    of_states = (PartitionSpec(rows, heads, single, None),) * len(states)
     return jax.shard_map(
         _kernels,
         mesh=current.mesh,
@@ -223,9 +214,9 @@ def _segment(
     """Compute several chunks, `[chunks, B, C, ...]`: the states after them, `[B, N, R, K, V]`, and their outputs."""
 
     def advance(states: tuple[Array, ...], chunk: _Chunk) -> tuple[tuple[Array, ...], Array]:
-        before = jnp.concatenate(states, -2)
-        new = chunk.u - _matmul(chunk.w, before)
-        out = _matmul(chunk.q, before) + _matmul(chunk.scores, new)
+        state = jnp.concatenate(states, -2)
+        new = chunk.u - _matmul(chunk.w, state)
+        out = _matmul(chunk.q, state) + _matmul(chunk.scores, new)
         written = jnp.split(_einsum("...ck,...cv->...kv", chunk.k, new), len(states), -2)
         states = tuple(
             sum((x * chunk.decay[..., s, t, None, None] for t, x in enumerate(states)), y)
@@ -279,12 +270,12 @@ def _without_state(inputs: tuple[Array, ...], branched: bool) -> _Chunk:
         of_trunk = jnp.sum(jnp.where(is_end[:, None, None, :, None], x, 0), -2, keepdims=True)
         return jnp.concatenate([last, of_trunk], -2)
 
-    kept = at_ends(reads)
+    state_decay = at_ends(reads)
     if branched:
         # A chunk without a token of the trunk leaves its state alone.
-        alone = of_sample[:, -1] & ~jnp.any(is_end, -1)
-        alone = alone[:, None, None, None, None] & jnp.array([[False, False], [False, True]])
-        kept = jnp.where(alone, 1.0, kept)
+        untouched = of_sample[:, -1] & ~jnp.any(is_end, -1)
+        of_trunk = jnp.array([[False, False], [False, True]])
+        state_decay = jnp.where(untouched[:, None, None, None, None] & of_trunk, 1.0, state_decay)
 
     def per_state(x: Array, factors: Array) -> Array:
         """Multiply `[..., C, K]` by each state's factors, `[..., C, S]`, into `[..., C, S * K]`."""
@@ -302,7 +293,7 @@ def _without_state(inputs: tuple[Array, ...], branched: bool) -> _Chunk:
         scores=_einsum("...id,...jd->...ij", q, k) * decay,
         # Rows of decays: zero for tokens that the ends of these paths do not continue.
         k=per_state(k, jnp.swapaxes(at_ends(decay), -1, -2)),
-        decay=kept,
+        decay=state_decay,
     )
 
 

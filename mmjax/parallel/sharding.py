@@ -7,6 +7,7 @@ import contextvars
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -382,6 +383,23 @@ def sharding(mesh: Mesh, rules: ShardingRules, shape: tuple[int, ...], axes: Axe
         if shape[i] % math.prod(mesh.shape[name] for name in names):
             spec[i] = None
     return NamedSharding(mesh, partition_spec(spec))
+
+
+def active_spec(x: jax.Array, *axes: str | None) -> PartitionSpec:
+    """Return the spec of an array with these logical axes on the active mesh, of which there must be one."""
+    current = active()
+    return sharding(current.mesh, current.rules, x.shape, axes).spec
+
+
+def single_axes(mesh: Mesh, spec: PartitionSpec) -> tuple[str, ...] | None:
+    """Return the axes of one device that a spec does not name; None if there are none.
+
+    Gradients of a `shard_map` are summed over the axes that a spec leaves out. An axis of size 1 may
+    be named for a dimension that stays whole, and then needs no all-reduce.
+    """
+    named = {*chain(*spec_axes(spec))}
+    single = tuple(axis for axis, size in mesh.shape.items() if size == 1 and axis not in named)
+    return single or None
 
 
 def spec_axes(spec: Sequence[Any]) -> list[tuple[str, ...]]:

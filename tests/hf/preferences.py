@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from mmjax.config import (
     TrainingConfig,
 )
 from mmjax.hf.families import from_hf
+from mmjax.runtime.state import hyperparameters
 
 ANSWERS = {colour: f"It is {colour}{', quite so' * (len(colour) % 2)}." for colour in COLOURS}
 
@@ -78,20 +79,49 @@ def write_lines(path: Path, records: Sequence[Any]) -> Path:
 def run_config(place: Path, loss: LossConfig, name: str = "pairs.jsonl", **model: Any) -> Config:
     """Ten steps of all samples in two microbatches."""
     kind = RolloutsSource if loss.kind == "grpo" else PreferenceSource
-    source = kind(str(place / name), images=str(place / "data" / "images"))
+    images = place / "data" / "images"
+    source = kind(str(place / name), images=str(images) if images.exists() else "")
     count = len((place / name).read_text().splitlines())
     chat = ChatFormat(str(place / "checkpoint"))
     data = DataConfig({"pairs": source}, cache=str(place / "cache"), chat=chat, workers=0)
+    read = from_hf(place / "checkpoint", **model)
     return Config(
         name="preferences",
         data=data,
-        batch=BatchConfig(Samples(count), {"llm": 2, "vision": 2}, 2),
-        model=from_hf(place / "checkpoint", **model),
+        batch=BatchConfig(Samples(count), dict.fromkeys(read.towers, 2), 2),
+        model=read,
         training=TrainingConfig(10),
         optimizer=AdamW(3e-3, 0.1, 0.9, 0.95, 1e-8),
         schedule=Schedule(3, 0.1),
         loss=loss,
     )
+
+
+def torch_steps(
+    model: torch.nn.Module,
+    losses: Sequence[Callable[[torch.nn.Module], torch.Tensor]],
+    config: Config,
+) -> list[tuple[float, float]]:
+    """Losses and gradient norms of as many updates there; decay falls on matrices alone."""
+    groups = [
+        {
+            "params": [p for p in model.parameters() if (p.ndim > 1) == matrices],
+            "weight_decay": 0.1 * matrices,
+        }
+        for matrices in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    told = []
+    for step, loss_of in enumerate(losses):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = float(hyperparameters(config, step)["learning_rate/llm"])
+        optimizer.step()
+        told.append((loss.item(), norm.item()))
+    return told
 
 
 def save_judged(place: Path, asked: Sequence[Asked]) -> list[dict[str, Any]]:

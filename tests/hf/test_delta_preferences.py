@@ -12,34 +12,20 @@ import pytest
 import torch
 import transformers
 from llava_folder import save_tokenizer
-from preferences import write_lines
+from preferences import run_config, torch_steps, write_lines
 from test_preferences import our_steps, samples_of, started
 from tiny_run import load_steps
 
 from mmjax.batch import Microbatch
-from mmjax.config import (
-    AdamW,
-    BatchConfig,
-    ChatFormat,
-    Config,
-    DataConfig,
-    LossConfig,
-    PreferenceSource,
-    RolloutsSource,
-    Samples,
-    Schedule,
-    TrainingConfig,
-)
-from mmjax.config.losses import Dpo, Grpo
-from mmjax.hf.families import from_hf
-from mmjax.runtime.state import hyperparameters
+from mmjax.config.losses import Dpo, Grpo, LossConfig
+from mmjax.planning.flops import model_flops
+from mmjax.planning.work import useful_work
 
 SUBJECTS = ("Birds", "Trees near a river", "Ships", "A letter to my oldest friend", "Bread")
-Loss = Callable[[torch.nn.Module], torch.Tensor]
 
 
-def save_model(folder: Path) -> None:
-    """Write a Qwen3.5 of three delta nets and one attention layer, whose norms enlarge rounding little."""
+def save_model(folder: Path, layer_types: list[str] | None = None) -> None:
+    """Write a Qwen3.5, by default of three delta nets and one attention layer; its norms enlarge rounding little."""
     tokenizer = save_tokenizer(folder)
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -48,6 +34,7 @@ def save_model(folder: Path) -> None:
         hidden_size=48,
         intermediate_size=64,
         num_hidden_layers=4,
+        layer_types=layer_types,
         **heads,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
@@ -61,107 +48,72 @@ def save_model(folder: Path) -> None:
     transformers.Qwen3_5ForCausalLM(config).save_pretrained(folder)
 
 
-class Theirs:
-    """The checkpoint in transformers, which reads every answer with the whole prompt before it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.model = transformers.Qwen3_5ForCausalLM.from_pretrained(
-            folder, dtype=torch.float32
-        ).eval()
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-
-    def log_probs(self, question: str, answer: str | Sequence[int]) -> torch.Tensor:
-        """Return the log-probabilities of an answer's tokens, its end among them."""
-        turns: list[dict[str, Any]] = [{"role": "user", "content": question}]
-        ids = partial(self.tokenizer.apply_chat_template, return_dict=False)
-        prompt = ids(turns, add_generation_prompt=True)
-        if isinstance(answer, str):
-            whole = ids([*turns, {"role": "assistant", "content": answer}])
-        else:
-            whole = [*prompt, *answer]
-        assert whole[: len(prompt)] == prompt
-        tokens = torch.tensor([whole])
-        logits = self.model(input_ids=tokens, use_cache=False).logits[0].log_softmax(-1)
-        begin = len(prompt)
-        return logits[begin - 1 : -1].gather(-1, tokens[0, begin:, None])[:, 0]
+def read_model(folder: Path) -> torch.nn.Module:
+    return transformers.Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def run_config(folder: Path, loss: LossConfig, records: list[dict[str, Any]]) -> Config:
-    kind = RolloutsSource if loss.kind == "grpo" else PreferenceSource
-    path = write_lines(folder / f"{loss.kind}.jsonl", records)
-    return Config(
-        name="delta_preferences",
-        data=DataConfig(
-            {"answers": kind(str(path))},
-            cache=str(folder / "cache"),
-            chat=ChatFormat(str(folder)),
-            workers=0,
-        ),
-        batch=BatchConfig(Samples(len(records)), {"llm": 2}, 2),
-        model=from_hf(folder),
-        training=TrainingConfig(10),
-        optimizer=AdamW(3e-3, 0.1, 0.9, 0.95, 1e-8),
-        schedule=Schedule(3, 0.1),
-        loss=loss,
-    )
+def log_probs(
+    model: torch.nn.Module, folder: Path, question: str, answer: str | Sequence[int]
+) -> torch.Tensor:
+    """Return the log-probabilities of an answer's tokens, its end among them, behind its own prompt."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = partial(tokenizer.apply_chat_template, return_dict=False)
+    turns: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    prompt = ids(turns, add_generation_prompt=True)
+    answered = [*turns, {"role": "assistant", "content": answer}]
+    whole = ids(answered) if isinstance(answer, str) else [*prompt, *answer]
+    assert whole[: len(prompt)] == prompt
+    tokens = torch.tensor([whole])
+    logits = model(input_ids=tokens, use_cache=False).logits[0].log_softmax(-1)
+    return logits[len(prompt) - 1 : -1].gather(-1, tokens[0, len(prompt) :, None])[:, 0]
 
 
-def torch_steps(
-    theirs: Theirs, losses: Sequence[Loss], config: Config
-) -> list[tuple[float, float]]:
-    """Return losses and gradient norms of as many updates there; decay falls on matrices alone."""
-    model = theirs.model
-    groups = [
-        {
-            "params": [p for p in model.parameters() if (p.ndim > 1) == matrices],
-            "weight_decay": 0.1 * matrices,
-        }
-        for matrices in (True, False)
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    told = []
-    for step, loss_of in enumerate(losses):
-        optimizer.zero_grad()
-        loss = loss_of(theirs)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = float(hyperparameters(config, step)["learning_rate/llm"])
-        optimizer.step()
-        told.append((loss.item(), norm.item()))
-    return told
+Records = list[dict[str, Any]]
 
 
-def pair_loss(theirs: Theirs, records: list[dict[str, Any]], batches: Sequence[Microbatch]):
+def pair_loss(
+    model: torch.nn.Module, folder: Path, records: Records, batches: Sequence[Microbatch]
+) -> torch.Tensor:
     """Compute formula 7 of the DPO paper with a reference of zero."""
     numbers = samples_of(batches)
     total = torch.zeros(())
     for record in (records[n] for n in numbers):
         better, worse = (
-            theirs.log_probs(record["prompt"], record[key]).sum() for key in ("chosen", "rejected")
+            log_probs(model, folder, record["prompt"], record[key]).sum()
+            for key in ("chosen", "rejected")
         )
         total = total - torch.nn.functional.logsigmoid(0.3 * (better - worse))
     return total / len(numbers)
 
 
-def rollout_loss(theirs: Theirs, records: list[dict[str, Any]], batches: Sequence[Microbatch]):
+def rollout_loss(
+    model: torch.nn.Module, folder: Path, records: Records, batches: Sequence[Microbatch]
+) -> torch.Tensor:
     """Compute GRPO's loss of answers by tokens, with ratios cut at 0.8 and 1.2."""
     total, tokens = torch.zeros(()), 0
     for record in (records[n] for n in samples_of(batches)):
         for ids, old, advantage in zip(
             record["completion_ids"], record["logprobs"], record["advantages"], strict=True
         ):
-            ratio = (theirs.log_probs(record["prompt"], ids) - torch.tensor(old)).exp()
-            kept = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-            total, tokens = total - kept.sum(), tokens + len(ids)
+            difference = log_probs(model, folder, record["prompt"], ids) - torch.tensor(old)
+            ratio = difference.exp()
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            total, tokens = total - surrogate.sum(), tokens + len(ids)
     return total / tokens
 
 
-def compare(folder: Path, config: Config, loss: Callable[..., torch.Tensor], records) -> None:
-    steps = load_steps(config, folder, 10)
+def compare(
+    place: Path, loss: LossConfig, loss_there: Callable[..., torch.Tensor], records: Records
+) -> None:
+    write_lines(place / "answers.jsonl", records)
+    config = run_config(place, loss, "answers.jsonl")
+    steps = load_steps(config, place, 10)
     executor, state = started(config)
-    losses = [partial(loss, records=records, batches=batches) for batches in steps]
-    told = torch_steps(Theirs(folder), losses, config)
+    folder = place / "checkpoint"
+    losses = [
+        partial(loss_there, folder=folder, records=records, batches=batches) for batches in steps
+    ]
+    told = torch_steps(read_model(folder), losses, config)
     reports = our_steps(config, executor, state, steps)
     ours = [(r.losses.loss.sum() / r.losses.weight.sum(), r.gradient_norm) for r in reports]
     np.testing.assert_allclose(ours, told, atol=1e-3, rtol=1e-3)
@@ -170,7 +122,7 @@ def compare(folder: Path, config: Config, loss: Callable[..., torch.Tensor], rec
 
 @pytest.mark.exhaustive
 def test_ten_steps_on_packed_pairs_are_those_of_answers_apart(tmp_path):
-    save_model(tmp_path)
+    save_model(tmp_path / "checkpoint")
     records = [
         {
             "prompt": f"Write about {subject}, {number + 1} lines.",
@@ -179,21 +131,56 @@ def test_ten_steps_on_packed_pairs_are_those_of_answers_apart(tmp_path):
         }
         for number, subject in enumerate(SUBJECTS * 2)
     ]
-    config = run_config(tmp_path, Dpo(0.3, reference="none"), records)
-    compare(tmp_path, config, pair_loss, records)
+    compare(tmp_path, Dpo(0.3, reference="none"), pair_loss, records)
+
+
+@pytest.mark.exhaustive
+def test_a_pair_takes_the_work_of_one_prompt_and_two_answers(tmp_path):
+    per_token = []
+    for sentences in (1, 9):
+        place = tmp_path / str(sentences)
+        # Of delta nets alone, whose work is by token.
+        save_model(place / "checkpoint", ["linear_attention"] * 4)
+        prompt = " ".join(["Write about ships."] * sentences)
+        record = {"prompt": prompt, "chosen": "They sail.", "rejected": "No."}
+        write_lines(place / "answers.jsonl", [record] * 2)
+        config = run_config(place, Dpo(0.3, reference="none"), "answers.jsonl")
+        flops = tokens = 0
+        for batch in load_steps(config, place, 1)[0]:
+            work = useful_work(config.model, batch.text, batch.items)
+            flops += model_flops(config.model, work, frozenset())["llm"].forward
+            tokens += int((batch.text.sample >= 0).sum())
+        prompts, answers = lengths_of(place / "checkpoint", record)
+        # The prompt's last token, which predicts the first of an answer, begins both.
+        assert tokens == 2 * (prompts + 1 + answers)
+        per_token.append(flops / tokens)
+    np.testing.assert_allclose(*per_token, rtol=1e-12)
+
+
+def lengths_of(folder: Path, record: dict[str, str]) -> tuple[int, int]:
+    """Count the tokens of the prompt of a pair, and of both answers."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = partial(tokenizer.apply_chat_template, return_dict=False)
+    turns = [{"role": "user", "content": record["prompt"]}]
+    prompt = len(ids(turns, add_generation_prompt=True))
+    answered = (
+        [*turns, {"role": "assistant", "content": record[key]}] for key in ("chosen", "rejected")
+    )
+    return prompt, sum(len(ids(turns)) - prompt for turns in answered)
 
 
 @pytest.mark.exhaustive
 def test_ten_steps_on_packed_rollouts_are_those_of_answers_apart(tmp_path):
-    save_model(tmp_path)
-    theirs = Theirs(tmp_path)
+    save_model(tmp_path / "checkpoint")
+    folder = tmp_path / "checkpoint"
+    model = read_model(folder)
     rng = np.random.default_rng(0)
     records = []
     for number, subject in enumerate(SUBJECTS * 2):
         prompt = f"Write about {subject}, {number + 1} lines."
         answers = [rng.integers(0, 250, rng.integers(3, 40)).tolist() for _ in range(4)]
         with torch.no_grad():
-            old = [(theirs.log_probs(prompt, ids) + 0.1).tolist() for ids in answers]
+            old = [(log_probs(model, folder, prompt, ids) + 0.1).tolist() for ids in answers]
         advantages = rng.normal(size=4)
         advantages -= advantages.mean()
         records.append(
@@ -204,5 +191,4 @@ def test_ten_steps_on_packed_rollouts_are_those_of_answers_apart(tmp_path):
                 "advantages": advantages.tolist(),
             }
         )
-    config = run_config(tmp_path, Grpo(), records)
-    compare(tmp_path, config, rollout_loss, records)
+    compare(tmp_path, Grpo(), rollout_loss, records)

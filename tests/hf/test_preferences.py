@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from preferences import (
     save_judged,
     save_log_probs,
     save_pairs,
+    torch_steps,
     write_lines,
 )
 from tiny_run import MESHES, gradients, load_steps, make_executor, paths, worst_leaf
@@ -53,8 +54,6 @@ from mmjax.train import train
 
 ONE = MeshConfig(1)
 BETA = 0.3
-
-Loss = Callable[[torch.nn.Module], torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -87,30 +86,6 @@ def started(
         executor.model, parameter_shardings(executor.model, executor.mesh, executor.rules)
     )
     return executor, executor.init(jax.random.key(0), given)
-
-
-def torch_steps(place: Path, losses: Sequence[Loss], config: Config) -> list[tuple[float, float]]:
-    """Losses and gradient norms of as many updates there; decay falls on matrices alone."""
-    model = Theirs(place / "checkpoint").model
-    groups = [
-        {
-            "params": [p for p in model.parameters() if (p.ndim > 1) == matrices],
-            "weight_decay": 0.1 * matrices,
-        }
-        for matrices in (True, False)
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    told = []
-    for step, loss_of in enumerate(losses):
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = float(hyperparameters(config, step)["learning_rate/llm"])
-        optimizer.step()
-        told.append((loss.item(), norm.item()))
-    return told
 
 
 def our_steps(
@@ -199,7 +174,9 @@ def test_ten_steps_on_packed_pairs_are_those_of_answers_apart(where, request, tm
         lambda model: loss_there(model, place, steps[0], loss),
     )
     told = torch_steps(
-        place[0], [partial(loss_there, place=place, batches=b, loss=loss) for b in steps], config
+        Theirs(place[0] / "checkpoint").model,
+        [partial(loss_there, place=place, batches=b, loss=loss) for b in steps],
+        config,
     )
     reports = our_steps(config, executor, state, steps)
     ours = [(r.losses.loss.sum() / r.losses.weight.sum(), r.gradient_norm) for r in reports]
@@ -430,7 +407,11 @@ def test_ten_steps_on_judged_answers_are_those_of_answers_apart(place, tmp_path,
     compare_gradients(
         executor.model, first.gradients, theirs.model, lambda model: judged_there(model, steps[0])
     )
-    told = torch_steps(folder, [partial(judged_there, batches=b) for b in steps], config)
+    told = torch_steps(
+        Theirs(folder / "checkpoint").model,
+        [partial(judged_there, batches=b) for b in steps],
+        config,
+    )
     reports = our_steps(config, executor, state, steps)
     ours = [(r.losses.loss.sum() / r.losses.weight.sum(), r.gradient_norm) for r in reports]
     np.testing.assert_allclose([x[0] for x in ours], [x[0] for x in told], atol=1e-3, rtol=1e-3)
@@ -479,7 +460,11 @@ def test_ten_steps_on_rollouts_are_those_of_answers_apart(place, tmp_path, kind)
         )
 
     steps = load_steps(config, tmp_path, 10)
-    told = torch_steps(folder, [partial(rollouts_there, batches=b) for b in steps], config)
+    told = torch_steps(
+        Theirs(folder / "checkpoint").model,
+        [partial(rollouts_there, batches=b) for b in steps],
+        config,
+    )
     reports = our_steps(config, *started(config), steps)
     ours = [(r.losses.loss.sum() / r.losses.weight.sum(), r.gradient_norm) for r in reports]
     np.testing.assert_allclose(ours, told, atol=1e-3, rtol=1e-3)

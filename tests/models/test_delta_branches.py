@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,85 +42,105 @@ def draw_row(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array(sample[:LENGTH]), np.array(branch[:LENGTH])
 
 
-def outcome(layer: GatedDeltaNet, x, weight, context: Context):
-    """Return outputs, and the gradients of their weighted sum by the parameters and `x`."""
-    graph, params = nnx.split(layer)
+@partial(jax.jit, static_argnames=("graph", "devices"))
+def outcome(graph, params, x, weight, context: Context, devices: int = 1):
+    """Return outputs, and the gradients of their weighted sum by the parameters and `x`; devices: that share rows."""
+    mesh = make_mesh(MeshConfig(1, context=devices), jax.devices()[:devices])
 
     def total(params, x):
-        out, _ = nnx.merge(graph, params)(x, context)
+        with activations_on(mesh, ShardingRules()):
+            out, _ = nnx.merge(graph, params)(x, context)
         return jnp.sum(out * weight), out
 
-    gradients, out = jax.jit(jax.grad(total, (0, 1), has_aux=True))(params, x)
+    gradients, out = jax.grad(total, (0, 1), has_aux=True)(params, x)
     return out, gradients
 
 
-def layer_and_inputs(seed: int):
+class Row(NamedTuple):
+    """A layer, what it reads, and weights of its outputs."""
+
+    graph: nnx.GraphDef
+    params: nnx.State
+    x: np.ndarray
+    weight: np.ndarray
+    sample: np.ndarray
+    branch: np.ndarray
+
+
+def random_row(seed: int) -> Row:
     layer = GatedDeltaNet(NET, WIDTH, 1e-6, "silu", nnx.Rngs(seed))
     layer.a_log[...] = jnp.full(4, -3.0)  # slow decays, so that much of a prompt is left
-    rng = np.random.default_rng(seed)
-    return layer, *rng.normal(size=(2, 1, LENGTH, WIDTH)).astype(np.float32)
+    x, weight = np.random.default_rng(seed).normal(size=(2, 1, LENGTH, WIDTH)).astype(np.float32)
+    sample, branch = draw_row(seed)
+    return Row(*nnx.split(layer), x, weight * (sample >= 0)[:, None], sample, branch)
 
 
-def packed(layer, x, weight, sample, branch):
-    kind = np.where(branch > 0, 1 << (FIRST_BRANCH_BIT - 1 + branch), 1)
-    sample, kind = (jnp.asarray(y, jnp.int32)[None] for y in (sample, kind))
+def packed(row: Row, devices: int = 1):
+    kind = np.where(row.branch > 0, 1 << (FIRST_BRANCH_BIT - 1 + row.branch), 1)
+    sample, kind = (jnp.asarray(y, jnp.int32)[None] for y in (row.sample, kind))
     context = Context(encoder_mask(sample), path=paths_of(sample, kind))
-    return outcome(layer, x, weight * np.asarray(sample >= 0)[..., None], context)
+    out, gradients = outcome(row.graph, row.params, row.x, row.weight, context, devices)
+    return np.asarray(out), gradients
 
 
-def alone(layer, x, weight, sample, branch):
+def alone(row: Row):
     """Compute each branch of each sample in a row of its own, behind what precedes it of the trunk."""
-    wanted, total = np.zeros_like(x), None
-    for number, of in sorted({*zip(sample.tolist(), branch.tolist(), strict=True)}):
-        own = (sample == number) & (branch == of)
+    outputs, total = np.zeros_like(row.x), None
+    for number, branch in sorted({*zip(row.sample.tolist(), row.branch.tolist(), strict=True)}):
         if number < 0:
             continue
-        trunk = (sample == number) & (branch == 0)
-        columns = np.flatnonzero(own | (trunk & (np.arange(LENGTH) < own.argmax())))
-        place = np.zeros(LENGTH, int)
-        place[: len(columns)] = columns
-        valid = jnp.asarray(np.where(np.arange(LENGTH) < len(columns), 0, -1), jnp.int32)[None]
-        counted = own[place] & np.asarray(valid[0] >= 0)
-        context = Context(encoder_mask(valid))
-        out, (d_params, d_x) = outcome(
-            layer, x[:, place], weight[:, place] * counted[None, :, None], context
-        )
-        wanted[0, place[counted]] = np.asarray(out)[0, counted]
-        gradients = d_params, jnp.zeros_like(d_x).at[:, columns].add(d_x[:, : len(columns)])
+        counted = (row.sample == number) & (row.branch == branch)
+        trunk = (row.sample == number) & (row.branch == 0)
+        columns = np.flatnonzero(counted | (trunk & (np.arange(LENGTH) < counted.argmax())))
+        place = np.resize(columns, LENGTH)  # what is behind them is padding
+        valid = np.arange(LENGTH) < len(columns)
+        counted = counted[place] & valid
+        context = Context(encoder_mask(jnp.asarray(np.where(valid, 0, -1), jnp.int32)[None]))
+        weight = row.weight[:, place] * counted[:, None]
+        out, (d_params, d_x) = outcome(row.graph, row.params, row.x[:, place], weight, context)
+        outputs[0, place[counted]] = np.asarray(out)[0, counted]
+        d_row = jnp.zeros_like(d_x).at[:, columns].add(d_x[:, : len(columns)])
+        gradients = d_params, d_row
         total = gradients if total is None else jax.tree.map(jnp.add, total, gradients)
-    return wanted, total
+    return outputs, total
 
 
-def difference(found, wanted, valid) -> float:
+def difference(row: Row, found, expected) -> float:
     """Return the largest difference of outputs and of gradients over the largest value of each."""
-    pairs = [(np.asarray(found[0])[0, valid], wanted[0][0, valid])]
-    pairs += zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True)
+    valid = row.sample >= 0
+    pairs = [(found[0][0, valid], expected[0][0, valid])]
+    pairs += zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True)
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
 
 
 @pytest.mark.default_cases("0")
 @pytest.mark.parametrize("seed", range(4))
 def test_outputs_and_gradients_are_those_of_each_branch_alone(seed):
-    arrays = *layer_and_inputs(seed), *draw_row(seed)
-    assert difference(packed(*arrays), alone(*arrays), arrays[3] >= 0) < 1e-5
+    row = random_row(seed)
+    assert difference(row, packed(row), alone(row)) < 1e-5
 
 
 @pytest.mark.default_cases("4")
-@pytest.mark.parametrize("context", [2, 4, 8])
-def test_devices_that_share_a_row_compute_what_one_does(context):
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_devices_that_share_a_row_compute_what_one_does(devices):
     for seed in range(3):
-        arrays = *layer_and_inputs(seed), *draw_row(seed)
-        mesh = make_mesh(MeshConfig(1, context=context), jax.devices()[:context])
-        with activations_on(mesh, ShardingRules()):
-            shared = packed(*arrays)
-        out, gradients = packed(*arrays)
-        wanted = np.asarray(out), gradients
-        assert difference(shared, wanted, arrays[3] >= 0) < 1e-5
+        row = random_row(seed)
+        assert difference(row, packed(row, devices), packed(row)) < 1e-5
 
 
+def error_of_fault(monkeypatch, devices: int = 1) -> float:
+    """Return how far off a row with the planted fault is, and take the fault out."""
+    row = random_row(1)
+    jax.clear_caches()
+    found = packed(row, devices)
+    monkeypatch.undo()
+    jax.clear_caches()
+    return difference(row, found, packed(row, devices))
+
+
+@pytest.mark.default_cases("sibling")
 @pytest.mark.parametrize("fault", ["state", "convolution", "sibling"])
 def test_a_lost_state_and_a_leak_through_a_branch_are_caught(fault, monkeypatch):
-    arrays = *layer_and_inputs(1), *draw_row(1)
     if fault == "convolution":  # the first tokens of a branch read no token of the trunk
         monkeypatch.setattr(
             short_convolution,
@@ -125,31 +148,19 @@ def test_a_lost_state_and_a_leak_through_a_branch_are_caught(fault, monkeypatch)
             lambda path: jnp.where(path == jnp.roll(path, 1, 1), token_before(path), -1),
         )
     else:
-        # Without its trunk every branch begins with nothing; as one sample it goes on from the one before.
+        # Without its trunk a branch begins with nothing; as its own trunk it goes on from a sibling.
         changed = {"state": lambda path: path * 0 - 3, "sibling": lambda path: path}[fault]
         monkeypatch.setattr(gated_delta_net, "trunk_of", changed)
-    assert faulty(arrays, monkeypatch) > 1e-3
+    assert error_of_fault(monkeypatch) > 1e-3
 
 
-def faulty(arrays, monkeypatch) -> float:
-    """Return how far off a row with the fault is that was planted, which this takes out again."""
-    jax.clear_caches()
-    found = packed(*arrays)
-    monkeypatch.undo()
-    jax.clear_caches()
-    out, gradients = packed(*arrays)
-    return difference(found, (np.asarray(out), gradients), arrays[3] >= 0)
-
-
-def test_a_lost_trunk_between_devices_is_caught(monkeypatch):
-    arrays = *layer_and_inputs(1), *draw_row(1)
+@pytest.mark.exhaustive
+def test_a_trunk_lost_between_devices_is_caught(monkeypatch):
     compose = delta_context._compose
 
     def without_trunk(*maps):
-        (own, trunk), last = compose(*maps)
-        return (own, 0 * trunk), last
+        (state, trunk), last = compose(*maps)
+        return (state, 0 * trunk), last
 
     monkeypatch.setattr(delta_context, "_compose", without_trunk)
-    mesh = make_mesh(MeshConfig(1, context=8), jax.devices())
-    with activations_on(mesh, ShardingRules()):
-        assert faulty(arrays, monkeypatch) > 1e-3
+    assert error_of_fault(monkeypatch, devices=4) > 1e-3

@@ -120,7 +120,7 @@ def test_a_lost_state_a_leak_over_a_border_and_a_lost_neighbour_are_caught(fault
 
     def of_one_sample(path):
         path, ends = extend(path)
-        return path, ends._replace(before=ends.first)
+        return path, ends._replace(previous=ends.first)
 
     def without_neighbour(arrays, reach):
         *inputs, path = receive(arrays, reach)
@@ -136,7 +136,7 @@ def test_a_lost_state_a_leak_over_a_border_and_a_lost_neighbour_are_caught(fault
     assert np.abs(shared - alone).max() > 1e-3 * np.abs(alone).max()
 
 
-def exchanged(length: int) -> dict[str, int]:
+def exchanged(length: int, branched: bool) -> dict[str, int]:
     """Count the bytes that collectives of one layer's forward and backward pass send, by kind."""
     layer = GatedDeltaNet(NET, 32, 1e-6, "silu", nnx.Rngs(0))
     graph, params = nnx.split(layer)
@@ -145,7 +145,9 @@ def exchanged(length: int) -> dict[str, int]:
 
     def total(params, x, sample):
         with activations_on(mesh, rules):
-            out, _ = nnx.merge(graph, params)(x, Context(encoder_mask(sample)))
+            # One array serves: paths are read, and not made, in the layer.
+            context = Context(encoder_mask(sample), path=sample if branched else None)
+            out, _ = nnx.merge(graph, params)(x, context)
             return jnp.sum(out * out)
 
     shape = jax.ShapeDtypeStruct((1, length, 32), jnp.float32)
@@ -161,8 +163,10 @@ def exchanged(length: int) -> dict[str, int]:
     return sent
 
 
-def test_what_devices_exchange_does_not_grow_with_the_row():
-    short, long = exchanged(1024), exchanged(8192)
+@pytest.mark.default_cases("True")
+@pytest.mark.parametrize("branched", [False, True])
+def test_what_devices_exchange_does_not_grow_with_the_row(branched):
+    short, long = (exchanged(length, branched) for length in (8192, 65536))
     assert short["all-gather"] > 0
     assert short == long
 

@@ -27,11 +27,12 @@ from tiny_run import (
     worst_leaf,
 )
 
-from mmjax.batch import Microbatch
+from mmjax.batch import FIRST_BRANCH_BIT, Microbatch
 from mmjax.config import (
     AdamW,
     Config,
     CrossEntropy,
+    DeltaNetConfig,
     ExpertsConfig,
     LoraConfig,
     LossConfig,
@@ -177,6 +178,14 @@ def with_experts(config: Config, layers: Sequence[int] = (0, 1, 3)) -> Config:
     return replace(config, batch=batch, model=replace(config.model, llm=llm))
 
 
+def with_delta_nets(config: Config) -> Config:
+    """The same with delta nets in three of the LLM's four layers; its samples have several questions each."""
+    net = DeltaNetConfig((0, 1, 3), key_heads=2, value_heads=4, key_width=8, value_width=8)
+    # With this epsilon norms enlarge rounding little.
+    llm = replace(config.model.llm, delta_net=net, norm_eps=1e-2)
+    return replace(config, model=replace(config.model, llm=llm))
+
+
 def deepstack_config_of(units: str, **changes: Any) -> Config:
     """The model with four vision layers, of which three are taken out, the first stage's last and the last among them.
 
@@ -295,6 +304,17 @@ def assert_gradients_of_one_mesh(
 )
 def test_gradients_of_an_llm_with_experts_are_those_of_one_program(units, tmp_path):
     assert_same_gradients(with_experts(config_of(units)), tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "units", ["unequal ranks", "tensor parallel", "context", "context, interleaved"]
+)
+def test_gradients_of_an_llm_with_delta_nets_are_those_of_one_program(units, tmp_path):
+    config = with_delta_nets(config_of(units))
+    batch = load_steps(config, tmp_path, 1)[0][0]
+    assert (batch.text.kind >> FIRST_BRANCH_BIT).max() > 1  # a second question
+    assert_same_gradients(config, tmp_path)
 
 
 @pytest.mark.default_cases("by module-auto-True-none-1-0.1")

@@ -189,7 +189,7 @@ class StepLoader:
 
     @cached_property
     def batch_layout(self) -> BatchLayout:
-        return BatchLayout.of(self.config.model, self.config.loss, self.config.data.has_branches)
+        return BatchLayout.of_config(self.config)
 
     @cached_property
     def reader(self) -> Reader:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.batch import FIRST_BRANCH_BIT, PADDING, TIME, TOKEN_FIELDS, TextBatch, WeightedSlots
-from mmjax.config import CrossEntropy, Encoder, Generator, LossConfig, ModelConfig
+from mmjax.config import Config, CrossEntropy, Encoder, Generator, LossConfig, ModelConfig
 from mmjax.data.plan.attended_pairs import MaskRules, prefix_tokens
 from mmjax.data.sample import (
     CORNERS,
@@ -61,6 +61,11 @@ class BatchLayout:
             axes=len(model.llm.rope_sections),
             loss=loss,
         )
+
+    @classmethod
+    def of_config(cls, config: Config) -> BatchLayout:
+        """Lay out the arrays of a run's batches. Raises UserError as `of` does."""
+        return cls.of(config.model, config.loss, config.data.has_branches)
 
     def features(self, module: str) -> int:
         """Return the width of one patch or frame."""
@@ -348,18 +353,17 @@ def _check_order(sample: Sample, branches: bool) -> None:
         for segment in sample.segments
         if not isinstance(segment, Text) or len(segment.tokens)
     ]
-    begun = {0}
-    for before, branch in pairwise(order):
-        if branch != before and branch in begun - {0}:
+    begun = set(order[:1])
+    for previous, branch in pairwise(order):
+        if branch and branch != previous and branch in begun:
             raise ValueError(
                 f"its branch {branch} goes on behind other tokens, and a gated delta net (model.llm.delta_net) reads "
                 "a branch's tokens one after the other; put them together"
             )
-        if before and branch != before and not branches:
+        if previous and branch != previous and not branches:
             raise ValueError(
-                f"it has a branch {before} and more tokens behind it, and its source did not say that samples may "
-                "have branches, which a gated delta net (model.llm.delta_net) must know; make each branch a sample "
-                "of its own"
+                f"it has tokens behind its branch {previous}, and a gated delta net (model.llm.delta_net) goes on from "
+                "the last token of a prompt; leave out all branches but one"
             )
         begun.add(branch)
 
