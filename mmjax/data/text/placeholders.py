@@ -50,7 +50,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                     "image": Placeholder(named.get("image_token", "<|image_pad|>")),
                     "video": video,
                 }
-            case "qwen3vl":
+            case "qwen3vl" | "qwen3vlmoe" | "qwen35" | "qwen35moe":
                 # Every temporal patch has a vision span of its own, inside the video's, which the
                 # template writes.
                 video = Placeholder(
