@@ -18,7 +18,7 @@ from mmjax.config import Config, ModelConfig
 from mmjax.data.plan.placement import MicrobatchPlan, Shape
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.parallel.sharding import loss_parts_are_of_tokens
-from mmjax.planning.exchange_time import ClusterRun
+from mmjax.planning.exchange_time import ClusterRun, attends_in_order
 from mmjax.planning.hardware import Cluster
 from mmjax.planning.memory import ACTIVATION, DeviceBatch
 from mmjax.planning.remat import RunPlan, StagePlan
@@ -200,13 +200,15 @@ def _time_passes(
 ) -> tuple[StageTimes, np.ndarray]:
     """Estimate the time of a step's passes, and the seconds of all microbatches by cause, `[stages, causes]`."""
     ranks = _ranks(stages)
+    machine = next(run.machine for runs in stages for run in runs if run.tower == "llm")
+    in_order = attends_in_order(config.model.llm, layout.topology.context, machine)
     graph = unit_graph(config)
     links = unit_links(config)
     seconds = np.zeros((2, len(stages), len(microbatches)))
     transfers: Counter[tuple[int, int]] = Counter()
     causes = np.zeros((len(stages), len(PassTime._fields)))
     for i, microbatch in enumerate(microbatches):
-        pairs = visited_on_device(config.model, layout, microbatch, ranks)
+        pairs = visited_on_device(config.model, layout, microbatch, ranks, in_order)
         for number in range(len(stages)):
             # [pieces, 2, causes] -> [2, causes]
             passes = np.sum(
@@ -261,26 +263,32 @@ def _batch_of(
 
 
 def visited_on_device(
-    model: ModelConfig, layout: RankLayout, microbatch: MicrobatchPlan, ranks: Mapping[str, int]
+    model: ModelConfig,
+    layout: RankLayout,
+    microbatch: MicrobatchPlan,
+    ranks: Mapping[str, int],
+    in_order: bool,
 ) -> dict[str, float]:
     """Count the pairs in the blocks that attention visits on the device with most, by tower; not of dense attention.
 
-    ranks: over which each tower's rows lie.
+    ranks: over which each tower's rows lie. in_order: each of the devices that share a row attends
+    by the next part of it, else by as many pairs as the others.
     """
     pairs = {}
     for k, (name, tower) in enumerate(model.towers.items()):
         if not tower.is_stack or tower.attention == "dense":
             continue
         parts = microbatch.module == k
-        by_row = visited_pairs(
+        shared = layout.topology.context if k == 0 else 1
+        by_part = visited_pairs(
             tower,
             microbatch.row[parts],
             microbatch.offset[parts],
             microbatch.length[parts],
             layout.topology.ranks * layout.rows[k],
             microbatch.shape.lengths[k],
+            shared,
         )
-        # devices that share a row attend as much each
-        shared = layout.topology.context if k == 0 else 1
-        pairs[name] = float(by_row.reshape(ranks[name], -1).sum(1).max()) / shared
+        by_device = by_part.reshape(ranks[name], -1, shared).sum(1)
+        pairs[name] = float((by_device if in_order else by_device.mean(1)).max())
     return pairs

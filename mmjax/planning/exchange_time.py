@@ -166,6 +166,16 @@ def context_seconds(
     )
 
 
+def attends_in_order(llm: DecoderConfig, context: int, machine: ClusterRun) -> bool:
+    """Return whether devices that share a row attend by its parts in order, of which the last attend most.
+
+    Balanced or by heads, they attend as much each.
+    """
+    heads = llm.heads, llm.kv_heads
+    form = context_form(machine.context_attention, heads, context, machine.mesh["tensor"])
+    return llm.delta_net is not None and form == "gather"
+
+
 def recomputed_attention(policies: Sequence[Remat]) -> int:
     """Count the layers whose backward pass runs attention again."""
     return sum(policy == "full" for policy in policies)

@@ -280,12 +280,14 @@ def visited_pairs(
     length: np.ndarray,
     rows: int,
     row_length: int,
+    parts: int = 1,
 ) -> np.ndarray:
-    """Count the pairs in the blocks that attention visits, of one head, averaged over the layers, float64 `[rows]`.
+    """Count the pairs in the blocks that attention visits, of one head, averaged over the layers.
 
     row, offset, length: int `[p]`, where each sample of the LLM or item of an encoder lies in its
     row. Samples are causal (what an item's tokens see ahead of them is left out), items full; the
-    patches of an image's window lie side by side.
+    patches of an image's window lie side by side. Returns float64 `[rows * parts]`, by the part of
+    the row that the queries are in.
     """
     # A row of 8 in blocks of 4, with parts a of 3 and b of 4 tokens:  a a a b | b b b .
     # Rows lie one behind the other, padded to whole blocks: begin 0 3, end 3 7, start 0 4 of the
@@ -314,7 +316,8 @@ def visited_pairs(
             low = low + np.maximum(start - low, 0) // window * window
             high = np.minimum(high, begin[last] + -((begin[last] - stop) // window) * window)
         # Blocks of keys from that of `low` to that of `high - 1`: parts lie side by side.
-        return np.bincount(start // padded, ((high - 1) // k - low // k + 1) * (q * k), rows)
+        visited = ((high - 1) // k - low // k + 1) * (q * k)
+        return np.bincount(start * parts // padded, visited, rows * parts)
 
     return _mean_pairs(config, pairs(), pairs)
 

@@ -1,4 +1,4 @@
-"""Pairs and rollouts through gated delta nets: ten steps of Qwen3.5, with images too, are those of transformers, each answer apart."""
+"""Pairs and rollouts through gated delta nets: ten steps of Qwen3.5 are those of transformers, answer by answer."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from commands import TINY_MEDIA
 from decoding_reference import greedy_tokens
 
 from mmjax.batch import Microbatch, TextBatch
-from mmjax.config import Config, LoraConfig, MeshConfig
+from mmjax.config import Config, DeltaNetConfig, LoraConfig, MeshConfig
 from mmjax.config.loading import copy_config, load
 from mmjax.inference.evaluation import evaluation_sources
 from mmjax.inference.generator import Generator, Sampling
@@ -104,6 +104,8 @@ def changed(config: Config, how: str):
             llm = replace(
                 llm, layers=4, attention="blockwise", remat=("none", "none", "full", "full")
             )
+        case "delta nets":
+            llm = replace(llm, delta_net=DeltaNetConfig((0,), 2, 2, 8, 12))
         case "adapters":
             return replace(
                 config.model, lora={"all": LoraConfig(("llm.layers.*", "*.connector.*"), 2)}
@@ -112,9 +114,11 @@ def changed(config: Config, how: str):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("change", ["plain", "delta nets"])
 @pytest.mark.parametrize("where", MESHES)
-def test_a_mesh_writes_what_one_device_writes(few, where):
+def test_a_mesh_writes_what_one_device_writes(few, where, change):
     (mesh, sampling), (config, source) = MESHES[where], few
+    config = replace(config, model=changed(config, change))
     model = Model.build(config.model, jnp.float32)
     params = random_params(model)
     numbers = [3, 17, 0, 9, 22, 5, 1]

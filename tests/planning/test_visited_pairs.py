@@ -68,6 +68,19 @@ def test_packed_samples_are_counted_by_the_blocks_that_hold_a_pair(seed, window)
     np.testing.assert_array_equal(visited_pairs(llm, *parts, ROWS, LENGTH), live(near))
 
 
+def test_the_last_device_of_a_row_in_order_attends_most_of_one_long_sample():
+    llm = replace(MODEL.llm, windowed=(), attention="flash")
+    zero, length = np.zeros(1, np.int64), np.array([1024])
+    by_part = visited_pairs(llm, zero, zero, length, 1, 1024, parts=4)
+    assert by_part.sum() == visited_pairs(llm, zero, zero, length, 1, 1024)
+    np.testing.assert_allclose(by_part / by_part.mean(), np.array([1, 3, 5, 7]) / 4, atol=0.02)
+    # Four samples of a quarter each are even.
+    short = visited_pairs(
+        llm, zero.repeat(4), 256 * np.arange(4), np.full(4, 256), 1, 1024, parts=4
+    )
+    assert len(set(short)) == 1
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("window", [0, 2, 4])
 def test_items_and_their_windows_are_counted_by_the_blocks_that_hold_a_pair(seed, window):
