@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from mmjax.kernels.delta_chunk import CHUNK, Chunk, Solved
+from mmjax.kernels.delta_chunk import CHUNK, OPERANDS, Chunk, Paths, Solved
 
 _GRADIENT_VALUES = 64
 _VALUES = 32  # channels of values whose states one program carries through a row
@@ -82,11 +82,22 @@ class Place(NamedTuple):
         return Chunk._make(pltriton.load(x.at[i]) for x, i in zip(tokens, indices, strict=True))
 
     def solved(self, arrays: Solved) -> Solved:
-        """Load what the chunk needs beside the state."""
-        return Solved._make(pltriton.load(x.at[self.per_chunk]) for x in arrays)
+        """Load what the chunk needs beside the states."""
+        return jax.tree.map(lambda x: pltriton.load(x.at[self.per_chunk]), arrays)
 
-    def start(self, ref: Any) -> Array:
-        return pltriton.load(ref.at[self.row, self.span])
+    def paths(self, arrays: Paths) -> Paths:
+        """Load the chunk's paths."""
+        path = pltriton.load(arrays.path.at[self.row, self.span])
+        return Paths(path, pltriton.load(arrays.owner.at[self.row, self.chunk]))
+
+    def states(self, arrays: tuple[Any, ...]) -> tuple[Array, ...]:
+        """Load one head's states `[K, V]`, of the place's channels."""
+        return tuple(pltriton.load(x.at[self.state]) for x in arrays)
+
+    def store_states(self, refs: tuple[Any, ...], states: tuple[Array, ...]) -> None:
+        """Store one head's states."""
+        for ref, state in zip(refs, states, strict=True):
+            pltriton.store(ref.at[self.state], state.astype(ref.dtype))
 
 
 def run_kernel(
@@ -161,6 +172,10 @@ class Sizes(NamedTuple):
 
     def per_chunk(self, *shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.rows, self.chunks, self.heads, *shape), dtype)
+
+    def states(self, count: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return shapes of so many states of all chunks, of 2 bytes a number."""
+        return (self.per_chunk(self.key_width, self.value_width, dtype=OPERANDS),) * count
 
     def place(self) -> Place:
         """Return the place of a program of a grid (heads, chunks, rows)."""

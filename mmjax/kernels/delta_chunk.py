@@ -5,7 +5,9 @@ Kernels multiply matrices, forward and backward; gradients of all else are JAX's
 With decays D within the chunk, those of the state, r, and those until its end, e (section 3.3 of
 Yang et al. 2025, "Gated Delta Networks"): A is the strictly lower part of diag(beta) K K' * D,
 (1 + A) N = diag(beta) (V - diag(r) K S), the outputs are diag(r) Q S + (Q K' * D) N, and the next
-state is r_last S + K' diag(e) N.
+state is r_last S + K' diag(e) N. Where samples have branches there are two states, that behind the
+path of the last token and that behind its trunk; every token reads one of them, and each next state
+has its own e.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
+
+from mmjax.kernels.token_paths import continues, trunk_of
 
 CHUNK = 64  # tokens
 BLOCK = 16  # tokens of a chunk whose system is solved row by row
@@ -32,20 +36,29 @@ class Chunk(NamedTuple):
     beta: Array  # [C], float32
 
 
+class Paths(NamedTuple):
+    """Paths of tokens (`mmjax.kernels.token_paths`), and of the token before a chunk, whose states reach it."""
+
+    path: Array  # of a chunk [C]
+    owner: Array  # of a chunk a scalar
+
+
 class Decays(NamedTuple):
-    """Decays within a chunk, float32; 0 where a state or another token is of another sample."""
+    """Decays within a chunk, float32, by state; 0 where a state or another token is not on a token's path."""
 
     between: Array  # [C, C], from column to row
-    reads: Array  # [C], from the state before the chunk to each token
-    ends: Array  # [C], from each token to the end of the chunk
+    reads: tuple[Array, ...]  # [C], from a state before the chunk to each token
+    ends: tuple[Array, ...]  # [C], from each token to a state behind the chunk
+    kept: tuple[tuple[Array, ...], ...]  # scalars, from each state before it, by state behind it
 
 
 class Solved(NamedTuple):
-    """The operands of a chunk beside its tokens and the state before it."""
+    """The operands of a chunk beside its tokens and the states before it."""
 
     inverse: Array  # [C, C], of 1 + A
-    reads: Array  # [C], as of Decays
-    ends: Array
+    reads: tuple[Array, ...]  # these as of Decays
+    ends: tuple[Array, ...]
+    kept: tuple[tuple[Array, ...], ...]
 
 
 def dot(a: Array, b: Array) -> Array:
@@ -70,21 +83,41 @@ def indices(*shape: int) -> list[Array]:
     return [lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(len(shape))]
 
 
-def decays_of(g: Array, start: Array) -> Decays:
-    """Compute decays from their logarithms. start: `[C]`, where a token's sample begins; -1: before the chunk."""
+def decays_of(g: Array, paths: Paths, branched: bool) -> Decays:
+    """Compute decays from their logarithms. branched: samples may have branches."""
+    path, owner = paths
     row, column = indices(CHUNK, CHUNK)
-    low = (start[:, None] == start[None, :]) & (row >= column)
-    # Sums over the tokens of a sample alone: with those before it in the chunk they would round as
+    low = continues(path[:, None], path[None, :], branched) & (row >= column)
+    # Sums over the tokens of a path alone: with those before it in the chunk they would round as
     # these are. What is below the smallest float32 would only round the differences.
     g = jnp.maximum(g, SMALLEST)
     since = jnp.sum(jnp.where(low, g[None, :], 0.0), 1)
     # Masked before the exponential too: above the diagonal it overflows, and gradients were NaN.
     between = jnp.where(low, since[:, None] - since[None, :], -jnp.inf)
     between = jnp.exp(between)
+    read = jnp.exp(since)
+    on_path = path == owner
+    (number,) = indices(CHUNK)
+    reads = (jnp.where(on_path, read, 0.0),)
+    ends = (number == CHUNK - 1,)
+    untouched = None
+    if branched:
+        of_sample = trunk_of(path) == trunk_of(owner)
+        reads += (jnp.where(of_sample & ~on_path, read, 0.0),)
+        last = jnp.sum(jnp.where(ends[0], path, 0))
+        # The last token of the trunk that the last token is of, or continues.
+        end = jnp.max(jnp.where(path == trunk_of(last), number, -1))
+        ends += (number == end,)
+        # Without one in the chunk the state of the trunk stays what it is.
+        untouched = (end < 0) & (trunk_of(last) == trunk_of(owner))
+    kept = [tuple(jnp.sum(jnp.where(at, x, 0.0)) for x in reads) for at in ends]
+    if branched:
+        kept[1] = kept[1][0], jnp.where(untouched, 1.0, kept[1][1])
     return Decays(
         between=between,
-        reads=jnp.where(start < 0, jnp.exp(since), 0.0),
-        ends=jnp.sum(jnp.where(row == CHUNK - 1, between, 0.0), 0),
+        reads=reads,
+        ends=tuple(jnp.sum(jnp.where(at[:, None], between, 0.0), 0) for at in ends),
+        kept=tuple(kept),
     )
 
 
@@ -124,12 +157,20 @@ def inverse_of(system: Array) -> Array:
     return whole
 
 
-def unsolved(v: Array, reads_of_keys: Array, beta: Array, reads: Array) -> Array:
-    """Compute the right side of the system that N solves, float32 `[C, V]`. reads_of_keys: K S."""
-    return beta[:, None] * (v - reads[:, None] * reads_of_keys)
+def unsolved(
+    v: Array, reads_of_keys: tuple[Array, ...], beta: Array, reads: tuple[Array, ...]
+) -> Array:
+    """Compute the right side of the system that N solves, float32 `[C, V]`. reads_of_keys: K S, by state."""
+    return beta[:, None] * (v - weighted(reads, reads_of_keys))
 
 
-def last_of(x: Array) -> Array:
-    """Return the last token's number."""
-    (row,) = indices(CHUNK)
-    return jnp.sum(jnp.where(row == CHUNK - 1, x, 0.0))
+def weighted(factors: tuple[Array, ...], terms: tuple[Array, ...]) -> Array:
+    """Add up `[C, n]` of all states, each times its factors `[C]`."""
+    first, *others = (x[:, None] * y for x, y in zip(factors, terms, strict=True))
+    return sum(others, first)
+
+
+def carried(factors: tuple[Array, ...], states: tuple[Array, ...]) -> Array:
+    """Add up states, each times its factor."""
+    first, *others = (x * y for x, y in zip(factors, states, strict=True))
+    return sum(others, first)

@@ -21,13 +21,15 @@ from mmjax.kernels.delta_blocks import Sizes, Tokens, run_kernel
 from mmjax.kernels.delta_chunk import (
     CHUNK,
     OPERANDS,
+    Paths,
     Solved,
+    carried,
     decays_of,
     dot,
     inverse_of,
-    last_of,
     system_of,
     unsolved,
+    weighted,
 )
 from mmjax.kernels.delta_gradients import (
     read_gradients,
@@ -35,6 +37,9 @@ from mmjax.kernels.delta_gradients import (
     token_gradients,
     written_gradients,
 )
+
+# The state behind a path, and where samples have branches, that behind its trunk.
+States = tuple[Float[Array, "b m k v"], ...]
 
 
 def unsupported(length: int, key_width: int, value_width: int, dtype: jnp.dtype) -> str | None:
@@ -51,131 +56,137 @@ def unsupported(length: int, key_width: int, value_width: int, dtype: jnp.dtype)
 
 
 def delta_rule(
-    tokens: Tokens, sample: Int[Array, "b t"], state: Float[Array, "b m k v"], interpret: bool
-) -> tuple[Float[Array, "b t m v"], Float[Array, "b m k v"]]:
-    """Compute the outputs of every token, in the dtype of the values, and the state after the last one.
+    tokens: Tokens, path: Int[Array, "b t"], states: States, interpret: bool
+) -> tuple[Float[Array, "b t m v"], States]:
+    """Compute the outputs of every token, in the dtype of the values, and the states after the last one.
 
-    state: float32, of the first token's sample. interpret: run as JAX operations, on any device.
-    The rest as in `mmjax.models.gated_delta_net.gated_delta_rule`.
+    states: float32, of the first token's path, and, where samples may have branches, of its trunk.
+    interpret: run as JAX operations, on any device. The rest as in
+    `mmjax.models.gated_delta_net.gated_delta_rule`.
     """
-    length = sample.shape[1]
+    length = path.shape[1]
     extra = -length % CHUNK
     tokens = jax.tree.map(
         lambda x: jnp.pad(x, ((0, 0), (0, extra)) + ((0, 0),) * (x.ndim - 2)), tokens
     )
-    start = _sample_starts(jnp.pad(sample, ((0, 0), (0, extra)), "edge"))
-    out, state = _delta_rule(tokens, start, state, interpret)
-    return out[:, :length], state
+    out, states = _delta_rule(tokens, _paths(path, extra), states, interpret)
+    return out[:, :length], states
 
 
-def _sample_starts(sample: Int[Array, "b t"]) -> Int[Array, "b t"]:
-    """Tell for every token where in its chunk its sample begins; -1 if it began in an earlier one.
-
-    In chunks of 4, samples 0 0 0 1 | 1 1 2 2 start at -1 -1 -1 3 | -1 -1 2 2: the state before a
-    row is of its first sample.
-    """
-    rows, length = sample.shape
-    previous = jnp.concatenate([sample[:, :1], sample[:, :-1]], 1)
-    column = jnp.arange(length, dtype=jnp.int32) % CHUNK
-    start = jnp.where(sample != previous, column, -1).reshape(rows, -1, CHUNK)
-    return lax.cummax(start, axis=2).reshape(rows, length)
+def _paths(path: Int[Array, "b t"], extra: int) -> Paths:
+    """Pad paths, and find those of the tokens before all chunks; before a row is what its first token continues."""
+    path = jnp.pad(path, ((0, 0), (0, extra)), "edge")
+    return Paths(path, jnp.concatenate([path[:, :1], path[:, CHUNK - 1 : -1 : CHUNK]], 1))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _delta_rule(tokens: Tokens, start: Array, state: Array, interpret: bool) -> tuple[Array, Array]:
-    solved = _solve(tokens, start, interpret)
-    states, new, last = _states(tokens, solved, state, interpret)
-    return _outputs(tokens, start, states, new, interpret), last
+def _delta_rule(
+    tokens: Tokens, paths: Paths, states: States, interpret: bool
+) -> tuple[Array, States]:
+    solved = _solve(tokens, paths, len(states) > 1, interpret)
+    states, new, last = _states(tokens, solved, states, interpret)
+    return _outputs(tokens, paths, states, new, interpret), last
 
 
 def _forward(
-    tokens: Tokens, start: Array, state: Array, interpret: bool
-) -> tuple[tuple[Array, Array], tuple[Tokens, Array, Array]]:
-    return _delta_rule(tokens, start, state, interpret), (tokens, start, state)
+    tokens: Tokens, paths: Paths, states: States, interpret: bool
+) -> tuple[tuple[Array, States], tuple[Tokens, Paths, States]]:
+    return _delta_rule(tokens, paths, states, interpret), (tokens, paths, states)
 
 
 def _backward(
-    interpret: bool, residuals: tuple[Tokens, Array, Array], gradients: tuple[Array, Array]
-) -> tuple[Tokens, None, Array]:
-    tokens, start, state = residuals
+    interpret: bool, residuals: tuple[Tokens, Paths, States], gradients: tuple[Array, States]
+) -> tuple[Tokens, None, States]:
+    tokens, paths, first = residuals
     d_out, d_last = gradients
-    solved = _solve(tokens, start, interpret)
-    states, new, _ = _states(tokens, solved, state, interpret)
-    d_new = written_gradients(tokens, start, d_out, interpret)
+    branched = len(first) > 1
+    solved = _solve(tokens, paths, branched, interpret)
+    states, new, _ = _states(tokens, solved, first, interpret)
+    d_new = written_gradients(tokens, paths, d_out, branched, interpret)
     d_states, d_new, d_first = state_gradients(tokens, solved, d_out, d_new, d_last, interpret)
-    d_reads = read_gradients(tokens, start, states, new, d_out, d_states, interpret)
-    d_tokens = token_gradients(tokens, start, solved.inverse, states, d_new, d_reads, interpret)
+    d_reads = read_gradients(tokens, paths, states, new, d_out, d_states, interpret)
+    d_tokens = token_gradients(tokens, paths, solved.inverse, states, d_new, d_reads, interpret)
     return d_tokens, None, d_first
 
 
 _delta_rule.defvjp(_forward, _backward)
 
 
-def _solve(tokens: Tokens, start: Array, interpret: bool) -> Solved:
+def _solve(tokens: Tokens, paths: Paths, branched: bool, interpret: bool) -> Solved:
     sizes = Sizes.of(tokens)
 
-    def kernel(tokens: Tokens, start_ref: Any, outputs: Solved) -> None:
+    def kernel(tokens: Tokens, paths: Paths, outputs: Solved) -> None:
         place = sizes.place()
         x = place.inputs(tokens)
-        decays = decays_of(x.g, place.start(start_ref))
-        solved = Solved(
-            inverse_of(system_of(dot(x.k, x.k.T), x.beta, decays)), decays.reads, decays.ends
-        )
-        for ref, value in zip(outputs, solved, strict=True):
+        decays = decays_of(x.g, place.paths(paths), branched)
+        inverse = inverse_of(system_of(dot(x.k, x.k.T), x.beta, decays))
+        solved = Solved(inverse, *decays[1:])
+        for ref, value in zip(jax.tree.leaves(outputs), jax.tree.leaves(solved), strict=True):
             pltriton.store(ref.at[place.per_chunk], value.astype(ref.dtype))
 
-    inverse = sizes.per_chunk(CHUNK, CHUNK, dtype=OPERANDS)
-    outputs = Solved(inverse, sizes.per_chunk(CHUNK), sizes.per_chunk(CHUNK))
-    return run_kernel(kernel, "solve", sizes.grid, (tokens, start), outputs, interpret)
+    count = 1 + branched
+    by_state = (sizes.per_chunk(CHUNK),) * count
+    outputs = Solved(
+        inverse=sizes.per_chunk(CHUNK, CHUNK, dtype=OPERANDS),
+        reads=by_state,
+        ends=by_state,
+        kept=((sizes.per_chunk(),) * count,) * count,
+    )
+    return run_kernel(kernel, "solve", sizes.grid, (tokens, paths), outputs, interpret)
 
 
 def _states(
-    tokens: Tokens, solved: Solved, state: Array, interpret: bool
-) -> tuple[Array, Array, Array]:
-    """Compute the states before all chunks, `[B, chunks, M, K, V]`, what is written, and the last state.
+    tokens: Tokens, solved: Solved, states: States, interpret: bool
+) -> tuple[States, Array, States]:
+    """Compute the states before all chunks, `[B, chunks, M, K, V]`, what is written, and the last states.
 
     The first two of 2 bytes a number.
     """
     sizes = Sizes.of(tokens)
 
-    def kernel(tokens: Tokens, solved: Solved, state_ref: Any, outputs: Any) -> None:
-        states_ref, new_ref, last_ref = outputs
+    def kernel(tokens: Tokens, solved: Solved, states_refs: Any, outputs: Any) -> None:
+        stored, new_ref, last_refs = outputs
         first = sizes.part()
 
-        def step(chunk: Array, state: Array) -> Array:
+        def step(chunk: Array, states: States) -> States:
             place = first._replace(chunk=chunk)
-            pltriton.store(states_ref.at[place.state], state.astype(states_ref.dtype))
+            place.store_states(stored, states)
             x, y = place.inputs(tokens), place.solved(solved)
-            new = dot(y.inverse, unsolved(x.v, dot(x.k, state), x.beta, y.reads))
+            reads_of_keys = tuple(dot(x.k, state) for state in states)
+            new = dot(y.inverse, unsolved(x.v, reads_of_keys, x.beta, y.reads))
             pltriton.store(new_ref.at[place.per_value], new.astype(new_ref.dtype))
-            return state * last_of(y.reads) + dot(x.k.T, y.ends[:, None] * new)
+            return tuple(
+                carried(kept, states) + dot(x.k.T, ends[:, None] * new)
+                for kept, ends in zip(y.kept, y.ends, strict=True)
+            )
 
         whole = first.row, first.head, slice(None), first.values
-        state = pltriton.load(state_ref.at[whole])
-        pltriton.store(last_ref.at[whole], lax.fori_loop(0, sizes.chunks, step, state))
+        states = tuple(pltriton.load(ref.at[whole]) for ref in states_refs)
+        states = lax.fori_loop(0, sizes.chunks, step, states)
+        for ref, state in zip(last_refs, states, strict=True):
+            pltriton.store(ref.at[whole], state)
 
     outputs = (
-        sizes.per_chunk(sizes.key_width, sizes.value_width, dtype=OPERANDS),
+        sizes.states(len(states)),
         jax.ShapeDtypeStruct(tokens.v.shape, OPERANDS),
-        jax.ShapeDtypeStruct(state.shape, jnp.float32),
+        tuple(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in states),
     )
-    inputs = tokens, solved, state
+    inputs = tokens, solved, states
     return run_kernel(kernel, "states", sizes.grid_of_parts, inputs, outputs, interpret)
 
 
-def _outputs(tokens: Tokens, start: Array, states: Array, new: Array, interpret: bool) -> Array:
+def _outputs(tokens: Tokens, paths: Paths, states: States, new: Array, interpret: bool) -> Array:
     sizes = Sizes.of(tokens)
 
-    def kernel(tokens: Tokens, start_ref: Any, states_ref: Any, new_ref: Any, out_ref: Any) -> None:
+    def kernel(tokens: Tokens, paths: Paths, states: Any, new_ref: Any, out_ref: Any) -> None:
         place = sizes.place()
         x = place.inputs(tokens)
-        decays = decays_of(x.g, place.start(start_ref))
-        state = pltriton.load(states_ref.at[place.per_chunk])
+        decays = decays_of(x.g, place.paths(paths), len(states) > 1)
         new = pltriton.load(new_ref.at[place.per_value])
-        out = decays.reads[:, None] * dot(x.q, state)
+        out = weighted(decays.reads, tuple(dot(x.q, state) for state in place.states(states)))
         out += dot(dot(x.q, x.k.T) * decays.between, new)
         pltriton.store(out_ref.at[place.per_value], out.astype(out_ref.dtype))
 
-    inputs = tokens, start, states, new
+    inputs = tokens, paths, states, new
     out = jax.ShapeDtypeStruct(tokens.v.shape, tokens.v.dtype)
     return run_kernel(kernel, "outputs", sizes.grid, inputs, out, interpret)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.config import Activation, DeltaNetConfig
 from mmjax.kernels.delta_blocks import Tokens
-from mmjax.kernels.delta_rule import delta_rule, unsupported
+from mmjax.kernels.delta_rule import States, delta_rule, unsupported
 from mmjax.kernels.token_paths import continues, extend_paths, trunk_of
 from mmjax.models.delta_context import DeltaInputs, delta_over_context, shares_rows
 from mmjax.models.kv_cache import KVCacheView, RecurrentState
@@ -43,10 +43,6 @@ L2_EPS = 1e-6  # added to the squared norms of queries and keys
 # Operands are float32, and products on accelerators would round them by default.
 _matmul = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-
-
-# The state behind a path, and where samples have branches, that behind its trunk.
-States = tuple[Float[Array, "b m k v"], ...]
 
 
 def gated_delta_rule(
@@ -82,7 +78,7 @@ def gated_delta_rule(
     if states is None:
         zeros = jnp.zeros((rows, value_heads, key_width, value_width), jnp.float32)
         states = (zeros,) * (1 + branched)
-    if _kernel_reason(length, key_width, value_width, v.dtype, branched) is None:
+    if _kernel_reason(length, key_width, value_width, v.dtype) is None:
         return _by_kernel(q, k, v, g, beta, path, states)
     return _in_segments(q, k, v, g, beta, path, states)
 
@@ -132,21 +128,15 @@ def _in_segments(
     return out, tuple(x.reshape(rows, value_heads, key_width, value_width) for x in states)
 
 
-def describe_delta_rule(
-    length: int, config: DeltaNetConfig, dtype: jnp.dtype, branched: bool
-) -> str:
+def describe_delta_rule(length: int, config: DeltaNetConfig, dtype: jnp.dtype) -> str:
     """Name what computes the gated delta rule in rows of this length, and why it is not the kernels for GPUs."""
-    reason = _kernel_reason(length, config.key_width, config.value_width, dtype, branched)
+    reason = _kernel_reason(length, config.key_width, config.value_width, dtype)
     return f"XLA ({reason})" if reason else "Triton"
 
 
-def _kernel_reason(
-    length: int, key_width: int, value_width: int, dtype: jnp.dtype, branched: bool
-) -> str | None:
+def _kernel_reason(length: int, key_width: int, value_width: int, dtype: jnp.dtype) -> str | None:
     if platform() not in ("gpu", "cuda"):
         return f"platform {platform()}"
-    if branched:
-        return "samples with branches"
     return unsupported(length, key_width, value_width, dtype)
 
 
@@ -180,8 +170,7 @@ def _kernels(
     q = (_normalized(q.astype(jnp.float32)) * q.shape[-1] ** -0.5).astype(q.dtype)
     k = _normalized(k.astype(jnp.float32)).astype(k.dtype)
     g, beta = (x.astype(jnp.float32) for x in (g, beta))
-    out, last = delta_rule(Tokens(q, k, v, g, beta), path, states[0], interpret=platform() == "cpu")
-    return out, (last,)
+    return delta_rule(Tokens(q, k, v, g, beta), path, states, interpret=platform() == "cpu")
 
 
 def rule_on_device(
@@ -189,7 +178,7 @@ def rule_on_device(
 ) -> tuple[Array, States]:
     """Compute `gated_delta_rule` of one device's tokens and heads, inside of `shard_map`."""
     sizes = q.shape[1], k.shape[-1], v.shape[-1], v.dtype
-    rule = _kernels if _kernel_reason(*sizes, len(states) > 1) is None else _in_segments
+    rule = _kernels if _kernel_reason(*sizes) is None else _in_segments
     return rule(q, k, v, g, beta, path, states)
 
 

@@ -16,7 +16,6 @@ from mmjax.config import Config
 from mmjax.config.model import quantized_layers
 from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
-from mmjax.data.loading.text_rows import BatchLayout
 from mmjax.data.plan.budget import prices_of
 from mmjax.data.plan.fit_budget import long_samples
 from mmjax.data.plan.grouping import StepGrouper
@@ -161,7 +160,6 @@ def describe_attention(config: Config, layout: RankLayout) -> str:
     towers = config.model.towers
     longest = np.max([shape.lengths for shape in layout.shapes], axis=0).tolist()
     dtype = np.dtype(config.training.precision)
-    branched = BatchLayout.of_config(config).branches
     backends = []
     for (name, tower), length in zip(towers.items(), longest, strict=True):
         if tower.is_generator:
@@ -174,9 +172,7 @@ def describe_attention(config: Config, layout: RankLayout) -> str:
             f"{name}: {kernel if chosen_backend(tower.attention) == 'flash' else tower.attention}"
         )
         if net := getattr(tower, "delta_net", None):
-            backends.append(
-                f"{name}'s delta nets: {describe_delta_rule(length, net, dtype, branched)}"
-            )
+            backends.append(f"{name}'s delta nets: {describe_delta_rule(length, net, dtype)}")
     return "; ".join(backends)
 
 

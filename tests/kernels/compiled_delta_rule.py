@@ -1,9 +1,10 @@
-"""Compile the gated delta rule's kernels for an absent H200: temporary bytes, and bytes that each kernel spills."""
+"""Compile the delta rule with 1 or 2 states for an absent H200: temporary bytes, and bytes that each kernel spills."""
 
 import json
 import os
 import re
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def report_registers(folder: Path) -> Path:
     return report
 
 
-def temporary_bytes(mesh: Mesh) -> int:
+def temporary_bytes(mesh: Mesh, states: int) -> int:
     def struct(*shape: int, dtype: type = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
@@ -50,13 +51,15 @@ def temporary_bytes(mesh: Mesh) -> int:
     tokens = Tokens(keys, keys, values, numbers, numbers)
     state = struct(1, HEADS, WIDTH, WIDTH, dtype=jnp.float32)
 
-    def total(tokens: Tokens, sample: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out, state = delta_rule(tokens, sample, state, interpret=False)
-        return out.astype(jnp.float32).sum() + state.sum(), out
+    def total(
+        tokens: Tokens, path: jax.Array, states: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        out, states = delta_rule(tokens, path, states, interpret=False)
+        return out.astype(jnp.float32).sum() + sum(x.sum() for x in states), out
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(jax.grad(total, has_aux=True)).lower(
-            tokens, struct(1, LENGTH, dtype=jnp.int32), state
+            tokens, struct(1, LENGTH, dtype=jnp.int32), (state,) * states
         )
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
@@ -64,7 +67,8 @@ def temporary_bytes(mesh: Mesh) -> int:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         report = report_registers(Path(folder))
-        temporary = temporary_bytes(Mesh(np.array(aot_devices(parse_cluster("h200"))), ("device",)))
+        mesh = Mesh(np.array(aot_devices(parse_cluster("h200"))), ("device",))
+        temporary = temporary_bytes(mesh, states=int(sys.argv[1]))
         found = re.findall(
             r"entry function 'delta_rule_([a-z_]+?)(?:__\d+)?'.*?(\d+) bytes spill stores",
             report.read_text(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 
 from mmjax.config import DeltaNetConfig, MeshConfig
 from mmjax.kernels import delta_chunk, delta_rule
+from mmjax.kernels.delta_chunk import Paths
 from mmjax.models import gated_delta_net
 from mmjax.models.gated_delta_net import describe_delta_rule, gated_delta_rule
 from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh
@@ -30,8 +32,15 @@ def kernels(monkeypatch):
     monkeypatch.setattr(gated_delta_net, "_kernel_reason", lambda *_: None)
 
 
-def draw(seed: int, rows: int = 1, heads=(1, 2), widths=(32, 64)) -> list[np.ndarray]:
-    """Draw q, k, v, g, beta, samples and the first state: keys that repeat, and decays as large as -300."""
+# Behind the end of a trunk, that is given: branch 2 of sample 0, its trunk again, and two branches of
+# that; then samples with none, with a long one and with short ones.
+PATHS = [2, 0, 3, 4, 32, 65, 66, 64, 67, 96, 97, 98]
+
+
+def draw(
+    seed: int, rows: int = 1, heads=(1, 2), widths=(32, 64), branched: bool = False
+) -> list[Any]:
+    """Draw q, k, v, g, beta, paths and the first states: keys that repeat, and decays as large as -300."""
     rng = np.random.default_rng(seed)
     (key_heads, value_heads), (key_width, value_width) = heads, widths
     q, k = rng.normal(size=(2, rows, LENGTH, key_heads, key_width))
@@ -42,49 +51,64 @@ def draw(seed: int, rows: int = 1, heads=(1, 2), widths=(32, 64)) -> list[np.nda
     beta[:, 20:50] = 1
     g[:, 25:45] = 0
     g[:, [10, 30, 90, 91]] = -300
-    cuts = np.sort(rng.choice(np.arange(1, LENGTH), 4, replace=False))
-    sample = np.searchsorted(cuts, np.arange(LENGTH), side="right")
-    sample = np.tile(sample, (rows, 1)).astype(np.int32)
-    state = 0.2 * rng.normal(size=(rows, value_heads, key_width, value_width))
-    return [*(x.astype(np.float32) for x in (q, k, v, g, beta)), sample, state.astype(np.float32)]
+    parts = np.array(PATHS if branched else range(5))
+    cuts = np.sort(rng.choice(np.arange(1, LENGTH), len(parts) - 1, replace=False))
+    path = parts[np.searchsorted(cuts, np.arange(LENGTH), side="right")]
+    path = np.tile(path, (rows, 1)).astype(np.int32)
+    states = 0.2 * rng.normal(size=(1 + branched, rows, value_heads, key_width, value_width))
+    return [
+        *(x.astype(np.float32) for x in (q, k, v, g, beta)),
+        path,
+        tuple(states.astype(np.float32)),
+    ]
 
 
-def exact(q, k, v, g, beta, sample, states):
+def exact(q, k, v, g, beta, path, states):
     """Compute the rule one token after the other."""
     normalized = lambda x: x / jnp.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)  # noqa: E731
     group = v.shape[2] // k.shape[2]
     q, k = (jnp.repeat(normalized(x), group, axis=2) for x in (q, k))
-    new = jnp.diff(sample, axis=1, prepend=sample[:, :1]) != 0
+    before = jnp.concatenate([path[:, :1], path[:, :-1]], 1)
+    where = lambda condition, x, y: jnp.where(condition[:, None, None, None], x, y)  # noqa: E731
 
-    def step(state, token):
-        q, k, v, g, beta, new = token
-        state = jnp.where(new[:, None, None, None], 0, state) * jnp.exp(g)[..., None, None]
+    def step(states, token):
+        q, k, v, g, beta, path, before = token
+        trunk = where(path // 32 == before // 32, states[-1], 0)
+        is_branch = path % 32 > 0 if len(states) > 1 else path != path
+        state = where(path == before, states[0], where(is_branch, trunk, 0))
+        if len(states) > 1:  # the trunk goes on behind its branches
+            state = where((path != before) & ~is_branch, trunk, state)
+        state *= jnp.exp(g)[..., None, None]
         change = beta[..., None] * (v - jnp.einsum("bmk,bmkv->bmv", k, state))
         state += k[..., None] * change[..., None, :]
-        return state, jnp.einsum("bmk,bmkv->bmv", q, state)
+        after = (state, where(is_branch, trunk, state))[: len(states)]
+        return after, jnp.einsum("bmk,bmkv->bmv", q, state)
 
-    tokens = q * q.shape[-1] ** -0.5, k, v, g, beta, new
-    state, out = jax.lax.scan(step, states[0], tuple(jnp.moveaxis(x, 1, 0) for x in tokens))
-    return jnp.moveaxis(out, 0, 1), (state,)
+    tokens = q * q.shape[-1] ** -0.5, k, v, g, beta, path, before
+    states, out = jax.lax.scan(step, states, tuple(jnp.moveaxis(x, 1, 0) for x in tokens))
+    return jnp.moveaxis(out, 0, 1), states
 
 
 def with_gradients(rule, arrays, dtype):
-    """Compute outputs, the last state, and gradients of all but the samples."""
-    *inputs, sample, state = arrays
+    """Compute outputs, the last states, and gradients of all but the paths."""
+    *inputs, path, states = arrays
     rng = np.random.default_rng(1)
-    weights = [rng.normal(size=x.shape) * scale for x, scale in ((inputs[2], 1), (state, 0.1))]
+    weights = (
+        rng.normal(size=inputs[2].shape),
+        0.1 * rng.normal(size=(len(states), *states[0].shape)),
+    )
 
     def total(*inputs):
-        q, k, v, g, beta, state = inputs
+        q, k, v, g, beta, states = inputs
         q, k, v = (x.astype(dtype) for x in (q, k, v))
-        out, (last,) = rule(q, k, v, g, beta, jnp.asarray(sample), (state,))
-        results = out, last
-        products = [jnp.sum(x * w) for x, w in zip(results, weights, strict=True)]
-        return sum(products), results
+        branched = {"branched": True} if len(states) > 1 and rule is not exact else {}
+        out, last = rule(q, k, v, g, beta, jnp.asarray(path), states, **branched)
+        return jnp.sum(out * weights[0]) + jnp.sum(jnp.stack(last) * weights[1]), (out, last)
 
-    inputs = [jnp.asarray(x) for x in (*inputs, state)]
+    inputs = jax.tree.map(jnp.asarray, (*inputs, states))
     gradients, results = jax.jit(jax.grad(total, range(6), has_aux=True))(*inputs)
-    return [np.asarray(x, np.float64) for x in (*results, *gradients)]
+    stacked = (np.stack(x) if isinstance(x, tuple) else x for x in (*results, *gradients))
+    return [np.asarray(x, np.float64) for x in stacked]
 
 
 def errors(arrays) -> dict[str, tuple[float, float]]:
@@ -96,36 +120,45 @@ def errors(arrays) -> dict[str, tuple[float, float]]:
     ]
     found = with_gradients(gated_delta_rule, arrays, jnp.bfloat16)
     with jax.enable_x64(True):
-        wide = [x if x.dtype == np.int32 else x.astype(np.float64) for x in arrays]
+        wide = jax.tree.map(lambda x: x if x.dtype == np.int32 else x.astype(np.float64), arrays)
         wanted = with_gradients(exact, wide, jnp.float64)
-    names = ("out", "state", "d_q", "d_k", "d_v", "d_g", "d_beta", "d_state")
+    names = ("out", "states", "d_q", "d_k", "d_v", "d_g", "d_beta", "d_states")
     return {
         name: (np.abs(x - y).max() / np.abs(y).max(), np.sqrt(np.mean((x - y) ** 2)) / np.abs(y).max())
         for name, x, y in zip(names, found, wanted, strict=True)
     }  # fmt: skip
 
 
-@pytest.mark.default_cases("0")
+@pytest.mark.default_cases("branches-0")
 @pytest.mark.parametrize("seed", range(4))
-def test_outputs_states_and_gradients_are_those_of_a_loop_over_tokens(kernels, seed):
+@pytest.mark.parametrize("branched", [False, True], ids=["samples", "branches"])
+def test_outputs_states_and_gradients_are_those_of_a_loop_over_tokens(kernels, branched, seed):
     wide = {"rows": 2, "heads": (1, 3), "widths": (128, 128)} if seed % 2 else {}
-    found = errors(draw(seed, **wide))
+    found = errors(draw(seed, **wide, branched=branched))
     for name, (largest, mean) in found.items():
         assert largest <= LARGEST_ERROR, (name, found)
         assert mean <= MEAN_ERRORS.get(name, MEAN_ERROR), (name, found)
 
 
-@pytest.mark.parametrize("fault", ["samples", "decay", "inverse"])
-def test_a_leak_over_a_border_a_lost_decay_and_a_wrong_inverse_are_caught(
+def without_trunk(g, paths, branched):
+    decays = delta_chunk.decays_of(g, paths, branched)
+    return decays._replace(reads=(decays.reads[0], 0 * decays.reads[1]))
+
+
+FAULTS = {
+    "samples": ("_paths", lambda path, extra: Paths(jnp.pad(0 * path, ((0, 0), (0, extra))), jnp.zeros((1, 3), int))),
+    "decay": ("carried", lambda factors, states: states[0]),
+    "inverse": ("inverse_of", lambda system: jnp.eye(64) - system),
+    "trunk": ("decays_of", without_trunk),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_leak_over_a_border_a_lost_decay_a_wrong_inverse_and_a_lost_trunk_are_caught(
     kernels, monkeypatch, fault
 ):
-    if fault == "samples":
-        monkeypatch.setattr(delta_rule, "_sample_starts", lambda sample: 0 * sample - 1)
-    elif fault == "decay":
-        monkeypatch.setattr(delta_rule, "last_of", lambda x: x[0])
-    else:
-        monkeypatch.setattr(delta_rule, "inverse_of", lambda system: jnp.eye(64) - system)
-    found = errors(draw(0))
+    monkeypatch.setattr(delta_rule, *FAULTS[fault])
+    found = errors(draw(0, branched=fault == "trunk"))
     assert found["out"][0] > 4 * LARGEST_ERROR
 
 
@@ -142,13 +175,14 @@ def test_the_inverse_is_exact_to_16_bits_for_keys_that_repeat(cosine):
 
 
 def test_another_samples_content_changes_not_one_bit(kernels):
-    *inputs, sample, state = draw(2)
+    *inputs, _, (state,) = draw(2)
+    states = (jnp.asarray(state),)
     sample = np.repeat([[0, 1, 2]], [70, 50, 30], axis=1).astype(np.int32)
     among = (sample == 1)[..., None]
 
     def outputs_and_gradients(q, k, v, g, beta):
         def total(q, k, v, g, beta):
-            out, _ = gated_delta_rule(q, k, v, g, beta, jnp.asarray(sample), (jnp.asarray(state),))
+            out, _ = gated_delta_rule(q, k, v, g, beta, jnp.asarray(sample), states)
             return jnp.sum(jnp.where(among[..., None], 0, out).astype(jnp.float32)), out
 
         q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
@@ -167,13 +201,13 @@ def test_another_samples_content_changes_not_one_bit(kernels):
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"fsdp": 2, "tensor": 4}])
 def test_devices_compute_their_own_rows_and_heads(kernels, sizes):
-    *inputs, sample, state = draw(0, rows=2, heads=(2, 4), widths=(16, 16))
+    inputs = draw(0, rows=2, heads=(2, 4), widths=(16, 16), branched=True)
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs[:3])
-    arrays = *(q, k, v), *(jnp.asarray(x) for x in (*inputs[3:], sample)), (jnp.asarray(state),)
+    arrays = q, k, v, *jax.tree.map(jnp.asarray, inputs[3:])
 
     def total(*arrays):
-        out, (state,) = gated_delta_rule(*arrays)
-        return jnp.sum(jnp.cos(out.astype(jnp.float32))) + jnp.sum(jnp.sin(state)), (out, state)
+        out, states = gated_delta_rule(*arrays, branched=True)
+        return jnp.sum(jnp.cos(out.astype(jnp.float32))) + sum(map(jnp.sum, states)), (out, states)
 
     program = partial(jax.grad, total, (0, 1, 2, 3, 4, 6), has_aux=True)
     alone = jax.jit(program())(*arrays)
@@ -187,26 +221,13 @@ def test_devices_compute_their_own_rows_and_heads(kernels, sizes):
 
 def test_a_run_says_what_computes_the_rule_and_why_not_the_kernels(monkeypatch):
     net = DeltaNetConfig((0,), key_heads=2, value_heads=4, key_width=128, value_width=128)
-    assert (
-        describe_delta_rule(4096, net, jnp.dtype(jnp.bfloat16), branched=False)
-        == "XLA (platform cpu)"
-    )
+    assert describe_delta_rule(4096, net, jnp.dtype(jnp.bfloat16)) == "XLA (platform cpu)"
     monkeypatch.setattr(gated_delta_net, "platform", lambda: "cuda")
-    assert describe_delta_rule(4096, net, jnp.dtype(jnp.bfloat16), branched=False) == "Triton"
-    assert (
-        describe_delta_rule(4096, net, jnp.dtype(jnp.float32), branched=False)
-        == "XLA (numbers in float32)"
-    )
-    assert (
-        describe_delta_rule(1, net, jnp.dtype(jnp.bfloat16), branched=False)
-        == "XLA (rows of 1 tokens)"
-    )
-    assert (
-        describe_delta_rule(4096, net, jnp.dtype(jnp.bfloat16), branched=True)
-        == "XLA (samples with branches)"
-    )
+    assert describe_delta_rule(4096, net, jnp.dtype(jnp.bfloat16)) == "Triton"
+    assert describe_delta_rule(4096, net, jnp.dtype(jnp.float32)) == "XLA (numbers in float32)"
+    assert describe_delta_rule(1, net, jnp.dtype(jnp.bfloat16)) == "XLA (rows of 1 tokens)"
     odd = DeltaNetConfig((0,), key_heads=2, value_heads=4, key_width=96, value_width=128)
     assert (
-        describe_delta_rule(4096, odd, jnp.dtype(jnp.bfloat16), branched=False)
+        describe_delta_rule(4096, odd, jnp.dtype(jnp.bfloat16))
         == "XLA (heads of 96 and 128 channels)"
     )
