@@ -72,6 +72,9 @@ class FixedSize(ImageKind):
     # height and width of a centre crop, black beyond the image; (): no crop
     crop: OptionalSize = (224, 224)
     filter: Filter = "bicubic"  # of resizing
+    # shortest edge at least of an image that is resized to fit `resize` in its own shape, before it
+    # is padded; 0: padded first
+    fit: NonNegativeInt = 0
     kind: Literal["fixed_size"] = "fixed_size"
 
     hf_processors = (
@@ -79,6 +82,8 @@ class FixedSize(ImageKind):
         "SiglipImageProcessor",
         "BitImageProcessor",
         "LlavaImageProcessor",
+        "DeepseekVLImageProcessor",
+        "JanusImageProcessor",
     )
 
     @property
@@ -94,9 +99,16 @@ class FixedSize(ImageKind):
             f"{setting}: give the shortest edge, or height and width, or nothing",
         )
         check(min(self.resize, default=1) > 0, f"{setting}: must be more than 0")
+        check(
+            not self.fit or (len(set(self.resize)) == 1 and len(self.resize) == 2 and self.square),
+            f"{where}.fit={self.fit}: images are fitted into a square and padded; give square, and resize with two "
+            "equal sides",
+        )
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> FixedSize:
+        if fields.name in ("DeepseekVLImageProcessor", "JanusImageProcessor"):
+            return cls._fitted_from_hf(fields)
         if fields.flag("do_pad") and fields.name != "LlavaImageProcessor":
             raise fields.refused("do_pad", "only LlavaImageProcessor pads; set it to false")
         if fields.flag("use_square_size"):
@@ -106,6 +118,22 @@ class FixedSize(ImageKind):
             resize=fields.extent("size") if fields.flag("do_resize") else (),
             crop=fields.height_and_width("crop_size") if fields.flag("do_center_crop") else (),
             filter=fields.filter(),
+        )
+
+    @classmethod
+    def _fitted_from_hf(cls, fields: ProcessorFields) -> FixedSize:
+        for name in ("do_resize", "do_pad"):
+            if not fields.flag(name):
+                raise fields.refused(name, "images must have one size; set it to true")
+        resize = fields.height_and_width("size")
+        if len(set(resize)) != 1:
+            raise fields.refused("size", "give the same height and width")
+        return cls(
+            square=fields.background(),
+            resize=resize,
+            crop=(),
+            filter=fields.filter(),
+            fit=fields.count("min_size"),
         )
 
 

@@ -36,6 +36,11 @@ def _table() -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "class_defaults.json").read_text())
 
 
+def multimodal_classes() -> Mapping[str, Mapping[str, str]]:
+    """Return transformers' multimodal kinds: the `class` of each, and of one that is not read the `nearest` that is."""
+    return _table()["multimodal"]
+
+
 def class_rule(kind: str, rule: str) -> bool:
     """Return whether the class of a config of this `model_type` has a rule: `flat` or `forwards_ties`."""
     return bool(_table()["configs"].get(kind, {}).get(rule))

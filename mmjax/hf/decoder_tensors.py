@@ -24,6 +24,7 @@ from mmjax.hf.names import ATTENTION, GATED_MLP, PROJECTIONS
 
 BODIES = (
     "model.language_model.",
+    "model.language_model.model.",
     "model.text_model.",
     "language_model.model.",
     "model.",

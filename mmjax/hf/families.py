@@ -27,6 +27,7 @@ from mmjax.hf import (
     qwen_vl,
     vision,
 )
+from mmjax.hf.class_defaults import multimodal_classes
 from mmjax.hf.decoder_tensors import decoder_layout, embedding_of, find_decoder
 from mmjax.hf.decoders import decoder_of
 from mmjax.hf.folder import CLASS_NAME, Fields, HfFolder
@@ -66,8 +67,10 @@ CHECKPOINTS = {
     **dict.fromkeys(
         idefics3.FAMILIES, Checkpoints(idefics3.read, idefics3.layout, modules="named")
     ),
+    "deepseek_vl": Checkpoints(llava.read_deepseek, llava.deepseek_layout, modules="named"),
     "mistral3": Checkpoints(mistral3.read, mistral3.layout),
-    "gemma3": Checkpoints(gemma3.read, gemma3.layout),
+    "lighton_ocr": Checkpoints(mistral3.read_lighton, mistral3.layout, modules="named"),
+    **dict.fromkeys(gemma3.FAMILIES, Checkpoints(gemma3.read, gemma3.layout)),
     "paligemma": Checkpoints(paligemma.read, paligemma.layout),
     "internvl": Checkpoints(internvl.read, internvl.layout),
     "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat, modules="named"),
@@ -168,8 +171,11 @@ def frozen(model: ModelConfig, freeze: Sequence[str]) -> ModelConfig:
 def _kind(folder: HfFolder) -> Checkpoints:
     kind = folder.fields.get("model_type", str)
     if kind not in CHECKPOINTS:
+        known = ", ".join(CHECKPOINTS)
+        if there := multimodal_classes().get(kind):
+            known = f"the nearest to {there['class']} is {there['nearest']}; all: {known}"
         raise UserError(
-            f"{folder.fields.where}: model_type={kind!r} cannot be read; known: {', '.join(CHECKPOINTS)}"
+            f"{folder.fields.where}: model_type={kind!r} cannot be read; known: {known}"
         )
     return CHECKPOINTS[kind]
 

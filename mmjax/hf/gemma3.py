@@ -12,6 +12,7 @@ from mmjax.hf.layout import Layout, TensorNames, TensorSlice, norm
 from mmjax.hf.llava import PROJECTORS, text_of, whole_layout
 from mmjax.hf.vision import vision_of, with_images
 
+FAMILIES = ("gemma3", "shieldgemma2")  # the second answers whether an image breaks a policy
 WEIGHT = "mm_input_projection_weight"
 
 

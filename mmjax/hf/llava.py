@@ -1,4 +1,4 @@
-"""LLaVA-1.5, -NeXT, -OneVision and Pixtral: a vision tower, an MLP on each of its patches, a decoder."""
+"""LLaVA-1.5, -NeXT, -OneVision, Pixtral, DeepSeek-VL: a vision tower, an MLP on each of its patches, a decoder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ from mmjax.hf.vision import (
     with_pixtral_images,
 )
 
-PROJECTORS = ("model.multi_modal_projector.", "multi_modal_projector.")
+PROJECTORS = (
+    "model.vision_projection.",
+    "model.aligner.",
+    "model.multi_modal_projector.",
+    "multi_modal_projector.",
+)
 NEWLINES = ("model.image_newline", "image_newline")
 
 
@@ -49,6 +54,7 @@ class Family:
 FAMILIES = {
     "llava": Family(),
     "llava_next": Family("LlavaNextImageProcessor"),
+    "llava_next_video": Family("LlavaNextImageProcessor"),
     "llava_onevision": Family("LlavaOnevisionImageProcessor", max_tiles="vision_aspect_ratio"),
 }
 
@@ -56,6 +62,7 @@ FAMILIES = {
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a config of one of `FAMILIES` says. Raises UserError for what is missing or not supported."""
     family = FAMILIES[fields.get("model_type", str)]
+    fields.allow_only("spatial_pool_mode", "average", "max")  # of videos, which are not read
     llm = text_of(fields)
     layer = feature_layer(fields)
     biased = fields.get("multimodal_projector_bias", bool)
@@ -138,6 +145,21 @@ def _by_rows(fields: Fields, vision: VisionConfig, family: Family) -> VisionConf
     return replace(
         vision, images=replace(how, pinpoints=pinpoints, order="rows", most_tiles=max_tiles)
     )
+
+
+def read_deepseek(folder: HfFolder, fields: Fields) -> ModelConfig:
+    """The model that the config of a DeepSeek-VL of one tower says."""
+    llm = text_of(fields)
+    connector = ConnectorConfig(merge=1, mlp_width=llm.width, norm="none", activation="gelu")
+    vision = vision_of(fields.inner("vision_config"), -1, True, connector)
+    return ModelConfig(llm, {"vision": with_images(folder, vision)})
+
+
+def deepseek_layout(folder: HfFolder, model: ModelConfig) -> Layout:
+    """Locate the tensors of such a checkpoint."""
+    projector = find_projector(folder, "linear1")
+    parts = {"mlp.up": linear(f"{projector}linear1"), "mlp.down": linear(f"{projector}linear2")}
+    return whole_layout(folder, model, TensorNames(parts), projector)
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:

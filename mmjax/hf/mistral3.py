@@ -1,10 +1,10 @@
-"""Mistral 3: a Pixtral tower, a norm, a matrix that merges patches, an MLP, a decoder."""
+"""Mistral 3 and LightOnOCR: a Pixtral tower, a norm, a matrix that merges patches, an MLP, a decoder."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from mmjax.config import ConnectorConfig, ModelConfig
+from mmjax.config import Activation, ConnectorConfig, ModelConfig
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, linear, merging_linear, norm
 from mmjax.hf.llava import feature_layer, find_projector, text_of, whole_layout
@@ -14,8 +14,24 @@ from mmjax.hf.vision import vision_of, with_pixtral_images
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that the config of a Mistral 3 says. Raises UserError for what is missing or not supported."""
+    activation = fields.choice("projector_hidden_act", ACTIVATIONS)
+    biased = fields.get("multimodal_projector_bias", bool)
+    return _read(folder, fields, feature_layer(fields), activation, biased)
+
+
+def read_lighton(folder: HfFolder, fields: Fields) -> ModelConfig:
+    """The model that the config of a LightOnOCR says, whose images have no text between their rows."""
+    model = _read(folder, fields, -1, "gelu", False)
+    vision = model.encoders["vision"]
+    return replace(
+        model, encoders={"vision": replace(vision, images=vision.images.without_tokens())}
+    )
+
+
+def _read(
+    folder: HfFolder, fields: Fields, layer: int, activation: Activation, biased: bool
+) -> ModelConfig:
     llm = text_of(fields)
-    layer = feature_layer(fields)
     tower_fields = fields.inner("vision_config")
     tower_fields.allow_only("model_type", "pixtral")
     tower = vision_of(tower_fields, layer, False, ConnectorConfig())
@@ -24,8 +40,8 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         mlp_width=llm.width,
         norm="rms",
         norm_eps=llm.norm_eps,
-        activation=fields.choice("projector_hidden_act", ACTIVATIONS),
-        biases=("up", "down") if fields.get("multimodal_projector_bias", bool) else (),
+        activation=activation,
+        biases=("up", "down") if biased else (),
         merger_width=tower.width,
     )
     return ModelConfig(

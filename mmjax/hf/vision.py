@@ -34,7 +34,13 @@ from mmjax.hf.vision_tensors import (
 )
 
 ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
-TOWERS = ("model.vision_tower.", "vision_tower.", "model.vision_model.", "")
+TOWERS = (
+    "model.vision_tower.",
+    "vision_tower.",
+    "model.vision_encoder.",
+    "model.vision_model.",
+    "",
+)
 
 
 @dataclass(frozen=True)

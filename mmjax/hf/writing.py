@@ -20,6 +20,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 # What checkpoints of vision- and audio-language models call their parts, and where these stand in
 # the model now. Longer prefixes come first, for the first one that fits is taken.
 MOVED = {
+    "model.language_model.model.": "model.language_model.",
     "language_model.model.": "model.language_model.",
     "model.language_model.": "model.language_model.",
     "model.visual.": "model.visual.",

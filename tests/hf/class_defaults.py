@@ -14,6 +14,7 @@ import ast
 import inspect
 import json
 import logging
+import re
 import warnings
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -24,6 +25,11 @@ import transformers
 from transformers import image_utils
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as MULTIMODAL,
+)
+
+from mmjax.hf.families import CHECKPOINTS
 
 TABLE = Path(__file__).parents[2] / "mmjax/hf/class_defaults.json"
 LIBRARY = Path(transformers.__file__).parent
@@ -55,6 +61,7 @@ WHOLE = (
         "mistral3",
         "gemma3",
     ),
+    *("llava_next_video", "deepseek_vl", "lighton_ocr", "shieldgemma2"),
     *(
         "paligemma",
         "internvl",
@@ -86,6 +93,8 @@ IMAGES = {  # by the folder of their model
     "gemma3": ("Gemma3ImageProcessor",),
     "got_ocr2": ("GotOcr2ImageProcessor",),
     "internvl": ("InternVLVideoProcessor",),
+    "deepseek_vl": ("DeepseekVLImageProcessor",),
+    "janus": ("JanusImageProcessor",),
 }
 GENERATORS = (
     "AutoencoderKL",
@@ -186,11 +195,35 @@ def table(nulls: bool = True) -> dict[str, Any]:
     made = {
         "transformers": transformers.__version__,
         "diffusers": diffusers.__version__,
+        "multimodal": {
+            kind: {"class": name} | ({} if kind in CHECKPOINTS else {"nearest": nearest(kind)})
+            for kind, name in sorted(MULTIMODAL.items())
+        },
         "configs": dict(sorted(configs.items())),
         "processors": processors,
         "generators": generators,
     }
     return json.loads(json.dumps(made))  # tuples as lists
+
+
+def nearest(kind: str) -> str:
+    """Find the family that is read whose code a class's is made from in the fewest steps; LLaVA if none is."""
+    found, new = {kind}, [kind]
+    while new:
+        bases = sorted({base for one in new for base in _bases(one)} - found)
+        if read := [base for base in bases if base in CHECKPOINTS and base in MULTIMODAL]:
+            return read[0]
+        found.update(bases)
+        new = bases
+    return "llava"
+
+
+def _bases(kind: str) -> set[str]:
+    """Name the models whose classes a model's code builds on."""
+    folder = LIBRARY / "models" / kind.replace("-", "_").replace(".", "_")
+    paths = [*folder.glob("modular_*.py"), *folder.glob("modeling_*.py")][:1]
+    text = "".join(path.read_text() for path in paths)
+    return set(re.findall(r"^from \.\.(\w+)\.(?:modeling|modular)_", text, re.MULTILINE)) - {"auto"}
 
 
 def _add(configs: dict[str, Any], kind: str, nulls: bool) -> None:

@@ -339,6 +339,8 @@ OF_DECODER = {  # of Whisper, whose decoder is not read, and of its training
 # Of one class. PaliGemma's sizes are those of its parts; the classes around these texts have the
 # word on their tables.
 INERT_IN = {
+    "llava_next_video": {"spatial_pool_stride", "video_seq_length"},  # of videos
+    "shieldgemma2": {"tie_word_embeddings"},  # its text's default, which it takes over, is true
     "whisper": OF_DECODER,
     "paligemma": {"hidden_size", "vocab_size"},
     # The second is read of a dynamic RoPE, which Gemma 3 says by type of layer.

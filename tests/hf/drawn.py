@@ -449,6 +449,49 @@ def mistral3(
     )
 
 
+def lighton_ocr(
+    rng: np.random.Generator, vocab: int = 97, **own: int
+) -> transformers.PreTrainedConfig:
+    """LightOnOCR: Pixtral's tower, whose patches are merged by a matrix, around a Qwen3."""
+    merge = pick(rng, 1, 2, 2, 3)
+    return transformers.LightOnOcrConfig(
+        vision_config=pixtral_tower(rng, merge),
+        text_config=decoder(rng, "qwen3", vocab),
+        spatial_merge_size=merge,
+        tie_word_embeddings=pick(rng, False, True),
+        **own,
+    )
+
+
+def deepseek_vl(
+    rng: np.random.Generator, vocab: int = 97, **own: int
+) -> transformers.PreTrainedConfig:
+    """DeepSeek-VL of one tower, a SigLIP."""
+    text = any_decoder(rng, vocab)
+    return transformers.DeepseekVLConfig(
+        vision_config=transformers.SiglipVisionConfig(
+            **tower_sizes(rng, 5), vision_use_head=pick(rng, False, True)
+        ),
+        text_config=text,
+        tie_word_embeddings=text.tie_word_embeddings,
+        **own,
+    )
+
+
+def shieldgemma2(
+    rng: np.random.Generator, vocab: int = 97, **own: int
+) -> transformers.PreTrainedConfig:
+    """ShieldGemma 2: a Gemma 3."""
+    of_gemma = gemma3(rng, vocab, **own)
+    return transformers.ShieldGemma2Config(
+        vision_config=of_gemma.vision_config,
+        text_config=of_gemma.text_config,
+        mm_tokens_per_image=of_gemma.mm_tokens_per_image,
+        tie_word_embeddings=of_gemma.tie_word_embeddings,
+        **own,
+    )
+
+
 def idefics3(
     rng: np.random.Generator, family: str, vocab: int = 97, **own: int
 ) -> transformers.PreTrainedConfig:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmjax.config import AudioConfig, MeshConfig, ModelConfig, NoVideo, VisionConfig
 from mmjax.config.validation import check_layout
 from mmjax.errors import UserError
+from mmjax.hf.class_defaults import multimodal_classes
 from mmjax.hf.families import CHECKPOINTS, encoder_from_hf, from_hf
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, EXACTNESS = DOCS / "families.md", DOCS / "exactness.md"
-BEGIN, END = "<!-- table: made by tests/hf/families_page.py -->\n", "<!-- end of table -->\n"
+END = "<!-- end of table -->\n"
 # What a config of the family must say beside its kind; everything else has a documented default.
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
-    "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
+    **{
+        kind: {"vision_config": {"image_size": 896, "patch_size": 14}}
+        for kind in ("gemma3", "shieldgemma2")
+    },
     "internvl_chat": {
         "vision_config": {"image_size": 448},
         "llm_config": {"model_type": "qwen2"},
@@ -42,13 +46,32 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         for kind in ("qwen3_vl_moe", "qwen3_5_moe")
     },
 }
+STATES = ("`model_type`", "class in transformers", "state")
 HEAD = ("`model_type`", "modules", "attention", "video", "context", "compared")
 
 
 def table() -> str:
     """Make the table, a row for each kind of checkpoint."""
-    rows = [HEAD, ("---",) * len(HEAD), *map(row, CHECKPOINTS)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+    return _table(HEAD, map(row, CHECKPOINTS))
+
+
+def states() -> str:
+    """Make the table of all multimodal classes of transformers."""
+    classes = multimodal_classes().items()
+    return _table(
+        STATES,
+        (
+            (f"`{kind}`", f"`{there['class']}`", f"no; nearest: `{there['nearest']}`")
+            if "nearest" in there
+            else (f"`{kind}`", f"`{there['class']}`", "read")
+            for kind, there in classes
+        ),
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def row(kind: str) -> tuple[str, ...]:
@@ -102,11 +125,15 @@ def has_context(model: ModelConfig) -> bool:
     return True
 
 
-def page_with(made: str) -> str:
-    """Return the page with this table in place of its own."""
-    pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
-    return re.sub(pattern, lambda _: BEGIN + made + END, PAGE.read_text(), flags=re.DOTALL)
+def page() -> str:
+    """Return the page with these tables in place of its own."""
+    text = PAGE.read_text()
+    for name, made in (("table", table()), ("classes", states())):
+        begin = f"<!-- {name}: made by tests/hf/families_page.py -->\n"
+        pattern = f"{re.escape(begin)}.*?{re.escape(END)}"
+        text = re.sub(pattern, lambda _, new=begin + made + END: new, text, flags=re.DOTALL)
+    return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_with(table()))
+    PAGE.write_text(page())

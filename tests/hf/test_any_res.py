@@ -172,12 +172,18 @@ def drawn_variant(seed, most_tiles):
     return Variant(vision, text, own, tuple(grids[i] for i in sorted(chosen)))
 
 
-@pytest.mark.default_cases("0")
+@pytest.mark.default_cases("LlavaNext-0")
 @pytest.mark.parametrize("seed", range(12))
-def test_llava_next_is_what_transformers_makes_of_it(seed, tmp_path):
+@pytest.mark.parametrize("name", ["LlavaNext", "LlavaNextVideo"])
+def test_llava_next_is_what_transformers_makes_of_it(name, seed, tmp_path):
     variant = drawn_variant(seed, most_tiles=False)
+    if name == "LlavaNextVideo":
+        variant.own["video_token_index"] = IMAGE - 1
     processor = processor_of(variant, LlavaNextImageProcessorPil)
-    batch = check(variant, LlavaNextConfig, LlavaNextForConditionalGeneration, processor, tmp_path)
+    kinds = (
+        getattr(transformers, f"{name}{end}") for end in ("Config", "ForConditionalGeneration")
+    )
+    batch = check(variant, *kinds, processor, tmp_path)
     assert isinstance(batch.text.slots["vision"], np.ndarray)
 
 

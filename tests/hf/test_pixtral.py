@@ -36,13 +36,15 @@ TOKENS = {"[IMG_BREAK]": [ROW_END], "[IMG_END]": [END]}
 WHOLE = {
     "pixtral": (drawn.pixtral, transformers.LlavaForConditionalGeneration),
     "mistral3": (drawn.mistral3, transformers.Mistral3ForConditionalGeneration),
+    "lighton_ocr": (drawn.lighton_ocr, transformers.LightOnOcrForConditionalGeneration),
 }
 
 
 def made(family, seed, folder):
     """A random model in a folder with its processors, and the processor of images as it is called there."""
     draw, kind = WHOLE[family]
-    config = draw(np.random.default_rng(seed), VOCAB, image_token_index=IMAGE)
+    name = "image_token_id" if family == "lighton_ocr" else "image_token_index"
+    config = draw(np.random.default_rng(seed), VOCAB, **{name: IMAGE})
     for part in (config.text_config, config.vision_config):
         part._attn_implementation = "eager"
     model = random_model(config, kind)
@@ -55,7 +57,7 @@ def made(family, seed, folder):
     )
     processor.save_pretrained(folder)
     around = {
-        "processor_class": "PixtralProcessor",
+        "processor_class": "LightOnOcrProcessor" if family == "lighton_ocr" else "PixtralProcessor",
         "patch_size": patch,
         "spatial_merge_size": merge,
     }
@@ -75,8 +77,11 @@ def samples(unit):
     ]
 
 
-def inputs_of(sample, processor, unit):
-    """What the model there takes for one sample, whose images' tokens stand in rows as PixtralProcessor writes them."""
+def inputs_of(sample, processor, unit, rows=True):
+    """What the model there takes for one sample, whose images' tokens stand in rows as PixtralProcessor writes them.
+
+    rows: with text between them.
+    """
     images = [Image.fromarray(part) for part in sample if not is_text(part)]
     made = processor(images, return_tensors="pt") if images else {}
     sizes, tokens = iter(made["image_sizes"].tolist() if images else ()), []
@@ -85,15 +90,16 @@ def inputs_of(sample, processor, unit):
             tokens += part.tolist()
             continue
         height, width = next(sizes)
-        tokens += ([IMAGE] * (width // unit) + [ROW_END]) * (height // unit)
-        tokens[-1] = END
+        tokens += ([IMAGE] * (width // unit) + [ROW_END] * rows) * (height // unit)
+        if rows:
+            tokens[-1] = END
     return {"input_ids": torch.tensor([tokens]), **made}
 
 
-def theirs(processor, unit):
+def theirs(processor, unit, rows=True):
     """Logits of one sample."""
     return lambda model, sample: model(
-        **inputs_of(sample, processor, unit), use_cache=False
+        **inputs_of(sample, processor, unit, rows), use_cache=False
     ).logits[0]
 
 
@@ -102,7 +108,8 @@ def theirs(processor, unit):
 @pytest.mark.parametrize("family", WHOLE)
 def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
     model, processor, unit = made(family, seed, tmp_path)
-    check_samples(model, tmp_path, samples(unit), theirs(processor, unit), TOKENS)
+    rows = family != "lighton_ocr"
+    check_samples(model, tmp_path, samples(unit), theirs(processor, unit, rows), TOKENS)
 
 
 @pytest.mark.exhaustive

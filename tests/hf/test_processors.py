@@ -13,11 +13,15 @@ from PIL import Image
 from transformers import WhisperFeatureExtractor
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import (
+    DeepseekVLImageProcessorPil,
+)
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.janus.image_processing_pil_janus import JanusImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
@@ -105,6 +109,11 @@ PROCESSORS = {
         PixtralImageProcessorPil,
         {"size": {"longest_edge": 100}, "patch_size": 8},
     ),
+    "DeepseekVLImageProcessor": (
+        DeepseekVLImageProcessorPil,
+        {"size": {"height": 40, "width": 40}, "min_size": 5, "image_mean": [0.5, 0.4, 0.3]},
+    ),
+    "JanusImageProcessor": (JanusImageProcessorPil, {"size": {"height": 36, "width": 36}}),
     "Gemma3ImageProcessor": (Gemma3ImageProcessorPil, {"size": {"height": 40, "width": 40}}),
     "GotOcr2ImageProcessor": (
         GotOcr2ImageProcessorPil,

@@ -137,6 +137,28 @@ def test_internvl_is_what_transformers_makes_of_it(seed, tmp_path):
     check_samples(model, tmp_path, samples(side), theirs(tokens))
 
 
+@pytest.mark.default_cases("0")
+@pytest.mark.parametrize("seed", range(12))
+def test_deepseek_vl_is_what_transformers_makes_of_it(seed, tmp_path):
+    config = drawn.deepseek_vl(np.random.default_rng(seed), VOCAB, image_token_id=IMAGE)
+    model = random_model(config, transformers.DeepseekVLForConditionalGeneration)
+    side, patch = config.vision_config.image_size, config.vision_config.patch_size
+    save(model, tmp_path, side)
+    check_samples(model, tmp_path, samples(side), theirs((side // patch) ** 2))
+
+
+@pytest.mark.default_cases("0")
+@pytest.mark.parametrize("seed", range(4))
+def test_shieldgemma2_is_the_gemma3_that_transformers_makes_of_it(seed, tmp_path):
+    config = drawn.shieldgemma2(np.random.default_rng(seed), VOCAB, image_token_index=IMAGE)
+    model = random_model(config, Gemma3ForConditionalGeneration)
+    side = config.vision_config.image_size
+    save(model, tmp_path, side)
+    check_samples(
+        model, tmp_path, samples(side), theirs(config.mm_tokens_per_image, token_types=True)
+    )
+
+
 @pytest.mark.default_cases("1")
 @pytest.mark.parametrize("seed", range(12))
 def test_gemma3_is_what_transformers_makes_of_it_and_its_images_attend_both_ways(seed, tmp_path):

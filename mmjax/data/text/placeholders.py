@@ -31,7 +31,11 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
             case "llavaonevision":
                 video = Placeholder(named.get("video_token", "<video>"))
                 return {"image": Placeholder(named.get("image_token", "<image>")), "video": video}
-            case "llava" | "llavanext" | "idefics3" | "smolvlm" | "paligemma":
+            case "deepseekvl":
+                return {"image": Placeholder(named.get("image_token", "<image_placeholder>"))}
+            case "lightonocr":
+                return {"image": Placeholder(named.get("image_token", "<|image_pad|>"))}
+            case "llava" | "llavanext" | "llavanextvideo" | "idefics3" | "smolvlm" | "paligemma":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
             case "glm4v":
                 image = Placeholder(named.get("image_token", "<|image|>"))
@@ -81,7 +85,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                     image, written=named.get("video_token", "<video>"), token=image.written
                 )
                 return {"image": image, "video": video}
-            case "gemma3":
+            case "gemma3" | "shieldgemma2":
                 begin = named.get("boi_token", "<start_of_image>")
                 end = named.get("eoi_token", "<end_of_image>")
                 token = named.get("image_token", "<image_soft_token>")

@@ -7,7 +7,11 @@ from mmjax.data.media.image_transforms import LazyImage
 
 
 def items(how: FixedSize, image: LazyImage, images: int) -> tuple[LazyImage, ...]:
-    """Pad an image to a square, resize and crop it."""
+    """Pad an image to a square, resize and crop it, or fit it into its size and pad it."""
+    if how.fit:
+        scale = how.resize[0] / max(image.size)
+        sides = tuple(max(round(side * scale), how.fit) for side in image.size)
+        return (image.resized(sides, how.filter).squared(how.square),)
     if how.square:
         image = image.squared(how.square)
     if len(how.resize) == 2:
