@@ -135,6 +135,15 @@ class ExpertsConfig:
     # weight of the loss that balances the tokens of the experts
     balance_loss: NonNegativeFloat = 0.0
     z_loss: NonNegativeFloat = 0.0  # weight of the mean squared log-sum-exp of the router's logits
+    # of the router's logits, by which experts are chosen and weighed
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    # a number for each expert is added to its score when experts are chosen; it is not trained
+    correction: bool = False
+    groups: PositiveInt = 1  # of consecutive experts
+    # that a token's experts are of: those with the largest sums of their two best scores
+    chosen_groups: PositiveInt = 1
+    scale: PositiveFloat = 1.0  # of the weights of a token's experts
+    shared_gate: bool = True  # before the expert that sees every token
 
     def check(self, where: str) -> None:
         check(
@@ -144,6 +153,15 @@ class ExpertsConfig:
         check(
             self.per_token <= self.count,
             f"{where}.per_token={self.per_token} is more than count={self.count}; choose at most that",
+        )
+        divides(where, self.count, "count", self.groups, "groups")
+        chosen, groups = self.chosen_groups, self.groups
+        reach = chosen * (self.count // groups)
+        check(
+            groups == 1
+            or (chosen <= groups and self.per_token <= reach and self.count >= 2 * groups),
+            f"{where}.chosen_groups={chosen} of groups={groups} have {reach} experts; a group needs 2 at least, and "
+            f"per_token={self.per_token} as many as the chosen have",
         )
 
     def sent_at_once(self, tokens: int, devices: int) -> int:

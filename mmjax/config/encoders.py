@@ -162,7 +162,8 @@ class VisionConfig(TowerFacts):
     gated: bool = False  # the MLP has a gate
     # the matrices of a layer that have one
     biases: tuple[Biased, ...] = ("query", "value", "output", "up", "down")
-    qk_norm: Literal["none", "width"] = "none"  # of queries and keys, over all heads
+    # RMSNorm of queries and keys: of each head, or over all of them
+    qk_norm: Literal["none", "width", "head"] = "none"
     qk_norm_eps: float = 1e-6  # of those norms
     layer_scale: bool = False  # learned scales of the outputs of attention and MLP
     connector: ConnectorConfig = ConnectorConfig()

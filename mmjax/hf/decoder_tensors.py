@@ -48,6 +48,7 @@ OUTPUTS = (
 # of the outputs of attention and MLP
 GLM_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")
 PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
+PREDICTING = ("glm4_moe", "glm4v_moe", "glm_ocr")  # have it as a layer behind the last
 
 
 def find_decoder(folder: HfFolder) -> tuple[str, str]:
@@ -72,19 +73,27 @@ def embedding_of(folder: HfFolder, inner: str) -> str:
     )
 
 
-def unused_in_decoder(folder: HfFolder) -> tuple[str, ...]:
+def unused_in_decoder(folder: HfFolder, llm: DecoderConfig) -> tuple[str, ...]:
     """List patterns of the tensors of prediction several tokens ahead, which is not computed; say so where any are."""
-    if any(key.startswith(PREDICTION) for key in folder.tensors):
-        note(
-            f"{folder.path}: {PREDICTION}* (prediction several tokens ahead) is not read; an export copies it as it is"
-        )
-    return (f"{PREDICTION}*",)
+    inner, _ = find_decoder(folder)
+    patterns = [PREDICTION]
+    if folder.config["model_type"] in PREDICTING:
+        patterns.append(f"{inner}layers.{llm.layers}.")
+    for pattern in patterns:
+        if any(key.startswith(pattern) for key in folder.tensors):
+            note(
+                f"{folder.path}: {pattern}* (prediction several tokens ahead) is not read; an export copies it as it is"
+            )
+    return tuple(f"{pattern}*" for pattern in patterns)
 
 
 def decoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the decoder of a checkpoint."""
     inner, output = find_decoder(folder)
-    unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
+    unused = (
+        *unused_in_decoder(folder, model.llm),
+        *((f"{output}.weight",) if model.llm.tied else ()),
+    )
     return Layout({"llm": decoder_parts(model.llm, folder)}, {"llm": (inner, output)}, unused)
 
 
@@ -168,8 +177,16 @@ def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[s
     mixtral = f"{first}block_sparse_moe.gate.weight" in folder.tensors
     block = f"{layer}block_sparse_moe" if mixtral else f"{layer}mlp"
     names = {"gate": "w1", "up": "w3", "down": "w2"} if mixtral else GATED_MLP
-    parts: dict[str, LeafTensors] = {f"{experts}.router": linear(f"{block}.gate")}
-    parts |= linears(f"{experts}.shared", f"{block}.shared_expert", **names)
+    correction = TensorSlice(f"{block}.gate.e_score_correction_bias")
+    parts: dict[str, LeafTensors] = {
+        f"{experts}.router": {**linear(f"{block}.gate"), "correction": correction}
+    }
+    shared = (
+        "shared_experts"
+        if f"{first}mlp.shared_experts.up_proj.weight" in folder.tensors
+        else "shared_expert"
+    )
+    parts |= linears(f"{experts}.shared", f"{block}.{shared}", **names)
     parts[f"{experts}.shared_gate"] = linear(f"{block}.shared_expert_gate")
     fused = folder.tensors.get(f"{first}mlp.experts.gate_up_proj")
     if fused is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from mmjax.config import Biased, DecoderConfig, DeltaNetConfig, ExpertsConfig
 from mmjax.errors import UserError
@@ -158,15 +159,39 @@ def _mixtral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return replace(_everywhere(fields, plain), experts=experts)
 
 
+def _glm4_moe(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    shared = fields.get("n_shared_experts", int)
+    width = fields.size("moe_intermediate_size")
+    experts = _experts(
+        fields,
+        layers=tuple(range(fields.get("first_k_dense_replace", int), plain.layers)),
+        width=width,
+        normalized=fields.get("norm_topk_prob", bool),
+        shared_width=shared * width,
+        shared_gate=False,
+        scores="sigmoid",
+        correction=True,
+        groups=fields.size("n_group"),
+        chosen_groups=fields.size("topk_group"),
+        scale=fields.get("routed_scaling_factor", (int, float)),
+    )
+    biases = QKV if fields.get("attention_bias", bool) else ()
+    normed = fields.get("use_qk_norm", bool)
+    return replace(plain, biases=biases, qk_norm="head" if normed else "none", experts=experts)
+
+
 def _experts(
     fields: Fields,
     layers: tuple[int, ...],
     width: int,
     normalized: bool = True,
     shared_width: int = 0,
+    **own: Any,
 ) -> ExpertsConfig | None:
     """Read what all mixtures of experts say alike. None where no layer has experts."""
-    count = fields.get("num_local_experts", int, fields.get("num_experts", int, 0))
+    count = 0
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        count = fields.get(name, int, count)
     # As there, the balance loss is a part of the loss only where the router's logits are asked for.
     balanced = fields.get("output_router_logits", bool)
     experts = ExpertsConfig(
@@ -176,7 +201,8 @@ def _experts(
         width=width,
         normalized=normalized,
         shared_width=shared_width,
-        balance_loss=fields.get("router_aux_loss_coef", float) if balanced else 0.0,
+        balance_loss=fields.get("router_aux_loss_coef", float, 0.0) if balanced else 0.0,
+        **own,
     )
     if not layers or not count:
         return None
@@ -288,6 +314,7 @@ FAMILIES = {
     "qwen3_5_text": Family(_qwen3_5, partial_rope=True),
     "qwen3_moe": Family(_qwen3_moe),
     "qwen3_5_moe_text": Family(_qwen3_5_moe, partial_rope=True),
+    "glm4_moe": Family(_glm4_moe, partial_rope=True),
     "mixtral": Family(_mixtral),
     "llama": Family(_llama),
     "mistral": Family(_mistral),

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mmjax.config import ExpertsConfig
+
 
 class Routes(NamedTuple):
     """The experts of every token, and the weights of their outputs."""
@@ -46,23 +48,27 @@ def unpack(packed: Float[Array, "1 l s"]) -> Routing:
 def route(
     x: Float[Array, "n d"],
     weight: Float[Array, "d e"],
+    correction: Float[Array, " e"] | None,
     valid: Bool[Array, " n"],
-    per_token: int,
-    normalized: bool,
+    config: ExpertsConfig,
 ) -> tuple[Routes, Routing]:
     """Choose the experts of tokens in float32. valid: positions that are tokens; padding gets no expert.
 
-    normalized: whether the weights of a token's experts add up to 1, or are its probabilities of
-    all experts.
+    correction: added to the scores of experts when they are chosen. Groups of experts are chosen as
+    in DeepSeek-V3 (2024, section 2.1.2).
     """
     experts = weight.shape[1]
     logits = jnp.matmul(
         x.astype(jnp.float32), weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
     probability = jax.nn.softmax(logits)
-    share, expert = jax.lax.top_k(probability, per_token)
-    if normalized:
+    scores = probability if config.scores == "softmax" else jax.nn.sigmoid(logits)
+    choice = scores if correction is None else scores + correction
+    _, expert = jax.lax.top_k(_of_chosen_groups(choice, config), config.per_token)
+    share = jnp.take_along_axis(scores, expert, axis=-1)
+    if config.normalized:
         share = share / share.sum(-1, keepdims=True)
+    share = share * config.scale
     expert = jnp.where(valid[:, None], expert, experts)
     squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     routing = Routing(
@@ -74,6 +80,17 @@ def route(
         turns=jnp.ones(()),
     )
     return Routes(expert, share), routing
+
+
+def _of_chosen_groups(scores: Float[Array, "n e"], config: ExpertsConfig) -> Float[Array, "n e"]:
+    """Leave the scores of experts of the chosen groups; others become minus infinity."""
+    if config.groups == 1:
+        return scores
+    grouped = scores.reshape(len(scores), config.groups, -1)
+    best = jax.lax.top_k(grouped, 2)[0].sum(-1)
+    _, chosen = jax.lax.top_k(best, config.chosen_groups)
+    is_chosen = (chosen[..., None] == jnp.arange(config.groups)).any(1)
+    return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 def balance_loss(routing: Routing) -> Float[Array, ""]:

@@ -39,25 +39,32 @@ class ExpertMatrices(nnx.Module):
 
 
 class Router(nnx.Module):
-    """One vector for each expert, whose product with a token is the expert's logit."""
+    """One vector for each expert, whose product with a token is the expert's logit, and perhaps a correction of it."""
 
-    def __init__(self, inputs: int, count: int, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, count: int, correction: bool, rngs: nnx.Rngs):
         weight = jax.random.normal(rngs.params(), (inputs, count), jnp.float32) * inputs**-0.5
         self.weight = nnx.Param(weight, axes=("embed", None))
+        # Experts are chosen by it, and that has no gradient.
+        self.correction = nnx.Param(jnp.zeros(count), axes=(None,)) if correction else None
+
+    def arrays(self) -> tuple[Array, Array | None]:
+        """Return the vectors and the correction."""
+        return self.weight[...], None if self.correction is None else self.correction[...]
 
 
 class Experts(nnx.Module):
-    """A router, gated MLPs of which each token takes a few, and perhaps a gated one that every token takes."""
+    """A router, gated MLPs of which each token takes a few, and perhaps one that every token takes."""
 
     def __init__(self, config: ExpertsConfig, width: int, activation: Activation, rngs: nnx.Rngs):
         c = config
-        self.router = Router(width, c.count, rngs)
+        self.router = Router(width, c.count, c.correction, rngs)
         self.gate = ExpertMatrices(c.count, width, c.width, INTO, rngs)
         self.up = ExpertMatrices(c.count, width, c.width, INTO, rngs)
         self.down = ExpertMatrices(c.count, c.width, width, OUT, rngs)
         hidden = c.shared_width
         self.shared = MLP(width, hidden, width, activation, rngs, gated=True) if hidden else None
-        self.shared_gate = Linear(width, 1, ("embed", None), rngs) if hidden else None
+        gated = hidden and c.shared_gate
+        self.shared_gate = Linear(width, 1, ("embed", None), rngs) if gated else None
         self.config = config
         self.activation: Activation = activation
 
@@ -69,12 +76,10 @@ class Experts(nnx.Module):
         layout = ExpertLayout.of(x.shape, self.gate.weight.shape)
 
         def on_device(
-            x: Array, valid: Array, router: Array, *matrices: Array
+            x: Array, valid: Array, router: tuple[Array, Array | None], *matrices: Array
         ) -> tuple[Array, Routing]:
             tokens = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
-            routes, routing = route(
-                tokens, router, valid.reshape(len(tokens)), c.per_token, c.normalized
-            )
+            routes, routing = route(tokens, *router, valid.reshape(len(tokens)), c)
             # Sums over the tokens of all devices; turns are a number that all have in common.
             routing = layout.add_up(routing)._replace(turns=routing.turns)
             if layout.devices == 1:
@@ -87,9 +92,12 @@ class Experts(nnx.Module):
             return out.reshape(x.shape), routing
 
         matrices = (self.gate.weight[...], self.up.weight[...], self.down.weight[...])
-        out, routing = layout.run(on_device, x, valid, self.router.weight[...], *matrices)
+        out, routing = layout.run(on_device, x, valid, self.router.arrays(), *matrices)
         if self.shared is not None:
-            out = out + jax.nn.sigmoid(self.shared_gate(x)) * self.shared(x)
+            shared = self.shared(x)
+            out = out + (
+                shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared
+            )
         return out, routing
 
 

@@ -442,6 +442,7 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
     c = config
     if c.width % c.heads:
         raise ValueError(f"a width of {c.width} does not divide into {c.heads} heads")
+    qk_norm = partial(RMSNorm, eps=c.qk_norm_eps) if c.qk_norm != "none" else None
     return LayerConfig(
         width=c.width,
         heads=c.heads,
@@ -453,7 +454,8 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
         activation=c.activation,
         gated=c.gated,
         biases=c.biases,
-        width_norm=partial(RMSNorm, eps=c.qk_norm_eps) if c.qk_norm == "width" else None,
+        head_norm=qk_norm if c.qk_norm == "head" else None,
+        width_norm=qk_norm if c.qk_norm == "width" else None,
         layer_scale=c.layer_scale,
         pre_norms=c.norm_place == "before",
         post_norms=c.norm_place == "after",

@@ -69,11 +69,11 @@ class ExpertLayout:
         )
 
     def run(
-        self, function: Callable[..., Any], x: Array, valid: Array, router: Array, *matrices: Array
+        self, function: Callable[..., Any], x: Array, valid: Array, router: Any, *matrices: Array
     ) -> Any:
         """Call `function` with these arrays on each device; it returns outputs like `x`, and sums reduced by `add_up`.
 
-        matrices: two into the hidden layer, and one out of it.
+        router: arrays that all devices have. matrices: two into the hidden layer, and one out of it.
         """
         if self.mesh is None:
             return function(x, valid, router, *matrices)

@@ -61,7 +61,15 @@ WHOLE = (
         "mistral3",
         "gemma3",
     ),
-    *("llava_next_video", "deepseek_vl", "lighton_ocr", "shieldgemma2"),
+    *(
+        "llava_next_video",
+        "deepseek_vl",
+        "lighton_ocr",
+        "shieldgemma2",
+        "glm_ocr",
+        "glm4v_moe",
+        "glm4_moe",
+    ),
     *(
         "paligemma",
         "internvl",

@@ -287,6 +287,7 @@ INERT = {
     *(
         "drop_path_rate",
         "pretraining_tp",
+        "num_mtp_layers",
         "reorder_and_upcast_attn",
         "image_seq_length",
         "enable_audio_output",
@@ -339,6 +340,7 @@ OF_DECODER = {  # of Whisper, whose decoder is not read, and of its training
 # Of one class. PaliGemma's sizes are those of its parts; the classes around these texts have the
 # word on their tables.
 INERT_IN = {
+    "glm4_moe": {"output_router_logits"},  # its class has no loss of them
     "llava_next_video": {"spatial_pool_stride", "video_seq_length"},  # of videos
     "shieldgemma2": {"tie_word_embeddings"},  # its text's default, which it takes over, is true
     "whisper": OF_DECODER,
@@ -352,7 +354,7 @@ INERT_IN = {
     "qwen3_omni_moe_text": {"sliding_window"},
     # read of a LongRoPE alone
     "phi3": {"original_max_position_embeddings", "max_position_embeddings"},
-    "pixtral": {"image_size"},  # images are of any size
+    **{kind: {"image_size"} for kind in ("pixtral", "glm_ocr_vision")},  # images are of any size
     "clip": {"projection_dim"},
     "clip_vision_model": {"projection_dim"},
 }

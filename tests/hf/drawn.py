@@ -37,10 +37,14 @@ DECODERS = {
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
     "glm4": transformers.Glm4Config,
+    "glm4_moe": transformers.Glm4MoeConfig,
     "opt": transformers.OPTConfig,
     "gpt2": transformers.GPT2Config,
 }
-NOT_IN_LLAVA = ("qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "opt", "gpt2")
+NOT_IN_LLAVA = (
+    *("qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "glm4_moe"),
+    *("opt", "gpt2"),
+)
 # as the text of any vision tower
 IN_LLAVA = [name for name in DECODERS if name not in NOT_IN_LLAVA]
 
@@ -121,11 +125,14 @@ def decoder(
         given |= expert_fields(rng, family, given["num_hidden_layers"])
     if family == "phi3":
         given |= phi3_fields(rng, given)
-    if family == "glm4":
+    if family in ("glm4", "glm4_moe"):
         given |= glm4_fields(rng, given) | {
             "attention_bias": pick(rng, False, True),
             "pad_token_id": 0,
         }
+    if family == "glm4_moe":
+        given |= grouped_experts(rng, given["num_hidden_layers"])
+        given["use_qk_norm"] = pick(rng, False, True)
     if family == "gemma3":
         near = {"rope_type": "default", "rope_theta": pick(rng, 100.0, 1e4)}
         given["rope_parameters"] = {
@@ -210,6 +217,24 @@ def expert_fields(rng: np.random.Generator, family: str, layers: int) -> Fields:
         "norm_topk_prob": pick(rng, False, True),
     }
     return experts | windows | sparse | width | {"num_experts": count}
+
+
+def grouped_experts(rng: np.random.Generator, layers: int) -> Fields:
+    """DeepSeek-V3's experts, as GLM-4.5 has them: in groups, of which some are chosen first."""
+    groups = pick(rng, 1, 1, 2, 3)
+    experts = groups * between(rng, 2, 4)
+    chosen = between(rng, 1, groups)
+    return {
+        "n_routed_experts": experts,
+        "n_group": groups,
+        "topk_group": chosen,
+        "num_experts_per_tok": between(rng, 1, chosen * experts // groups),
+        "moe_intermediate_size": between(rng, 8, 30),
+        "n_shared_experts": pick(rng, 1, 1, 2),
+        "first_k_dense_replace": between(rng, 0, layers),
+        "norm_topk_prob": pick(rng, False, True),
+        "routed_scaling_factor": pick(rng, 1.0, 2.5),
+    }
 
 
 def glm4_fields(rng: np.random.Generator, given: Fields) -> Fields:
@@ -695,7 +720,20 @@ def glm4v(rng: np.random.Generator, family: str, **tokens: int) -> transformers.
         "out_hidden_size": sizes["hidden_size"],
         "rms_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
     }
-    kind = {"glm4v": transformers.Glm4vConfig, "glm46v": transformers.Glm46VConfig}[family]
+    if family == "glm_ocr":  # heads of any width
+        sizes |= {"head_dim": own["head_dim"], "hidden_size": sizes["hidden_size"] + 4}
+        vision["out_hidden_size"] = sizes["hidden_size"]
+    if family == "glm4v_moe":
+        sizes |= grouped_experts(rng, sizes["num_hidden_layers"]) | {
+            "head_dim": own["head_dim"],
+            "attention_bias": pick(rng, False, True),
+        }
+    kind = {
+        "glm4v_moe": transformers.Glm4vMoeConfig,
+        "glm4v": transformers.Glm4vConfig,
+        "glm46v": transformers.Glm46VConfig,
+        "glm_ocr": transformers.GlmOcrConfig,
+    }[family]
     return kind(
         text_config=sizes,
         vision_config=vision,

@@ -31,6 +31,11 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     },
     **{kind: {"vision_config": {}} for kind in ("clip", "evaclip", "siglip")},
     **{kind: {"text_config": {"partial_rotary_factor": 0.5}} for kind in ("glm4v", "glm46v")},
+    "glm4_moe": {"head_dim": 128},
+    "glm4v_moe": {"text_config": {"head_dim": 128, "partial_rotary_factor": 0.5}},
+    "glm_ocr": {
+        "text_config": {"hidden_size": 1536, "head_dim": 128, "partial_rotary_factor": 0.5}
+    },
     # The tower's default width in transformers is not the text's.
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},

@@ -59,6 +59,8 @@ def random_model(
 def randomize(model: torch.nn.Module) -> None:
     """Draw every parameter, around 1 where it is a scale."""
     with torch.no_grad():
+        for buffer in corrections(model):
+            buffer.normal_(0, 0.2)
         for parameter in model.parameters():
             spread = 0.2 if parameter.ndim < 2 else 1.3 / max(parameter[0].numel(), 1) ** 0.5
             centre = 1.0 if parameter.ndim == 1 and bool((parameter == 1).all()) else 0.0
@@ -375,6 +377,11 @@ def stored_parameter(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]
     ).reshape(shape)
 
 
+def corrections(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return what routers add to experts' scores when they choose."""
+    return [x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
+
+
 def saved_gradients(model: torch.nn.Module) -> HfFolder:
     """The gradients in the places of their parameters, saved as a checkpoint: under the names that these have there."""
     with torch.no_grad():
@@ -382,6 +389,8 @@ def saved_gradients(model: torch.nn.Module) -> HfFolder:
             parameter.copy_(
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             )
+        for buffer in corrections(model):  # which learn nothing
+            buffer.zero_()
     folder = tempfile.mkdtemp()
     model.save_pretrained(folder)
     return HfFolder.open(folder)

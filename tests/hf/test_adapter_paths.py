@@ -75,6 +75,8 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "llava_onevision": lambda: around("llava_onevision", SIGLIP, video_token_index=6),
     "glm4v": lambda: drawn.glm4v(rng(), "glm4v", image_token_id=5),
     "glm46v": lambda: drawn.glm4v(rng(), "glm46v", image_token_id=5),
+    "glm4v_moe": lambda: drawn.glm4v(rng(), "glm4v_moe", image_token_id=5),
+    "glm_ocr": lambda: drawn.glm4v(rng(), "glm_ocr", image_token_id=5),
     "idefics3": lambda: around("idefics3", SIZES, TEXT | {"model_type": "llama"}),
     "smolvlm": lambda: around("smolvlm", SIZES, TEXT | {"model_type": "llama"}),
     "mistral3": lambda: around("mistral3", PIXTRAL, TEXT | {"model_type": "mistral"}),

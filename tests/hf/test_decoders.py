@@ -72,6 +72,7 @@ YARN = {
     "mixtral-0",
     "qwen3_moe-2",
     "glm4-0",
+    "glm4_moe-1",
     "opt-0",
     "gpt2-0",
 )

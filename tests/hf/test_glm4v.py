@@ -1,4 +1,4 @@
-"""GLM-4.1V and GLM-4.6V compute what transformers computes of packed images and text."""
+"""GLM-4.1V, GLM-4.6V and GLM-OCR compute what transformers computes of packed images and text."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from mmjax.hf.families import from_hf
 WHOLE = {
     "glm4v": transformers.Glm4vForConditionalGeneration,
     "glm46v": transformers.Glm46VForConditionalGeneration,
+    "glm4v_moe": transformers.Glm4vMoeForConditionalGeneration,
+    "glm_ocr": transformers.GlmOcrForConditionalGeneration,
 }
 
 

@@ -37,7 +37,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>"))}
             case "llava" | "llavanext" | "llavanextvideo" | "idefics3" | "smolvlm" | "paligemma":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
-            case "glm4v":
+            case "glm4v" | "glm4vmoe" | "glmocr":
                 image = Placeholder(named.get("image_token", "<|image|>"))
                 # Each temporal patch is written as an image is.
                 begin, end = "<|begin_of_image|>", "<|end_of_image|>"
