@@ -75,6 +75,7 @@ class TowerFacts:
     windowed: tuple[int, ...] = ()  # layers that attend within windows
     window_inputs: int = 0  # inputs that such a window has at most
     gated: bool = False  # the MLP has a gate
+    parallel_mlp: bool = False  # the MLP reads what attention reads
     cross_width: int = 0  # channels of attention to a condition
     experts: Any = None  # in place of the MLP in some layers
     queries: int = 0  # learned tokens in the LLM that stand for an image to be made

@@ -174,8 +174,9 @@ def feature_layer(fields: Fields) -> int:
 
 def text_of(fields: Fields) -> DecoderConfig:
     """The decoder of a config with a `text_config`."""
-    # Logits have no cap, for the output table belongs to the class around it.
-    return replace(decoder_of(fields.inner("text_config"), tables_are_tied(fields)), logit_cap=0.0)
+    # Logits have no cap and no scale, for the output table belongs to the class around it.
+    llm = decoder_of(fields.inner("text_config"), tables_are_tied(fields))
+    return replace(llm, logit_cap=0.0, logit_scale=1.0)
 
 
 def whole_layout(

@@ -43,7 +43,7 @@ WHOLE = (
         "mistral",
         "phi3",
     ),
-    *("glm4", "gemma", "gemma2", "gemma3_text", "opt", "gpt2"),
+    *("glm4", "gemma", "gemma2", "gemma3_text", "opt", "gpt2", "cohere", "cohere2"),
     *(
         "llava",
         "llava_next",

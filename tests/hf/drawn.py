@@ -37,6 +37,8 @@ DECODERS = {
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
     "glm4": transformers.Glm4Config,
+    "cohere": transformers.CohereConfig,
+    "cohere2": transformers.Cohere2Config,
     "opt": transformers.OPTConfig,
     "gpt2": transformers.GPT2Config,
 }
@@ -126,6 +128,8 @@ def decoder(
             "attention_bias": pick(rng, False, True),
             "pad_token_id": 0,
         }
+    if family in ("cohere", "cohere2"):
+        given |= cohere_fields(rng, family, given)
     if family == "gemma3":
         near = {"rope_type": "default", "rope_theta": pick(rng, 100.0, 1e4)}
         given["rope_parameters"] = {
@@ -221,6 +225,27 @@ def glm4_fields(rng: np.random.Generator, given: Fields) -> Fields:
         "head_dim": head_width,
         "hidden_size": given["num_attention_heads"] * between(rng, 3, 12),
     }
+
+
+def cohere_fields(rng: np.random.Generator, family: str, given: Fields) -> Fields:
+    """Cohere's norms and logits, and Command R7B's windows; its heads are of the width's share."""
+    fields = {
+        "hidden_size": given["num_attention_heads"] * given["head_dim"],
+        "layer_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
+        "logit_scale": pick(rng, 0.0625, 0.25, 1.7),
+        "attention_bias": pick(rng, False, True),
+        "eos_token_id": 2,
+    }
+    if family == "cohere":
+        return fields
+    layers = between(rng, 1, 9)
+    windows = pick(
+        rng,
+        {"layer_types": layer_types(rng, layers)},
+        {"sliding_window_pattern": between(rng, 1, 4)},
+        {},
+    )
+    return fields | windows | {"num_hidden_layers": layers, "sliding_window": pick(rng, 3, 6)}
 
 
 def late_windows(rng: np.random.Generator, layers: int) -> Fields:

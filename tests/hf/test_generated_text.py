@@ -112,7 +112,7 @@ LOCAL = ["sliding_attention", "sliding_attention", "full_attention"]
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
-@pytest.mark.default_cases("gemma2", "llama longrope", "llama dynamic", "opt", "gemma3")
+@pytest.mark.default_cases("gemma2", "llama longrope", "llama dynamic", "opt", "gemma3", "cohere2")
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
@@ -133,6 +133,10 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
             transformers.Gemma3TextConfig,
             {"head_dim": 20, "sliding_window": 6, "layer_types": LOCAL},
         ),
+        (
+            transformers.Cohere2Config,
+            {"sliding_window": 6, "sliding_window_pattern": 2, "eos_token_id": 2},
+        ),
     ],
     ids=[
         "gemma2",
@@ -143,6 +147,7 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         "opt",
         "gpt2",
         "gemma3",
+        "cohere2",
     ],
 )
 def test_a_decoder_writes_what_it_writes_there_beyond_its_windows_too(kind, own, tmp_path):
