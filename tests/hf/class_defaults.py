@@ -58,6 +58,8 @@ WHOLE = (
     *(
         "paligemma",
         "internvl",
+        "aya_vision",
+        "cohere2_vision",
         "qwen2_vl",
         "qwen2_5_vl",
         "qwen3_vl",
@@ -86,7 +88,10 @@ IMAGES = {  # by the folder of their model
     "gemma3": ("Gemma3ImageProcessor",),
     "got_ocr2": ("GotOcr2ImageProcessor",),
     "internvl": ("InternVLVideoProcessor",),
+    "cohere2_vision": ("Cohere2VisionImageProcessor",),
 }
+# processors of texts and images whose own fields are read
+AROUND = {"pixtral": "PixtralProcessor", "aya_vision": "AyaVisionProcessor"}
 GENERATORS = (
     "AutoencoderKL",
     "UNet2DConditionModel",
@@ -172,8 +177,9 @@ def table(nulls: bool = True) -> dict[str, Any]:
         processors = {
             name: _processor(folder, name) for folder, names in IMAGES.items() for name in names
         }
-        path = LIBRARY / "models/pixtral/processing_pixtral.py"
-        processors["PixtralProcessor"] = _arguments(path, "PixtralProcessor")
+        for folder, name in AROUND.items():
+            path = LIBRARY / f"models/{folder}/processing_{folder}.py"
+            processors[name] = _arguments(path, name)
         processors["WhisperFeatureExtractor"] = _signature(transformers.WhisperFeatureExtractor)
         generators = {name: _signature(getattr(diffusers, name)) for name in GENERATORS}
     logging.disable(logging.NOTSET)

@@ -513,6 +513,29 @@ def intern_tower(rng: np.random.Generator) -> tuple[transformers.PreTrainedConfi
     return transformers.InternVLVisionConfig(**sizes), own
 
 
+def cohere_vision(
+    rng: np.random.Generator, family: str, vocab: int = 97, **own: int
+) -> transformers.PreTrainedConfig:
+    """Aya Vision, or Command A Vision: a SigLIP, squares of whose patches go through a gated MLP."""
+    vision = tower_sizes(rng, 5)
+    merge, layers = pick(rng, 1, 2, 2, 3), vision["num_hidden_layers"]
+    vision["image_size"] = vision["patch_size"] * merge * between(rng, 1, 2)
+    given = {
+        "text_config": decoder(rng, pick(rng, "cohere2", "cohere2", *IN_LLAVA), vocab),
+        "vision_config": transformers.SiglipVisionConfig(**vision, vision_use_head=False),
+        "downsample_factor": merge,
+        "tie_word_embeddings": pick(rng, False, True),
+        "alignment_intermediate_size": 2 * between(rng, 4, 20),
+    }
+    if family == "cohere2_vision":
+        return transformers.Cohere2VisionConfig(**given, **own)
+    read = {
+        "vision_feature_layer": pick(rng, -1, between(rng, -layers, -1), between(rng, 1, layers)),
+        "adapter_layer_norm_eps": pick(rng, 1e-6, 1e-3),
+    }
+    return transformers.AyaVisionConfig(**given, **read, **own)
+
+
 def qwen_text(rng: np.random.Generator, interleaved: bool) -> Fields:
     """The text of a Qwen-VL, whose RoPE is in sections of t, y and x."""
     sizes, head_width = text_sizes(rng)

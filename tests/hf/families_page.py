@@ -25,7 +25,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "llm_config": {"model_type": "qwen2"},
         "ps_version": "v2",
     },
-    **{kind: {"vision_config": {}} for kind in ("clip", "evaclip", "siglip")},
+    **{kind: {"vision_config": {}} for kind in ("clip", "evaclip", "siglip", "aya_vision")},
     **{kind: {"text_config": {"partial_rotary_factor": 0.5}} for kind in ("glm4v", "glm46v")},
     # The tower's default width in transformers is not the text's.
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},

@@ -70,6 +70,11 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return _with_sound(named, names, "<|audio_start|>", "<|audio_end|>")
             case "qwen2audio":
                 return {"audio": Placeholder(named.get("audio_token", "<|AUDIO|>"))}
+            case "cohere2vision":
+                return {"image": Placeholder(named.get("image_token", "<|IMG_PATCH|>"))}
+            case "ayavision":
+                token = named.get("img_patch_token", "<|IMG_PATCH|>")
+                return {"image": Placeholder(named.get("image_token", "<image>"), token)}
             case "internvl":
                 image = Placeholder(
                     named.get("context_image_token", "<IMG_CONTEXT>"),
