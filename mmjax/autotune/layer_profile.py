@@ -80,6 +80,7 @@ def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) ->
     # generator's first layer would be a stack of its own.
     part = config.towers[tower]
     changes = {"deepstack": ()} if part.deepstack else {}
+    changes |= {"feature_layers": ()} if part.feature_layers else {}
     changes |= {"frozen": False} if part.is_generator else {}
     part = replace(part, layers=layers, remat=remat, **changes)
     return with_one_item_module(replace(llm, layers=1), tower, part, config.lora)

@@ -46,6 +46,7 @@ WHOLE = (
     *("glm4", "gemma", "gemma2", "gemma3_text", "opt", "gpt2", "cohere", "cohere2"),
     *(
         "llava",
+        "vipllava",
         "llava_next",
         "llava_onevision",
         "glm4v",

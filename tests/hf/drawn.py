@@ -352,8 +352,9 @@ def two_norm_tower(
     """CLIP or SigLIP, and what a LLaVA around it says of the features that it takes."""
     sizes = tower_sizes(rng, most)
     layers = sizes["num_hidden_layers"]
+    one = -1, between(rng, -layers, -1), between(rng, 1, layers)
     own = {
-        "vision_feature_layer": pick(rng, -1, between(rng, -layers, -1), between(rng, 1, layers)),
+        "vision_feature_layer": pick(rng, *one, [between(rng, 1, layers), -1]),
         "multimodal_projector_bias": pick(rng, False, True),
         "projector_hidden_act": pick(rng, *ACTIVATIONS),
     }
@@ -363,6 +364,24 @@ def two_norm_tower(
         }
     tower = transformers.SiglipVisionConfig(**sizes, vision_use_head=pick(rng, False, True))
     return tower, own | {"vision_feature_select_strategy": "full"}
+
+
+def vipllava(
+    rng: np.random.Generator, vocab: int = 97, **own: int
+) -> transformers.PreTrainedConfig:
+    """ViP-LLaVA: a CLIP whose patches are read of one layer or of several, in any order, and normed."""
+    tower = tower_sizes(rng, 5)
+    layers = tower["num_hidden_layers"]
+    several = [pick(rng, 1, -1) * between(rng, 1, layers) for _ in range(between(rng, 2, 4))]
+    return transformers.VipLlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**tower),
+        text_config=any_decoder(rng, vocab),
+        vision_feature_layer=pick(rng, several, several, several, -1),
+        projector_hidden_act=pick(rng, *ACTIVATIONS),
+        projector_layernorm_eps=pick(rng, 1e-5, 1e-3),
+        tie_word_embeddings=pick(rng, False, True),
+        **own,
+    )
 
 
 def evaclip_tower(rng: np.random.Generator) -> EvaClipVisionConfig:

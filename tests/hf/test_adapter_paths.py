@@ -79,6 +79,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "mistral3": lambda: around("mistral3", PIXTRAL, TEXT | {"model_type": "mistral"}),
     "gemma3": lambda: drawn.gemma3(rng(), image_token_index=5),
     "paligemma": lambda: drawn.paligemma(rng(), image_token_index=5),
+    "vipllava": lambda: around("vipllava", CLIP, vision_feature_layer=[-1, 1]),
     "internvl": lambda: around("internvl", SIZES),
     **{name: lambda name=name: drawn.cohere_vision(rng(), name, image_token_id=5)
        for name in ("aya_vision", "cohere2_vision")},

@@ -170,12 +170,15 @@ def with_images(tokens_per_image: int) -> Inputs:
     return inputs
 
 
-def test_llava_writes_what_it_writes_there(tmp_path):
+@pytest.mark.default_cases("Llava")
+@pytest.mark.parametrize("name", ["Llava", "VipLlava"])
+def test_llava_and_vipllava_write_what_they_write_there(name, tmp_path):
+    own = {"vision_feature_layer": [3, 1]} if name == "VipLlava" else {}
     vision = transformers.CLIPVisionConfig(**TOWER)
-    config = transformers.LlavaConfig(
-        vision_config=vision, text_config=LLAMA, image_token_index=IMAGE
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=vision, text_config=LLAMA, image_token_index=IMAGE, **own
     )
-    model = random_model(config, transformers.LlavaForConditionalGeneration)
+    model = random_model(config, getattr(transformers, f"{name}ForConditionalGeneration"))
     save(model, tmp_path)
     check(model, tmp_path, samples() + samples(seed=1), with_images((SIDE // 4) ** 2))
 

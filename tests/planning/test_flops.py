@@ -238,11 +238,18 @@ def parallel(model: ModelConfig) -> ModelConfig:
     return replace(model, llm=replace(llm, parallel_mlp=True, unrotated=(llm.layers - 1,)))
 
 
+def features(model: ModelConfig) -> ModelConfig:
+    """Its connector of images reads two of three layers."""
+    read = {"layers": 3, "feature_layers": (2, 0), "head_norm": False}
+    vision = replace(model.encoders["vision"], **read)
+    return replace(model, encoders=model.encoders | {"vision": vision})
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "kind",
-    [lambda model: model, pooled, without_norms, untied, parallel],
-    ids=["merged", "pooled", "no norms", "untied", "parallel"],
+    [lambda model: model, pooled, without_norms, untied, parallel, features],
+    ids=["merged", "pooled", "no norms", "untied", "parallel", "features"],
 )
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda f: "+".join(sorted(f)) or "nothing")
 def test_needed_is_every_matrix_product_of_the_traced_gradient_where_nothing_is_padded(

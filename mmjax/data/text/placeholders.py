@@ -31,7 +31,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
             case "llavaonevision":
                 video = Placeholder(named.get("video_token", "<video>"))
                 return {"image": Placeholder(named.get("image_token", "<image>")), "video": video}
-            case "llava" | "llavanext" | "idefics3" | "smolvlm" | "paligemma":
+            case "llava" | "llavanext" | "vipllava" | "idefics3" | "smolvlm" | "paligemma":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
             case "glm4v":
                 image = Placeholder(named.get("image_token", "<|image|>"))
