@@ -24,6 +24,7 @@ from mmjax.models.layers import Context, RMSNorm
 # Windows in some layers of the towers that can have them.
 WINDOWS = (
     "model.encoders.vision.layers=2", "model.encoders.vision.window=2", "model.encoders.vision.windowed=1",
+    "model.encoders.vision.feature_layers=1,0", "model.encoders.vision.head_norm=false",
     "model.llm.window=6", "model.llm.windowed=1",
 )  # fmt: skip
 KINDS = (

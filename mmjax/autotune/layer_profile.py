@@ -24,6 +24,7 @@ from flax import nnx
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Config, DecoderConfig, ModelConfig, Remat
+from mmjax.config.decoder import LayerKind
 from mmjax.config.model import frozen_modules, stacked_towers, with_one_item_module
 from mmjax.console import print_note
 from mmjax.cost.trace import tower_batch
@@ -44,15 +45,16 @@ def kinds_of_layers(config: DecoderConfig) -> list[tuple[DecoderConfig, float]]:
         return [(config, 1)]
     layers = tuple(range(config.layers))
 
-    def with_kind(delta: bool, sparse: bool) -> DecoderConfig:
+    def with_kind(kind: LayerKind) -> DecoderConfig:
         return replace(
             config,
-            delta_net=replace(config.delta_net, layers=layers) if delta else None,
-            experts=replace(config.experts, layers=layers) if sparse else None,
+            delta_net=replace(config.delta_net, layers=layers) if kind.has_delta_net else None,
+            experts=replace(config.experts, layers=layers) if kind.has_experts else None,
+            unrotated=() if kind.has_rope else layers,
         )
 
     return [
-        (with_kind(*kind), count / config.layers)
+        (with_kind(kind), count / config.layers)
         for kind, count in Counter(config.layer_kinds).items()
     ]
 
@@ -71,12 +73,14 @@ def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) ->
             for name, c in sections.items()
             if c is not None
         }
-        llm = replace(llm, **kinds)
+        unrotated = tuple(range(layers)) if llm.unrotated else ()
+        llm = replace(llm, unrotated=unrotated, **kinds)
         return ModelConfig(replace(llm, layers=layers, remat=remat), lora=config.lora)
     # Layers that feed the LLM (deepstack) would split the stack into several scans, and a frozen
     # generator's first layer would be a stack of its own.
     part = config.towers[tower]
     changes = {"deepstack": ()} if part.deepstack else {}
+    changes |= {"feature_layers": ()} if part.feature_layers else {}
     changes |= {"frozen": False} if part.is_generator else {}
     part = replace(part, layers=layers, remat=remat, **changes)
     return with_one_item_module(replace(llm, layers=1), tower, part, config.lora)

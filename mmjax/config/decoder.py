@@ -187,6 +187,7 @@ class LayerKind(NamedTuple):
     has_delta_net: bool  # in place of attention
     has_experts: bool  # in place of the MLP
     has_float8: bool  # products of linear layers in FP8
+    has_rope: bool  # queries and keys are turned
 
 
 @dataclass(frozen=True)
@@ -242,8 +243,8 @@ class DecoderConfig(TowerFacts):
     experts: ExpertsConfig | None = None
     # RoPE turns channels 2i and 2i + 1 of a head together, not i and i + half of them
     rope_neighbours: bool = False
-    # RMSNorm or LayerNorm; those of queries and keys are RMSNorms
-    norm: Literal["rms", "layer"] = "rms"
+    # RMSNorm or LayerNorm, without a bias too; those of queries and keys are RMSNorms
+    norm: Literal["rms", "layer", "layer_without_bias"] = "rms"
     gated: bool = True  # the MLP has a gate
     # entries of a table of learned positions in place of RoPE; 0: RoPE
     learned_positions: NonNegativeInt = 0
@@ -251,6 +252,10 @@ class DecoderConfig(TowerFacts):
     quantize: Quantization = "none"  # of the linear layers' frozen weights
     # products of all layers' linear layers, but the first and the last layer's
     fp8: Literal["off", "linears"] = "off"
+    # the MLP reads the norm that attention reads, and both outputs are added at once
+    parallel_mlp: bool = False
+    unrotated: tuple[int, ...] = ()  # layers whose attention has no rotary positions (NoPE)
+    logit_scale: float = 1.0  # that logits are multiplied by
 
     @property
     def window_inputs(self) -> int:
@@ -287,7 +292,10 @@ class DecoderConfig(TowerFacts):
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Tell how the layers differ."""
-        return tuple(map(LayerKind, self.delta_layers, self.expert_layers, self.float8_layers))
+        has_rope = [i not in self.unrotated for i in range(self.layers)]
+        return tuple(
+            map(LayerKind, self.delta_layers, self.expert_layers, self.float8_layers, has_rope)
+        )
 
     def check(self, where: str) -> None:
         check_remat(where, self)
@@ -299,6 +307,7 @@ class DecoderConfig(TowerFacts):
         for name in ("delta_net", "experts"):
             layers = getattr(getattr(self, name), "layers", ())
             check_layer_numbers(f"{where}.{name}.layers", layers, self.layers)
+        check_layer_numbers(f"{where}.unrotated", self.unrotated, self.layers)
         biased = [name for name in self.biases if name in ("gate", "up", "down")]
         check(
             not biased or not all(self.expert_layers),

@@ -181,6 +181,8 @@ class VisionConfig(TowerFacts):
     # a layer's norms: of the inputs of attention and MLP, or outputs
     norm_place: Literal["before", "after"] = "before"
     quantize: Quantization = "none"  # of the linear layers' frozen weights
+    # layers whose outputs the connector reads side by side, in this order; (): the last one
+    feature_layers: tuple[int, ...] = ()
 
     @property
     def head_width(self) -> int:
@@ -276,6 +278,12 @@ class VisionConfig(TowerFacts):
         check(
             list(self.deepstack) == sorted(set(self.deepstack)),
             f"{where}.deepstack={listed(self.deepstack)}: name layers in order, each once",
+        )
+        check_layer_numbers(f"{where}.feature_layers", self.feature_layers, self.layers)
+        check(
+            not self.feature_layers or not self.head_norm,
+            f"{where}.head_norm=true is of the last layer, and feature_layers={listed(self.feature_layers)} are "
+            "read as they are; use head_norm=false",
         )
         for name in ("mean", "std"):
             length = len(getattr(self, name))

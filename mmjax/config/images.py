@@ -240,7 +240,7 @@ class PixtralResize(ImageKind):
 
 @dataclass(frozen=True)
 class DynamicTiles(ImageKind):
-    """The grid of tiles closest to the image's shape, then the whole image as a thumbnail tile, as for InternVL."""
+    """The grid of tiles closest to the image's shape or size, then the whole image as a thumbnail, as for InternVL."""
 
     tile: Size = (448, 448)  # height and width
     min_tiles: PositiveInt = 1  # per image, not counting the thumbnail
@@ -248,8 +248,21 @@ class DynamicTiles(ImageKind):
     thumbnail: bool = True  # adds the whole image as the last tile of an image of several tiles
     filter: Filter = "bicubic"  # of resizing
     kind: Literal["dynamic_tiles"] = "dynamic_tiles"
+    # the grid nearest to the image's shape, or that which enlarges the image least, where all are
+    # smaller shrinks it least
+    grid_by: Literal["shape", "scale"] = "shape"
+    label: str = ""  # text before each tile, with {tile} for its number from 1 on
+    whole: str = ""  # the same before the thumbnail, or an image that is a single tile
+    tile_end: str = ""  # text behind each tile, and behind the thumbnail
+    begin: str = ""  # text before all of an image
+    end: str = ""  # text behind all of it
 
-    hf_processors = ("GotOcr2ImageProcessor",)
+    hf_processors = ("GotOcr2ImageProcessor", "Cohere2VisionImageProcessor")
+
+    @property
+    def writes_texts(self) -> bool:
+        """Return whether text is written between an image's tokens."""
+        return bool(self.label or self.whole or self.tile_end or self.begin or self.end)
 
     @property
     def item_size(self) -> tuple[int, ...]:
@@ -260,15 +273,26 @@ class DynamicTiles(ImageKind):
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> DynamicTiles | FixedSize:
-        # Where InternVL's processor calls it, that one's own default wins over the field.
-        tiled = fields.caller.name == "InternVLProcessor" or fields.flag("crop_to_patches")
+        # Where InternVL's or Aya's processor calls it, that one's own default wins over the field.
+        calling = fields.caller.name in ("InternVLProcessor", "AyaVisionProcessor")
+        tiled = calling or fields.flag("crop_to_patches")
         size = fields.height_and_width("size")
-        min_tiles, max_tiles = fields.count("min_patches"), fields.count("max_patches")
-        if tiled and max_tiles > 1:
-            return cls(tile=size, min_tiles=min_tiles, max_tiles=max_tiles, filter=fields.filter())
-        return FixedSize(
-            resize=size if fields.flag("do_resize") else (), crop=(), filter=fields.filter()
+        # Of Command A Vision the least number is not read.
+        by_scale = fields.name == "Cohere2VisionImageProcessor"
+        min_tiles = 1 if by_scale else fields.count("min_patches")
+        max_tiles = fields.count("max_patches") if tiled else 1
+        if not fields.flag("do_resize") and not (tiled and by_scale) and max_tiles == 1:
+            return FixedSize(resize=(), crop=(), filter=fields.filter())
+        return cls(
+            tile=size,
+            min_tiles=min_tiles if max_tiles > 1 else 1,
+            max_tiles=max_tiles,
+            filter=fields.filter(),
+            grid_by="scale" if by_scale else "shape",
         )
+
+    def without_tokens(self) -> DynamicTiles:
+        return replace(self, label="", whole="", tile_end="", begin="", end="")
 
     @classmethod
     def from_internvl_chat(cls, fields: ProcessorFields, side: int) -> DynamicTiles | FixedSize:

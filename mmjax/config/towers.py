@@ -72,9 +72,12 @@ class TowerFacts:
     stride: int = 1  # inputs that become one position of the layers
     pool: int = 1  # positions behind the layers that become one, before neighbours are merged
     deepstack: tuple[int, ...] = ()  # layers whose outputs are added to the LLM's
+    # layers whose outputs the connector reads; (): the last one
+    feature_layers: tuple[int, ...] = ()
     windowed: tuple[int, ...] = ()  # layers that attend within windows
     window_inputs: int = 0  # inputs that such a window has at most
     gated: bool = False  # the MLP has a gate
+    parallel_mlp: bool = False  # the MLP reads what attention reads
     cross_width: int = 0  # channels of attention to a condition
     experts: Any = None  # in place of the MLP in some layers
     queries: int = 0  # learned tokens in the LLM that stand for an image to be made

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from itertools import chain
 
 from mmjax.config import Config, MeshConfig, Unit
-from mmjax.config.checks import check
+from mmjax.config.checks import check, listed
 from mmjax.config.codec import did_you_mean
 from mmjax.config.training import unit_modules
 from mmjax.config.unit_stages import cut_unit
@@ -198,8 +198,14 @@ def _check_stages(config: Config, name: str, unit: Unit, modules: Sequence[str])
         f"batch.microbatches={count} is no multiple of {where}.pipeline={unit.pipeline}, as interleaved stages need; "
         f"set batch.microbatches={nearest}",
     )
-    for tower, start, _ in chain.from_iterable(cut_unit(model, name, unit)):
+    for tower, start, stop in chain.from_iterable(cut_unit(model, name, unit)):
         encoder = model.encoders.get(tower)
+        if encoder is not None and encoder.feature_layers and stop == encoder.layers:
+            check(
+                start <= min(encoder.feature_layers),
+                f"{where}: model.encoders.{tower}.connector reads feature_layers={listed(encoder.feature_layers)} "
+                f"together, and these lie in several stages; set {where}.pipeline=1, or name other {where}.cuts",
+            )
         if encoder is not None and encoder.deepstack and encoder.callbacks.after_connector:
             check(
                 start <= min(encoder.deepstack),

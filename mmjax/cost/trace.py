@@ -148,7 +148,9 @@ def _after(module: MultimodalModel, tower: str, x: Any, context: Any, inputs: In
         return jax.nn.logsumexp(logits, axis=-1) - of_target
     if tower in module.encoders:
         deeper = range(len(module.connectors[tower].deepstack))
-        return module.connected(tower, x, dict.fromkeys(deeper, x), inputs.batch)
+        outputs = dict.fromkeys(range(module.encoders[tower].config.layers), x)
+        joined = module.features(tower, outputs)
+        return module.connected(tower, joined, dict.fromkeys(deeper, x), inputs.batch)
     generator = module.tower(tower)
     if not generator.config.is_stack:
         return velocity_errors(generator, inputs.batch, inputs.clean, x, inputs.draws)

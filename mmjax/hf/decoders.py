@@ -1,4 +1,4 @@
-"""Text decoders with RoPE: Qwen, Llama, Mistral, Mixtral, InternLM2, Phi-3, Gemma, GLM-4: what their configs say."""
+"""Text decoders with RoPE, from Qwen, Llama and Mistral to Gemma, GLM-4 and Cohere: what their configs say."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
         rope_sections=rope.sections,
         rope_interleaved=rope.interleaved,
         window_rope_theta=rope.window_theta,
-        norm_eps=fields.get("rms_norm_eps", float),
+        norm_eps=fields.get(family.norm_eps, float),
         activation=fields.choice(family.activation, ACTIVATIONS),
         tied=fields.get("tie_word_embeddings", bool) if tied is None else tied,
     )
@@ -264,17 +264,42 @@ def _gemma3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 
 def _local_gemma(fields: Fields, plain: DecoderConfig, period: int) -> DecoderConfig:
-    """Add windows, by default of all layers but every `period`-th, norms of the outputs and a scale of the scores."""
-    kinds = [
-        "sliding_attention" if (i + 1) % period else "full_attention" for i in range(plain.layers)
-    ]
+    """Add windows of all layers but every `period`-th, norms of the outputs and a scale of the scores."""
     return replace(
-        _gemma(fields, plain),
+        _gemma(fields, _all_but_every(fields, plain, period)),
         post_norms=True,
         # In place of 1 / sqrt(head width).
         attention_scale=fields.get("query_pre_attn_scalar", (int, float)) ** -0.5,
-        window=fields.get("sliding_window", int),
-        windowed=_windowed(fields, kinds),
+    )
+
+
+def _all_but_every(fields: Fields, plain: DecoderConfig, period: int) -> DecoderConfig:
+    """Add windows, by default of all layers but every `period`-th."""
+    kinds = [
+        "sliding_attention" if (i + 1) % period else "full_attention" for i in range(plain.layers)
+    ]
+    window = fields.get("sliding_window", int)
+    return replace(plain, window=window, windowed=_windowed(fields, kinds))
+
+
+def _cohere(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    # A LayerNorm of its own for every head.
+    fields.allow_only("use_qk_norm", False)
+    return replace(
+        plain,
+        biases=_attention_biases(fields),
+        norm="layer_without_bias",
+        parallel_mlp=True,
+        rope_neighbours=True,
+        logit_scale=fields.get("logit_scale", float),
+    )
+
+
+def _cohere2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    period = fields.size("sliding_window_pattern", 4)
+    plain = _cohere(fields, _all_but_every(fields, plain, period))
+    return replace(
+        plain, unrotated=tuple(i for i in range(plain.layers) if i not in plain.windowed)
     )
 
 
@@ -321,6 +346,8 @@ FAMILIES = {
     "internlm2": Family(_internlm2),
     "phi3": Family(_everywhere, partial_rope=True),
     "glm4": Family(_glm4, partial_rope=True),
+    "cohere": Family(_cohere, norm_eps="layer_norm_eps"),
+    "cohere2": Family(_cohere2, norm_eps="layer_norm_eps"),
     "gemma": Family(_gemma),
     "gemma2": Family(_gemma2, activation="hidden_activation"),
     "gemma3_text": Family(_gemma3, activation="hidden_activation", local_rope=True),

@@ -14,6 +14,7 @@ from mmjax.config.model import module_names
 from mmjax.errors import UserError
 from mmjax.hf import (
     audio,
+    cohere,
     decoders,
     gemma3,
     glm4v,
@@ -73,6 +74,7 @@ CHECKPOINTS = {
     **dict.fromkeys(gemma3.FAMILIES, Checkpoints(gemma3.read, gemma3.layout)),
     "paligemma": Checkpoints(paligemma.read, paligemma.layout),
     "internvl": Checkpoints(internvl.read, internvl.layout),
+    **dict.fromkeys(cohere.FAMILIES, Checkpoints(cohere.read, cohere.layout)),
     "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat, modules="named"),
     **dict.fromkeys(
         qwen_vl.FAMILIES, Checkpoints(qwen_vl.read, qwen_vl.layout, qwen_vl.encoder_of)

@@ -1,4 +1,4 @@
-"""LLaVA-1.5, -NeXT, -OneVision, Pixtral, DeepSeek-VL: a vision tower, an MLP on each of its patches, a decoder."""
+"""LLaVA-1.5, -NeXT, -OneVision, ViP-LLaVA, Pixtral, DeepSeek-VL: a tower, an MLP on each of its patches, a decoder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mmjax.hf.class_defaults import processor_defaults
 from mmjax.hf.decoder_tensors import decoder_parts, find_decoder
 from mmjax.hf.decoders import decoder_of, tables_are_tied
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, TensorNames, TensorSlice, linear
+from mmjax.hf.layout import Layout, TensorNames, TensorSlice, linear, norm
 from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_videos
 from mmjax.hf.vision import (
@@ -53,6 +53,7 @@ class Family:
 
 FAMILIES = {
     "llava": Family(),
+    "vipllava": Family(),
     "llava_next": Family("LlavaNextImageProcessor"),
     "llava_next_video": Family("LlavaNextImageProcessor"),
     "llava_onevision": Family("LlavaOnevisionImageProcessor", max_tiles="vision_aspect_ratio"),
@@ -64,17 +65,20 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     family = FAMILIES[fields.get("model_type", str)]
     fields.allow_only("spatial_pool_mode", "average", "max")  # of videos, which are not read
     llm = text_of(fields)
-    layer = feature_layer(fields)
-    biased = fields.get("multimodal_projector_bias", bool)
+    layers = fields.get("vision_feature_layer", (int, list[int]))
+    # ViP-LLaVA's projector begins with a norm, and its class has no fields for biases and features.
+    eps = fields.get("projector_layernorm_eps", float, 0.0)
+    biased = fields.get("multimodal_projector_bias", bool, True)
     connector = ConnectorConfig(
         merge=1,
         mlp_width=llm.width,
-        norm="none",
+        norm="layer" if eps else "none",
+        norm_eps=eps,
         activation=fields.choice("projector_hidden_act", ACTIVATIONS),
         biases=("up", "down") if biased else (),
         newline=bool(family.processor),
     )
-    vision = vision_of(fields.inner("vision_config"), layer, False, connector)
+    vision = vision_of(fields.inner("vision_config"), layers, False, connector)
     _check_features(fields, vision)
     if isinstance(vision.positions, AlternatingGrid) and not family.processor:
         return ModelConfig(llm, {"vision": with_pixtral_images(folder, vision)})
@@ -93,7 +97,7 @@ def _check_features(fields: Fields, vision: VisionConfig) -> None:
     if vision.registers:
         raise UserError(f"{fields.where}: the LLM sees the {vision.registers} registers of its tower, which is not "
                         "supported")  # fmt: skip
-    features = fields.get("vision_feature_select_strategy", str)
+    features = fields.get("vision_feature_select_strategy", str, "default")
     expected = "default" if vision.class_token else "full"
     if features != expected:
         what = (
@@ -168,6 +172,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     family = FAMILIES[fields.get("model_type", str)]
     projector = find_projector(folder)
     connector = {
+        "norm": norm(f"{projector}projector_layernorm"),
         "mlp.up": linear(f"{projector}linear_1"),
         "mlp.down": linear(f"{projector}linear_2"),
     }
@@ -196,8 +201,9 @@ def feature_layer(fields: Fields) -> int:
 
 def text_of(fields: Fields) -> DecoderConfig:
     """The decoder of a config with a `text_config`."""
-    # Logits have no cap, for the output table belongs to the class around it.
-    return replace(decoder_of(fields.inner("text_config"), tables_are_tied(fields)), logit_cap=0.0)
+    # Logits have no cap and no scale, for the output table belongs to the class around it.
+    llm = decoder_of(fields.inner("text_config"), tables_are_tied(fields))
+    return replace(llm, logit_cap=0.0, logit_scale=1.0)
 
 
 def whole_layout(

@@ -27,6 +27,8 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 # as the first Qwen2.5-VL checkpoints call it
 RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}
+# models whose processor is that one whatever files say
+CALLERS = {"internvl": "InternVLProcessor", "aya_vision": "AyaVisionProcessor"}
 IMAGE_KINDS = {name: kind for kind in get_args(ImagePreparation) for name in kind.hf_processors}
 
 
@@ -57,10 +59,7 @@ def read_image_processing(folder: Path) -> ImageProcessing:
         how = DynamicTiles.from_internvl_chat(ProcessorFields(config, where), side)
         return ImageProcessing(how, IMAGENET_MEAN, IMAGENET_STD, 1 / 255, folder / "config.json")
     file, fields = _fields(folder, "image_processor")
-    # A model whose processor is that one whatever files say.
-    fields = _with_class(
-        fields, "InternVLProcessor" if config.get("model_type") == "internvl" else None
-    )
+    fields = _with_class(fields, CALLERS.get(config.get("model_type")))
     how = IMAGE_KINDS[fields.name].from_hf(fields)
     if how.hf_note:
         note(f"{fields.where}: {how.hf_note}")

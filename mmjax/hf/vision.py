@@ -55,24 +55,36 @@ class Tower:
 
 
 def vision_of(
-    fields: Fields, feature_layer: int, final_norm: bool, connector: ConnectorConfig
+    fields: Fields,
+    feature_layer: int | list[int],
+    final_norm: bool,
+    connector: ConnectorConfig,
 ) -> VisionConfig:
-    """The tower that a vision config says, up to the layer whose output a connector reads.
+    """The tower that a vision config says, up to the last layer whose output a connector reads.
 
-    feature_layer: as transformers counts: 0 the embedding, -1 the last layer. final_norm: whether
-    the norm after the last layer counts as part of it. Raises UserError for an unknown kind, or a
-    layer that there is not.
+    feature_layer: as transformers counts: 0 the embedding, -1 the last layer; several are read side
+    by side. final_norm: whether the norm after the last layer counts as part of it. Raises
+    UserError for an unknown kind, or a layer that there is not.
     """
     kind = kind_of(fields)
     tower = TOWERS_BY_KIND[kind].read(fields)
-    # Of 24 layers, -2 is the output of the first 24 + 1 - 2 = 23.
-    layers = feature_layer if feature_layer >= 0 else tower.layers + 1 + feature_layer
-    if not 1 <= layers <= tower.layers:
-        raise UserError(
-            f"{fields.where}: feature layer {feature_layer} is none of {tower.layers} layers"
-        )
+    read = []
+    for layer in [feature_layer] if isinstance(feature_layer, int) else feature_layer:
+        # Of 24 layers, -2 is the output of the first 24 + 1 - 2 = 23.
+        layers = layer if layer >= 0 else tower.layers + 1 + layer
+        if not 1 <= layers <= tower.layers:
+            raise UserError(
+                f"{fields.where}: feature layer {layer} is none of {tower.layers} layers"
+            )
+        read.append(layers)
+    if not read:
+        raise UserError(f"{fields.where}: no feature layer is named; name one at least")
     return replace(
-        tower, layers=layers, head_norm=tower.head_norm and final_norm, connector=connector
+        tower,
+        layers=max(read),
+        head_norm=tower.head_norm and final_norm,
+        connector=connector,
+        feature_layers=tuple(layers - 1 for layers in read) if read[1:] else (),
     )
 
 

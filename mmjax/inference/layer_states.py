@@ -112,7 +112,8 @@ def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: i
             context = module.context(name, items, None)
             outputs = list(layers(name, encoder, items, context, encoder.embedded(items)))
             deeper = {n: outputs[i] for n, i in enumerate(connector.deepstack)}
-            features[name] = module.connected(name, outputs[-1], deeper, items)
+            joined = module.features(name, dict(enumerate(outputs)))
+            features[name] = module.connected(name, joined, deeper, items)
         tokens = features[name][:, : features[name].shape[1] - (connector.newline is not None)]
         record(f"{name} connector", f"{name} connector", encoder, items, context, tokens)
     x, add = module.embedded(batch.text, features)

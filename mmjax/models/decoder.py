@@ -23,9 +23,9 @@ from mmjax.models.experts import Experts
 from mmjax.models.gated_delta_net import GatedDeltaNet
 from mmjax.models.layer_stacks import LayerStacks
 from mmjax.models.layers import (
+    NORMS,
     Context,
     LayerConfig,
-    LayerNorm,
     PositionTable,
     RMSNorm,
     TransformerLayer,
@@ -147,11 +147,15 @@ def _logits_backward(
 _logits.defvjp(_logits_forward, _logits_backward, symbolic_zeros=True)
 
 
+def scaled(x: Float[Array, "*b d"], scale: float) -> Float[Array, "*b d"]:
+    """Multiply by a scale in the precision of `x`, unless it is 1."""
+    return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+
+
 def norm_of(config: DecoderConfig) -> Callable[[int], nnx.Module]:
     """Return the constructor of the residual stream's norms, which takes a width."""
-    if config.norm == "layer":
-        return partial(LayerNorm, eps=config.norm_eps)
-    return partial(RMSNorm, eps=config.norm_eps, offset=config.norm_offset)
+    offset = {"offset": config.norm_offset} if config.norm == "rms" else {}
+    return partial(NORMS[config.norm], eps=config.norm_eps, **offset)
 
 
 def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
@@ -176,8 +180,10 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         delta_net=delta_net if kind.has_delta_net else None,
         experts=partial(Experts, c.experts, c.width, c.activation) if kind.has_experts else None,
         post_norms=c.post_norms,
+        parallel_mlp=c.parallel_mlp,
         scoring=Scoring(c.attention_scale, c.attention_cap),
         rope_neighbours=c.rope_neighbours,
+        has_rope=kind.has_rope,
     )
 
 
@@ -209,10 +215,8 @@ class Decoder(nnx.Module):
         self.dtype = dtype
 
     def embedded(self, token: Int[Array, "r t"]) -> Float[Array, "r t d"]:
-        x = self.embed.embed(token, self.dtype)
-        scale = self.config.embedding_scale
         # Gemma's sqrt(width), rounded to the activations' precision as in HF.
-        return x if scale == 1 else x * jnp.asarray(scale, self.dtype)
+        return scaled(self.embed.embed(token, self.dtype), self.config.embedding_scale)
 
     def positioned(
         self, x: Float[Array, "r t d"], position: Int[Array, "r t *n"]
@@ -267,7 +271,11 @@ class Decoder(nnx.Module):
     def hidden_and_table(
         self, x: Float[Array, "r t d"]
     ) -> tuple[Float[Array, "r t d"], Float[Array, "*p v d"]]:
-        """Return the operands of `logits_of`: activations after the final norm, and the output table as stored."""
+        """Return the operands of `logits_of`: activations after the final norm, and the output table as stored.
+
+        The scale of the logits is in the activations.
+        """
         table = self.embed if self.head.table is None else self.head.table
+        x = scaled(self.head.norm(x), self.config.logit_scale)
         # Whole along the length: chunks of the vocabulary would each gather it again.
-        return constrain(self.head.norm(x), "rows", "length", "width"), table.weight[...]
+        return constrain(x, "rows", "length", "width"), table.weight[...]

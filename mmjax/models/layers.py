@@ -185,26 +185,25 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Zero mean and unit variance of each position, then scale and bias; float32 inside."""
+    """Zero mean and unit variance of each position, then scale and bias, if it has one; float32 inside."""
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width: int, eps: float, biased: bool = True):
         self.scale = nnx.Param(jnp.ones(width, jnp.float32), axes=(None,))
-        self.bias = nnx.Param(jnp.zeros(width, jnp.float32), axes=(None,))
+        self.bias = nnx.Param(jnp.zeros(width, jnp.float32), axes=(None,)) if biased else None
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         @keep_inputs
-        def norm(x: Array, scale: Array, bias: Array) -> Array:
+        def norm(x: Array, scale: Array, *bias: Array) -> Array:
             y = as_matrix(x).astype(jnp.float32)
             y = y - jnp.mean(y, axis=-1, keepdims=True)
             y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-            return (
-                (y * scale.astype(jnp.float32) + bias.astype(jnp.float32))
-                .astype(x.dtype)
-                .reshape(x.shape)
-            )
+            y = y * scale.astype(jnp.float32)
+            for added in bias:
+                y = y + added.astype(jnp.float32)
+            return y.astype(x.dtype).reshape(x.shape)
 
-        return norm(x, self.scale[...], self.bias[...])
+        return norm(x, self.scale[...], *([] if self.bias is None else [self.bias[...]]))
 
 
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
@@ -276,10 +275,12 @@ class LayerConfig:
     experts: Callable[[nnx.Rngs], nnx.Module] | None = None  # makes what takes the place of the MLP
     pre_norms: bool = True  # of the inputs of attention and MLP
     post_norms: bool = False  # of the outputs of attention and MLP
+    parallel_mlp: bool = False  # the MLP reads what attention reads
     layer_scale: bool = False  # learned per-channel scales of the same outputs
     scoring: Scoring = DEFAULT_SCORING
     window: int = 0  # tokens of a closed window that layers of its tower attend in, at most
     rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 together
+    has_rope: bool = True  # where the context has rotary positions
 
 
 class SelfAttention(nnx.Module):
@@ -312,6 +313,7 @@ class SelfAttention(nnx.Module):
         self.scoring = b.scoring
         self.window = b.window
         self.rope_neighbours = b.rope_neighbours
+        self.has_rope = b.has_rope
 
     def __call__(
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
@@ -328,7 +330,7 @@ class SelfAttention(nnx.Module):
         if self.query_norm is not None and self.norm_heads:
             q = self.query_norm(q)
             k = self.key_norm(k)
-        if context.rotation is not None:
+        if context.rotation is not None and self.has_rope:
             q = rotate(q, context.rotation, self.rope_neighbours)
             k = rotate(k, context.rotation, self.rope_neighbours)
         if past is None:
@@ -388,7 +390,10 @@ class LayerOutput(NamedTuple):
 
 
 class TransformerLayer(nnx.Module):
-    """Attention or a gated delta net, then an MLP or experts, each between its norms added to the residual stream."""
+    """Attention or a gated delta net, then an MLP or experts, each between its norms added to the residual stream.
+
+    The MLP or the experts read the stream behind attention, or what attention reads (`parallel_mlp`).
+    """
 
     def __init__(self, block: LayerConfig, rngs: nnx.Rngs):
         b = block
@@ -396,7 +401,8 @@ class TransformerLayer(nnx.Module):
         self.attention = None if b.delta_net else SelfAttention(b, rngs)
         self.delta_net = b.delta_net and b.delta_net(rngs)
         self.attention_after = _post_module(b)
-        self.mlp_norm = b.norm(b.width) if b.pre_norms else None
+        self.parallel_mlp = b.parallel_mlp
+        self.mlp_norm = b.norm(b.width) if b.pre_norms and not b.parallel_mlp else None
         mlp = partial(
             MLP, b.width, b.mlp_width, b.width, b.activation, gated=b.gated, biases=b.biases
         )
@@ -409,16 +415,18 @@ class TransformerLayer(nnx.Module):
     ) -> LayerOutput:
         """Apply the layer, on the cache of `past` if given; return the tokens' cache entries too."""
         mixer = self.attention if self.delta_net is None else self.delta_net
-        attn_out, layer_cache = mixer(
-            x if self.attention_norm is None else self.attention_norm(x), context, past
-        )
+        mixer_in = x if self.attention_norm is None else self.attention_norm(x)
+        attn_out, layer_cache = mixer(mixer_in, context, past)
         if self.attention_after is not None:
             attn_out = self.attention_after(attn_out)
         x = x + drop(attn_out, context.dropout, ATTENTION)
-        # The name that the remat policy `attention_mlp` saves (`stack_scan.SAVED`).
-        x = checkpoint_name(x, "mlp_input")
+        if self.parallel_mlp:
+            mlp_in = mixer_in
+        else:
+            # The name that the remat policy `attention_mlp` saves (`stack_scan.SAVED`).
+            x = checkpoint_name(x, "mlp_input")
+            mlp_in = x if self.mlp_norm is None else self.mlp_norm(x)
         routing = None
-        mlp_in = x if self.mlp_norm is None else self.mlp_norm(x)
         if self.experts is None:
             mlp_out = self.mlp(mlp_in)
         else:
@@ -428,7 +436,11 @@ class TransformerLayer(nnx.Module):
         return LayerOutput(x + drop(mlp_out, context.dropout, MLP_SITE), layer_cache, routing)
 
 
-NORMS = {"layer": LayerNorm, "rms": RMSNorm}
+NORMS: dict[str, Callable[..., nnx.Module]] = {
+    "layer": LayerNorm,
+    "layer_without_bias": partial(LayerNorm, biased=False),
+    "rms": RMSNorm,
+}
 
 
 def longest_window(config: VisionConfig) -> int:

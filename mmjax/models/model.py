@@ -108,10 +108,10 @@ class Model:
             if not c.is_stack:  # a UNet, whose blocks differ in shape
                 runs[name] = ()
                 continue
-            # Stacks end where a layer's output is needed: for a deepstack in an encoder, for an
-            # addition in the LLM. A deepstack of n layers is added behind the LLM's layers 0 .. n -
+            # Stacks end where a layer's output is needed: for a deepstack or features in an encoder,
+            # for an addition in the LLM. A deepstack of n layers is added behind the LLM's layers 0 .. n -
             # 1: with n = 2 and 6 layers, stacks of layers 0, 1 and 2..5.
-            layers = range(deepest) if name == "llm" else c.deepstack
+            layers = range(deepest) if name == "llm" else (*c.deepstack, *c.feature_layers)
             borders = [i + 1 for i in layers if i + 1 < c.layers]
             if c.is_generator and c.frozen and c.layers > 1:
                 # of the first layer a gradient needs less than a scan computes for all

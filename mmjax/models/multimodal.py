@@ -68,7 +68,7 @@ class MultimodalModel(nnx.Module):
             encoders[name] = MODULES[c.kind](c, plans[name], dtype, rngs)
             connectors[name] = Connector(
                 config=c.connector,
-                inputs=c.width,
+                inputs=c.width * max(len(c.feature_layers), 1),
                 outputs=config.llm.width,
                 axes=(1, 2) if c.modality == "image" else (0,),
                 eps=c.norm_eps,
@@ -128,10 +128,32 @@ class MultimodalModel(nnx.Module):
             with encoding(), jax.named_scope(name):
                 x = encoder.embedded(batch)
                 context = self.context(name, batch, noise)
-                *deeper, x = encoder.layers.outputs(x, context, self.connectors[name].deepstack)
-                x = self.connected(name, x, dict(enumerate(deeper)), batch)
+                outputs = self.layer_outputs(name, x, context, range(encoder.config.layers))
+                deepstack = dict(enumerate(self.connectors[name].deepstack))
+                deeper = {n: outputs[layer] for n, layer in deepstack.items()}
+                x = self.connected(name, self.features(name, outputs), deeper, batch)
             features[name] = constrain(x, "token_rows", None, "width")
         return features
+
+    def layer_outputs(
+        self, name: str, x: Float[Array, "r l w"], context: Context, layers: range
+    ) -> dict[int, Float[Array, "r l w"]]:
+        """Apply layers of an encoder; return, by number, the outputs that connectors read, and that of the last one."""
+        tower = self.encoders[name]
+        read = {*self.connectors[name].deepstack, *tower.config.feature_layers} & {*layers}
+        numbers = sorted(read)
+        *outputs, x = tower.layers.outputs(x, context, numbers, layers.start, layers.stop)
+        return {**dict(zip(numbers, outputs, strict=True)), layers.stop - 1: x}
+
+    def features(
+        self, name: str, outputs: Mapping[int, Float[Array, "r l w"]]
+    ) -> Float[Array, "r l f"]:
+        """Join what an encoder's connector reads of the outputs of its layers, by number, along the width."""
+        config = self.encoders[name].config
+        if not config.feature_layers:
+            return outputs[config.layers - 1]
+        joined = jnp.concatenate([outputs[layer] for layer in config.feature_layers], axis=-1)
+        return constrain(joined, "rows", "sequence", "width")
 
     def connected(
         self,
@@ -140,7 +162,7 @@ class MultimodalModel(nnx.Module):
         deeper: Mapping[int, Float[Array, "r l w"]],
         batch: ItemBatch,
     ) -> Float[Array, "r m e"]:
-        """Apply an encoder's head and connector to its last layer's output, and `deeper` connectors to other layers'.
+        """Apply an encoder's head and connector to its features, and `deeper` connectors to outputs of other layers.
 
         x: None in a pipeline stage before the last. deeper: outputs of `deepstack` layers by
         number.

@@ -263,13 +263,14 @@ class Piece:
         with encoding():
             x = tower.embedded(items) if self.first else values[self.inputs[0]]
             context = module.context(self.tower, items, noise)
-            layers = [module.connectors[self.tower].deepstack[n] for n in numbers]
-            *deeper, x = tower.layers.outputs(x, context, layers, self.start, self.stop)
+            outputs = module.layer_outputs(self.tower, x, context, self.layers)
             if not self.last:
-                results[self.layers_output] = x
+                results[self.layers_output] = outputs[self.stop - 1]
             if names:
-                by_number = dict(zip(numbers, deeper, strict=True))
-                tokens = module.connected(self.tower, x if self.last else None, by_number, items)
+                deepstack = module.connectors[self.tower].deepstack
+                deeper = {n: outputs[deepstack[n]] for n in numbers}
+                features = module.features(self.tower, outputs) if self.last else None
+                tokens = module.connected(self.tower, features, deeper, items)
         if names:
             tokens = constrain(tokens, "token_rows", None, "width")
             if self.first and self.last:

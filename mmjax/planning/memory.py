@@ -74,6 +74,8 @@ WIDE_ARRAYS: dict[Remat, int] = {"none": 4, "products": 2, "attention_mlp": 2}
 # A diffusion transformer has the gated outputs of attention and MLP, and the input of
 # cross-attention beside these.
 WIDE_ARRAYS_OF_DIFFUSION: dict[Remat, int] = {"none": 7, "products": 4, "attention_mlp": 2}
+# With an MLP that reads what attention reads, the layer's input before and after its norm.
+WIDE_ARRAYS_OF_PARALLEL: dict[Remat, int] = {"none": 2}
 
 
 def divide_by_tensor_parallelism(
@@ -93,7 +95,8 @@ def divide_by_tensor_parallelism(
         return SavedBytes(saved.device / parts, saved.host / parts)
     # What is as wide as the layer is whole on every device: tensor parallelism cuts only what lies
     # within a layer.
-    arrays = WIDE_ARRAYS_OF_DIFFUSION if config.is_generator else WIDE_ARRAYS
+    arrays = WIDE_ARRAYS_OF_PARALLEL if config.parallel_mlp else WIDE_ARRAYS
+    arrays = WIDE_ARRAYS_OF_DIFFUSION if config.is_generator else arrays
     wide = arrays.get(policy, 1) * layer_sizes(config).width * activation * positions
     replicated = min(wide, saved.device)
     return SavedBytes(replicated + (saved.device - replicated) / parts, saved.host / parts)

@@ -70,6 +70,16 @@ def test_another_precision_layer_or_gradient_has_times_of_its_own(home):
     assert "llm" in layer_times(longer, SHAPES, jax.devices()[0], False)
 
 
+def test_layers_of_every_kind_are_timed_alone_and_weighed_by_their_share():
+    llm = replace(tiny_config().model.llm, layers=5, unrotated=(1, 3))
+    kinds = measuring.kinds_of_layers(llm)
+    assert {kind.unrotated: share for kind, share in kinds} == {(): 0.6, (0, 1, 2, 3, 4): 0.4}
+    isolated = measuring.isolate_tower(
+        replace(tiny_config().model, llm=kinds[1][0]), "llm", 7, "none"
+    )
+    assert len(set(isolated.llm.layer_kinds)) == 1
+
+
 def test_a_tower_without_gradients_takes_its_forward_time_whatever_the_policy(monkeypatch):
     monkeypatch.setattr(measuring, "ENOUGH", 0.0)
     made = tiny_config()

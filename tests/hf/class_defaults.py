@@ -49,9 +49,10 @@ WHOLE = (
         "mistral",
         "phi3",
     ),
-    *("glm4", "gemma", "gemma2", "gemma3_text", "opt", "gpt2"),
+    *("glm4", "gemma", "gemma2", "gemma3_text", "opt", "gpt2", "cohere", "cohere2"),
     *(
         "llava",
+        "vipllava",
         "llava_next",
         "llava_onevision",
         "glm4v",
@@ -73,6 +74,8 @@ WHOLE = (
     *(
         "paligemma",
         "internvl",
+        "aya_vision",
+        "cohere2_vision",
         "qwen2_vl",
         "qwen2_5_vl",
         "qwen3_vl",
@@ -103,7 +106,10 @@ IMAGES = {  # by the folder of their model
     "internvl": ("InternVLVideoProcessor",),
     "deepseek_vl": ("DeepseekVLImageProcessor",),
     "janus": ("JanusImageProcessor",),
+    "cohere2_vision": ("Cohere2VisionImageProcessor",),
 }
+# processors of texts and images whose own fields are read
+AROUND = {"pixtral": "PixtralProcessor", "aya_vision": "AyaVisionProcessor"}
 GENERATORS = (
     "AutoencoderKL",
     "UNet2DConditionModel",
@@ -189,8 +195,9 @@ def table(nulls: bool = True) -> dict[str, Any]:
         processors = {
             name: _processor(folder, name) for folder, names in IMAGES.items() for name in names
         }
-        path = LIBRARY / "models/pixtral/processing_pixtral.py"
-        processors["PixtralProcessor"] = _arguments(path, "PixtralProcessor")
+        for folder, name in AROUND.items():
+            path = LIBRARY / f"models/{folder}/processing_{folder}.py"
+            processors[name] = _arguments(path, name)
         processors["WhisperFeatureExtractor"] = _signature(transformers.WhisperFeatureExtractor)
         generators = {name: _signature(getattr(diffusers, name)) for name in GENERATORS}
     logging.disable(logging.NOTSET)

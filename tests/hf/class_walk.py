@@ -47,7 +47,7 @@ HIDDEN = (
         "partial_rotary_factor",
         "rope_local_base_freq",
     ),
-    *("per_layer_config", "mlp_bias", "use_sliding_window"),
+    *("per_layer_config", "mlp_bias", "use_sliding_window", "alignment_intermediate_size"),
 )
 # of a text, that the class around it reads too
 OF_WHOLE = ("tie_word_embeddings", "use_bidirectional_attention")

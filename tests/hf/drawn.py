@@ -38,6 +38,8 @@ DECODERS = {
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
     "glm4": transformers.Glm4Config,
     "glm4_moe": transformers.Glm4MoeConfig,
+    "cohere": transformers.CohereConfig,
+    "cohere2": transformers.Cohere2Config,
     "opt": transformers.OPTConfig,
     "gpt2": transformers.GPT2Config,
 }
@@ -133,6 +135,8 @@ def decoder(
     if family == "glm4_moe":
         given |= grouped_experts(rng, given["num_hidden_layers"])
         given["use_qk_norm"] = pick(rng, False, True)
+    if family in ("cohere", "cohere2"):
+        given |= cohere_fields(rng, family, given)
     if family == "gemma3":
         near = {"rope_type": "default", "rope_theta": pick(rng, 100.0, 1e4)}
         given["rope_parameters"] = {
@@ -248,6 +252,27 @@ def glm4_fields(rng: np.random.Generator, given: Fields) -> Fields:
     }
 
 
+def cohere_fields(rng: np.random.Generator, family: str, given: Fields) -> Fields:
+    """Cohere's norms and logits, and Command R7B's windows; its heads are of the width's share."""
+    fields = {
+        "hidden_size": given["num_attention_heads"] * given["head_dim"],
+        "layer_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
+        "logit_scale": pick(rng, 0.0625, 0.25, 1.7),
+        "attention_bias": pick(rng, False, True),
+        "eos_token_id": 2,
+    }
+    if family == "cohere":
+        return fields
+    layers = between(rng, 1, 9)
+    windows = pick(
+        rng,
+        {"layer_types": layer_types(rng, layers)},
+        {"sliding_window_pattern": between(rng, 1, 4)},
+        {},
+    )
+    return fields | windows | {"num_hidden_layers": layers, "sliding_window": pick(rng, 3, 6)}
+
+
 def late_windows(rng: np.random.Generator, layers: int) -> Fields:
     """Qwen's windows: none, from a layer on, or of layers by name."""
     match between(rng, 0, 2):
@@ -352,8 +377,9 @@ def two_norm_tower(
     """CLIP or SigLIP, and what a LLaVA around it says of the features that it takes."""
     sizes = tower_sizes(rng, most)
     layers = sizes["num_hidden_layers"]
+    one = -1, between(rng, -layers, -1), between(rng, 1, layers)
     own = {
-        "vision_feature_layer": pick(rng, -1, between(rng, -layers, -1), between(rng, 1, layers)),
+        "vision_feature_layer": pick(rng, *one, [between(rng, 1, layers), -1]),
         "multimodal_projector_bias": pick(rng, False, True),
         "projector_hidden_act": pick(rng, *ACTIVATIONS),
     }
@@ -363,6 +389,24 @@ def two_norm_tower(
         }
     tower = transformers.SiglipVisionConfig(**sizes, vision_use_head=pick(rng, False, True))
     return tower, own | {"vision_feature_select_strategy": "full"}
+
+
+def vipllava(
+    rng: np.random.Generator, vocab: int = 97, **own: int
+) -> transformers.PreTrainedConfig:
+    """ViP-LLaVA: a CLIP whose patches are read of one layer or of several, in any order, and normed."""
+    tower = tower_sizes(rng, 5)
+    layers = tower["num_hidden_layers"]
+    several = [pick(rng, 1, -1) * between(rng, 1, layers) for _ in range(between(rng, 2, 4))]
+    return transformers.VipLlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**tower),
+        text_config=any_decoder(rng, vocab),
+        vision_feature_layer=pick(rng, several, several, several, -1),
+        projector_hidden_act=pick(rng, *ACTIVATIONS),
+        projector_layernorm_eps=pick(rng, 1e-5, 1e-3),
+        tie_word_embeddings=pick(rng, False, True),
+        **own,
+    )
 
 
 def evaclip_tower(rng: np.random.Generator) -> EvaClipVisionConfig:
@@ -554,6 +598,29 @@ def intern_tower(rng: np.random.Generator) -> tuple[transformers.PreTrainedConfi
         "tie_word_embeddings": pick(rng, False, True),
     }
     return transformers.InternVLVisionConfig(**sizes), own
+
+
+def cohere_vision(
+    rng: np.random.Generator, family: str, vocab: int = 97, **own: int
+) -> transformers.PreTrainedConfig:
+    """Aya Vision, or Command A Vision: a SigLIP, squares of whose patches go through a gated MLP."""
+    vision = tower_sizes(rng, 5)
+    merge, layers = pick(rng, 1, 2, 2, 3), vision["num_hidden_layers"]
+    vision["image_size"] = vision["patch_size"] * merge * between(rng, 1, 2)
+    given = {
+        "text_config": decoder(rng, pick(rng, "cohere2", "cohere2", *IN_LLAVA), vocab),
+        "vision_config": transformers.SiglipVisionConfig(**vision, vision_use_head=False),
+        "downsample_factor": merge,
+        "tie_word_embeddings": pick(rng, False, True),
+        "alignment_intermediate_size": 2 * between(rng, 4, 20),
+    }
+    if family == "cohere2_vision":
+        return transformers.Cohere2VisionConfig(**given, **own)
+    read = {
+        "vision_feature_layer": pick(rng, -1, between(rng, -layers, -1), between(rng, 1, layers)),
+        "adapter_layer_norm_eps": pick(rng, 1e-6, 1e-3),
+    }
+    return transformers.AyaVisionConfig(**given, **read, **own)
 
 
 def qwen_text(rng: np.random.Generator, interleaved: bool) -> Fields:

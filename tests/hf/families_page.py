@@ -29,7 +29,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "llm_config": {"model_type": "qwen2"},
         "ps_version": "v2",
     },
-    **{kind: {"vision_config": {}} for kind in ("clip", "evaclip", "siglip")},
+    **{kind: {"vision_config": {}} for kind in ("clip", "evaclip", "siglip", "aya_vision")},
     **{kind: {"text_config": {"partial_rotary_factor": 0.5}} for kind in ("glm4v", "glm46v")},
     "glm4_moe": {"head_dim": 128},
     "glm4v_moe": {"text_config": {"head_dim": 128, "partial_rotary_factor": 0.5}},

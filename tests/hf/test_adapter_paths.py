@@ -85,7 +85,10 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "gemma3": lambda: drawn.gemma3(rng(), image_token_index=5),
     "shieldgemma2": lambda: drawn.shieldgemma2(rng(), image_token_index=5),
     "paligemma": lambda: drawn.paligemma(rng(), image_token_index=5),
+    "vipllava": lambda: around("vipllava", CLIP, vision_feature_layer=[-1, 1]),
     "internvl": lambda: around("internvl", SIZES),
+    **{name: lambda name=name: drawn.cohere_vision(rng(), name, image_token_id=5)
+       for name in ("aya_vision", "cohere2_vision")},
     **{name: lambda name=name: getattr(drawn, name)(rng())
        for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe")},
     **{f"{name}_thinker": lambda name=name: OMNI[name].draw(rng()) for name in OMNI},

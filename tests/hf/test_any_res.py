@@ -291,7 +291,8 @@ def test_without_a_processor_images_are_prepared_by_the_defaults_of_its_class(tm
             {"image_grid_pinpoints": [[12, 24]]},
             "image_grid_pinpoints differs from that of the folder's",
         ),
-        ({"vision_feature_layer": [-2, -1]}, "vision_feature_layer=.* names several layers"),
+        ({"vision_feature_layer": []}, "no feature layer is named; name one at least"),
+        ({"vision_feature_layer": [-1, 0]}, "feature layer 0 is none of"),
         (
             {"vision_feature_select_strategy": "full"},
             "shows the LLM the class token, which is not supported",

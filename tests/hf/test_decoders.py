@@ -73,6 +73,8 @@ YARN = {
     "qwen3_moe-2",
     "glm4-0",
     "glm4_moe-1",
+    "cohere-0",
+    "cohere2-0",
     "opt-0",
     "gpt2-0",
 )
@@ -391,6 +393,11 @@ def test_what_qwen3_5_does_not_support_is_refused_by_field(tmp_path, change, mes
             transformers.MixtralConfig,
             {"num_experts_per_tok": 9},
             r"num_experts_per_tok=9 is not between 1 and",
+        ),
+        (
+            transformers.CohereConfig,
+            {"use_qk_norm": True},
+            r"use_qk_norm=True is not supported; known: False",
         ),
         (
             transformers.Qwen3MoeConfig,

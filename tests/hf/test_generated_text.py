@@ -112,7 +112,7 @@ LOCAL = ["sliding_attention", "sliding_attention", "full_attention"]
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
-@pytest.mark.default_cases("gemma2", "llama longrope", "llama dynamic", "opt", "gemma3")
+@pytest.mark.default_cases("gemma2", "llama longrope", "llama dynamic", "opt", "gemma3", "cohere2")
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
@@ -133,6 +133,10 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
             transformers.Gemma3TextConfig,
             {"head_dim": 20, "sliding_window": 6, "layer_types": LOCAL},
         ),
+        (
+            transformers.Cohere2Config,
+            {"sliding_window": 6, "sliding_window_pattern": 2, "eos_token_id": 2},
+        ),
     ],
     ids=[
         "gemma2",
@@ -143,6 +147,7 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         "opt",
         "gpt2",
         "gemma3",
+        "cohere2",
     ],
 )
 def test_a_decoder_writes_what_it_writes_there_beyond_its_windows_too(kind, own, tmp_path):
@@ -165,12 +170,15 @@ def with_images(tokens_per_image: int) -> Inputs:
     return inputs
 
 
-def test_llava_writes_what_it_writes_there(tmp_path):
+@pytest.mark.default_cases("Llava")
+@pytest.mark.parametrize("name", ["Llava", "VipLlava"])
+def test_llava_and_vipllava_write_what_they_write_there(name, tmp_path):
+    own = {"vision_feature_layer": [3, 1]} if name == "VipLlava" else {}
     vision = transformers.CLIPVisionConfig(**TOWER)
-    config = transformers.LlavaConfig(
-        vision_config=vision, text_config=LLAMA, image_token_index=IMAGE
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=vision, text_config=LLAMA, image_token_index=IMAGE, **own
     )
-    model = random_model(config, transformers.LlavaForConditionalGeneration)
+    model = random_model(config, getattr(transformers, f"{name}ForConditionalGeneration"))
     save(model, tmp_path)
     check(model, tmp_path, samples() + samples(seed=1), with_images((SIDE // 4) ** 2))
 

@@ -11,11 +11,18 @@ import numpy as np
 import pytest
 from checkpoints import byte_level, save
 from PIL import Image
-from transformers import AutoTokenizer, Idefics3Processor, SmolVLMProcessor
+from transformers import (
+    AutoTokenizer,
+    AyaVisionProcessor,
+    Cohere2VisionProcessor,
+    Idefics3Processor,
+    SmolVLMProcessor,
+)
 
 from mmjax.config import (
     ChatFormat,
     ConnectorConfig,
+    DynamicTiles,
     MessagesSource,
     PixtralResize,
     SplitTiles,
@@ -51,6 +58,17 @@ IDEFICS_TEMPLATE = (
     "{% for part in message.content %}{{ part.text if part.type == 'text' else '<image>' }}{% endfor %}"
     "<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+COHERE = (
+    *("<|user|>", "<|assistant|>", "<|END_OF_TURN_TOKEN|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"),
+    *("<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE_GLOBAL"),
+)
+COHERE_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% for part in message.content %}{{ part.text if part.type == 'text' else 'IMAGE' }}{% endfor %}"
+    "<|END_OF_TURN_TOKEN|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -162,3 +180,49 @@ def test_tiles_are_labelled_as_the_processors_label_them(
         tokenizer.decode(np.array(ids)[weights > 0])
         == " A cat.<end_of_utterance> Two dogs.<end_of_utterance>"
     )
+
+
+@pytest.mark.parametrize("processor", [AyaVisionProcessor, Cohere2VisionProcessor])
+@pytest.mark.parametrize("most", [1, 4])
+def test_coheres_tiles_have_the_texts_that_its_processors_write(
+    processor: type, most: int, tmp_path: Path
+) -> None:
+    is_aya = processor is AyaVisionProcessor
+    written = "<image>" if is_aya else "<|IMG_PATCH|>"
+    template = COHERE_TEMPLATE.replace("IMAGE", written)
+    save(tmp_path, byte_level(COHERE), template, eos_token="<|END_OF_TURN_TOKEN|>")
+    kind = "aya_vision" if is_aya else "cohere2_vision"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    own = (
+        {"label": "TILE_{tile}", "whole": "TILE_GLOBAL"}
+        if is_aya
+        else {"tile_end": "<|IMG_LINE_BREAK|>"}
+    )
+    begin, end = COHERE[3:5]
+    how = DynamicTiles(tile=(16, 16), max_tiles=most, begin=begin, end=end, **own)
+    encoder = VisionConfig(1, 8, 1, 8, 4, images=how, connector=ConnectorConfig(merge=2))
+    talk = conversation(tmp_path)
+    source = source_of(tmp_path, encoder, talk)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for answer in talk[1::2]:  # this template takes lists alone
+        answer["content"] = [{"type": "text", "text": answer["content"]}]
+    text = tokenizer.apply_chat_template(talk, tokenize=False)
+    names = {"start_of_img_token": begin, "end_of_img_token": end, "img_patch_token": "<tile>"}
+    names |= {"tile_token": "TILE", "tile_global_token": "TILE_GLOBAL"}
+    names |= {"boi_token": begin, "eoi_token": end, "image_token": "<tile>"}
+    there = SimpleNamespace(
+        **names, img_line_break_token=COHERE[6], img_size=16, patch_size=8 if is_aya else 2
+    )
+    # 1 x 2, 1 x 4 and 2 x 1 tiles, and the whole of each image
+    counts = (1, 1, 1) if most == 1 else (3, 5, 3)
+    for count in counts:
+        expected = processor.replace_image_token(there, {"num_patches": [count]}, 0)
+        text = text.replace(written, expected, 1)
+    wanted = tokenizer(text.replace("<tile>", "<|IMG_PATCH|>"), add_special_tokens=False)
+    ids, weights = ids_and_weights(
+        source, encoder, tokenizer.convert_tokens_to_ids("<|IMG_PATCH|>")
+    )
+    assert ids == wanted["input_ids"]
+    assert len(source.facts(0).items) == sum(counts)
+    trained = tokenizer.decode(np.array(ids)[weights > 0])
+    assert trained == "A cat.<|END_OF_TURN_TOKEN|>Two dogs.<|END_OF_TURN_TOKEN|>"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cohere_tiles import Cohere2VisionImageProcessor
 from image_shapes import picture
 from PIL import Image
 from transformers import WhisperFeatureExtractor
@@ -123,6 +124,10 @@ PROCESSORS = {
             "max_patches": 6,
             "min_patches": 2,
         },
+    ),
+    "Cohere2VisionImageProcessor": (
+        Cohere2VisionImageProcessor,
+        {"size": {"height": 40, "width": 40}, "max_patches": 6, "min_patches": 2},
     ),
 }
 
@@ -244,6 +249,7 @@ def test_fields_that_are_missing_or_null_are_the_processors_own_defaults(name, s
         ),
         ("Gemma3ImageProcessor", PAN | {"pan_and_scan_min_ratio_to_activate": 1.5, "resample": 3}),
         ("GotOcr2ImageProcessor", {"size": 44}),
+        ("Cohere2VisionImageProcessor", {"size": 44, "crop_to_patches": False}),
         ("GotOcr2ImageProcessor", {"size": 44, "crop_to_patches": True, "max_patches": 1}),
         (
             "LlavaNextImageProcessor",
@@ -283,9 +289,14 @@ def test_older_names_are_known(tmp_path):
 
 
 @pytest.mark.parametrize("says", ["processor_config", "preprocessor_config", "config"])
-def test_internvls_processor_tiles_whatever_the_image_processor_says(says, tmp_path):
+@pytest.mark.parametrize(
+    ("around", "kind"), [("InternVLProcessor", "internvl"), ("AyaVisionProcessor", "aya_vision")]
+)
+def test_internvls_and_ayas_processors_tile_whatever_the_image_processor_says(
+    around, kind, says, tmp_path
+):
     fields = {"image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": False, "size": 40}
-    named = {"processor_class": "InternVLProcessor"}
+    named = {"processor_class": around}
     write(
         tmp_path,
         "preprocessor_config.json",
@@ -294,7 +305,7 @@ def test_internvls_processor_tiles_whatever_the_image_processor_says(says, tmp_p
     if says == "processor_config":
         write(tmp_path, "processor_config.json", named | {"image_seq_length": 256})
     if says == "config":
-        write(tmp_path, "config.json", {"model_type": "internvl"})
+        write(tmp_path, "config.json", {"model_type": kind})
     check(tmp_path, GotOcr2ImageProcessorPil(crop_to_patches=True, size=40))
 
 

@@ -32,6 +32,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     PaliGemmaForConditionalGeneration,
     SiglipVisionConfig,
+    VipLlavaForConditionalGeneration,
 )
 
 from mmjax.config import AsIs, DynamicTiles, NoVideo
@@ -120,6 +121,17 @@ def test_a_llava_whose_config_leaves_out_defaults_is_what_transformers_makes_of_
     save(model, tmp_path, side)
     leave_out_defaults(tmp_path)
     check_samples(model, tmp_path, samples(side), theirs((side // vision.patch_size) ** 2))
+
+
+@pytest.mark.default_cases("0")
+@pytest.mark.parametrize("seed", range(12))
+def test_vipllava_is_what_transformers_makes_of_it_with_features_of_several_layers(seed, tmp_path):
+    config = drawn.vipllava(np.random.default_rng(seed), VOCAB, image_token_index=IMAGE)
+    model = random_model(config, VipLlavaForConditionalGeneration)
+    side, patch = config.vision_config.image_size, config.vision_config.patch_size
+    save(model, tmp_path, side)
+    leave_out_defaults(tmp_path)
+    check_samples(model, tmp_path, samples(side), theirs((side // patch) ** 2))
 
 
 @pytest.mark.default_cases("0")

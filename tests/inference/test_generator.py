@@ -104,6 +104,10 @@ def changed(config: Config, how: str):
             llm = replace(
                 llm, layers=4, attention="blockwise", remat=("none", "none", "full", "full")
             )
+        case "parallel, without rope":
+            llm = replace(
+                llm, layers=4, parallel_mlp=True, window=5, windowed=(0, 1, 3), unrotated=(2,)
+            )
         case "delta nets":
             llm = replace(llm, delta_net=DeltaNetConfig((0,), 2, 2, 8, 12))
         case "adapters":
@@ -114,7 +118,7 @@ def changed(config: Config, how: str):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("change", ["plain", "delta nets"])
+@pytest.mark.parametrize("change", ["plain", "delta nets", "parallel, without rope"])
 @pytest.mark.parametrize("where", MESHES)
 def test_a_mesh_writes_what_one_device_writes(few, where, change):
     (mesh, sampling), (config, source) = MESHES[where], few

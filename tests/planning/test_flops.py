@@ -232,11 +232,24 @@ def untied(model: ModelConfig) -> ModelConfig:
     return replace(model, llm=replace(model.llm, tied=False))
 
 
+def parallel(model: ModelConfig) -> ModelConfig:
+    """Its LLM's MLPs read what attention reads, and its last layer has no RoPE."""
+    llm = model.llm
+    return replace(model, llm=replace(llm, parallel_mlp=True, unrotated=(llm.layers - 1,)))
+
+
+def features(model: ModelConfig) -> ModelConfig:
+    """Its connector of images reads two of three layers."""
+    read = {"layers": 3, "feature_layers": (2, 0), "head_norm": False}
+    vision = replace(model.encoders["vision"], **read)
+    return replace(model, encoders=model.encoders | {"vision": vision})
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "kind",
-    [lambda model: model, pooled, without_norms, untied],
-    ids=["merged", "pooled", "no norms", "untied"],
+    [lambda model: model, pooled, without_norms, untied, parallel, features],
+    ids=["merged", "pooled", "no norms", "untied", "parallel", "features"],
 )
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda f: "+".join(sorted(f)) or "nothing")
 def test_needed_is_every_matrix_product_of_the_traced_gradient_where_nothing_is_padded(
@@ -315,6 +328,7 @@ def xlas_count(model: ModelConfig, frozen: frozenset[str], *chunks: int | bool) 
         (WIDE, FROZEN[2]),
         (in_chunks(WIDE, 24, 40), FROZEN[0]),
         (in_chunks(WIDE, 24, 40), FROZEN[1]),
+        (parallel(recomputing("attention_mlp")), FROZEN[0]),
         (adapted("none", "*"), FROZEN[0]),
         (adapted("full", "*"), FROZEN[4]),
         (adapted("products", "llm.*.query", "vision.layers.*"), FROZEN[3]),
@@ -331,6 +345,7 @@ def xlas_count(model: ModelConfig, frozen: frozenset[str], *chunks: int | bool) 
             "frozen llm",
             "2D convolutions",
             "frozen 2D convolutions",
+            "parallel",
         ),
         *("adapters", "adapters alone, full", "some adapters, products"),
         *(

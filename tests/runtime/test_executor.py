@@ -383,6 +383,29 @@ def test_learned_positions_belong_to_the_first_stage(units, tied, tmp_path):
     assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path, "auto")
 
 
+@pytest.mark.default_cases("tensor parallel")
+@pytest.mark.parametrize(
+    "units", ["tensor parallel", "tokens divided", "context of four", "context, interleaved"]
+)
+def test_parallel_mlps_and_layers_without_rope_have_the_gradients_of_one_program(units, tmp_path):
+    config = config_of(units)
+    parallel = {"parallel_mlp": True, "norm": "layer_without_bias", "logit_scale": 0.3}
+    llm = replace(config.model.llm, unrotated=(1, 2), **parallel)
+    assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path, "auto")
+
+
+@pytest.mark.default_cases("all in stages")
+@pytest.mark.parametrize("units", ["all in stages", "tokens of encoders divided", "unequal ranks"])
+def test_connectors_that_read_several_layers_have_the_gradients_of_one_program(units, tmp_path):
+    config = config_of(units)
+    encoders = dict(config.model.encoders)
+    vision = encoders["vision"]
+    read = {"feature_layers": (1, 0, 1), "head_norm": False}
+    encoders["vision"] = replace(vision, layers=2, **read)
+    config = replace(config, model=replace(config.model, encoders=encoders))
+    assert_same_gradients(config, tmp_path, "auto")
+
+
 def test_between_stages_with_context_everything_goes_once_and_each_device_gets_its_part():
     pipeline = make_pipeline(config_of("context"))
     shape = 12, 8, 4  # rows, tokens, width

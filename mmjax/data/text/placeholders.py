@@ -35,7 +35,9 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return {"image": Placeholder(named.get("image_token", "<image_placeholder>"))}
             case "lightonocr":
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>"))}
-            case "llava" | "llavanext" | "llavanextvideo" | "idefics3" | "smolvlm" | "paligemma":
+            case "llava" | "llavanext" | "llavanextvideo" | "vipllava" | "idefics3" | "smolvlm":
+                return {"image": Placeholder(named.get("image_token", "<image>"))}
+            case "paligemma":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
             case "glm4v" | "glm4vmoe" | "glmocr":
                 image = Placeholder(named.get("image_token", "<|image|>"))
@@ -74,6 +76,11 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return _with_sound(named, names, "<|audio_start|>", "<|audio_end|>")
             case "qwen2audio":
                 return {"audio": Placeholder(named.get("audio_token", "<|AUDIO|>"))}
+            case "cohere2vision":
+                return {"image": Placeholder(named.get("image_token", "<|IMG_PATCH|>"))}
+            case "ayavision":
+                token = named.get("img_patch_token", "<|IMG_PATCH|>")
+                return {"image": Placeholder(named.get("image_token", "<image>"), token)}
             case "internvl":
                 image = Placeholder(
                     named.get("context_image_token", "<IMG_CONTEXT>"),

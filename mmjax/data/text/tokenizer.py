@@ -39,6 +39,7 @@ FROM_FILE = (
     "pixtral",
     "llava",
     "llava_next",
+    "vipllava",
     "smolvlm",
     "glm4",
     "glm4v",

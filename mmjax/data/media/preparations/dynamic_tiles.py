@@ -1,9 +1,10 @@
-"""Cut images into tiles, as InternVL does."""
+"""Cut images into tiles, as InternVL, Aya Vision and Command A Vision do, with text between them."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 from mmjax.config import DynamicTiles
 from mmjax.data.media.image_transforms import LazyImage, Size
@@ -19,16 +20,29 @@ def items(how: DynamicTiles, image: LazyImage, images: int) -> tuple[LazyImage, 
     return tiles
 
 
-def tile_grid(config: DynamicTiles, size: Size) -> tuple[int, int]:
-    """Choose rows and columns of an image's tiles: the grid of a permitted count that is nearest to its aspect ratio.
+def texts(how: DynamicTiles, size: Size, grids: Sequence[Size]) -> tuple[str, ...]:
+    """Begin and end an image, and label and end its tiles and the whole of it."""
+    tiles = len(grids) - (how.thumbnail or len(grids) == 1)
+    labels = [how.label.format(tile=number + 1) for number in range(tiles)]
+    first, *others = (*labels, *[how.whole] * (len(grids) - tiles))
+    between = (how.tile_end + label for label in others)
+    return (how.begin + first, *between, how.tile_end + how.end)
 
-    Of equally near ones the larger, as long as it has less than twice the image's pixels.
-    OpenGVLab's own code (`dynamic_preprocess`) chooses the same where one tile is permitted, as it
-    is for all their models. From `min_tiles=2` up, grids of the same count can be equally near and
-    nearest of all (1 x 2 and 2 x 1 tiles for 4 x 5 pixels); which one that code takes then depends
-    on the order of a Python set, and here it is as in transformers.
+
+def tile_grid(config: DynamicTiles, size: Size) -> tuple[int, int]:
+    """Choose rows and columns of an image's tiles, of the grids of a permitted count.
+
+    By scale, the grid that an image is enlarged least to fill, or else shrunk least to fit, the
+    first of equal ones. By shape, that which is nearest to its aspect ratio; of equally near ones
+    the larger, as long as it has less than twice the image's pixels. OpenGVLab's own code
+    (`dynamic_preprocess`) chooses the same where one tile is permitted, as it is for all their
+    models. From `min_tiles=2` up, grids of the same count can be equally near and nearest of all
+    (1 x 2 and 2 x 1 tiles for 4 x 5 pixels); which one that code takes then depends on the order of
+    a Python set, and here it is as in transformers.
     """
     height, width = size
+    if config.grid_by == "scale":
+        return _grid_by_scale(config, size)
     best_distance = math.inf
     best = (1, 1)
     for rows, columns in _grids(config.min_tiles, config.max_tiles):
@@ -40,6 +54,14 @@ def tile_grid(config: DynamicTiles, size: Size) -> tuple[int, int]:
             best_distance = distance
             best = (rows, columns)
     return best
+
+
+def _grid_by_scale(config: DynamicTiles, size: Size) -> tuple[int, int]:
+    side = config.tile[0]  # of tiles that are no squares, too, as in transformers
+    grids = _grids(config.min_tiles, config.max_tiles)
+    scales = [min(grid[axis] * side / size[axis] for axis in (0, 1)) for grid in grids]
+    enlarging = [scale for scale in scales if scale >= 1]
+    return grids[scales.index(min(enlarging) if enlarging else max(scales))]
 
 
 @functools.lru_cache(maxsize=64)
