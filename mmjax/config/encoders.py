@@ -343,6 +343,8 @@ class AudioConfig(TowerFacts):
     # channels of three 2D convolutions; 0: two 1D ones, as wide as the layers
     stem_width: NonNegativeInt = 0
     attended_chunks: PositiveInt = 1  # consecutive chunks of a clip that the layers attend
+    # a clip shorter than a chunk has zeros behind it up to one, as the last chunk of a longer clip
+    padded_chunks: bool = False
     key_bias: bool = False  # keys have a bias, as all other matrices of a layer
     quantize: Quantization = "none"  # of the linear layers' frozen weights
 
@@ -453,6 +455,10 @@ class AudioConfig(TowerFacts):
                 not self.clips.mirrored,
                 f"{where}.clips.end=mirror: convolutions over whole clips read silence; set chunk",
             )
+        check(
+            bool(self.stem_width) or not self.padded_chunks,
+            f"{where}.padded_chunks=true: 1D convolutions read no zeros behind a chunk; set stem_width",
+        )
         positions = self.positions
         check(
             not self.stem_width or isinstance(positions, Sinusoids),
@@ -466,7 +472,12 @@ class AudioConfig(TowerFacts):
             frames = self.clips.fixed_frames
             longest = self.stride * positions.positions
             check(
-                frames <= longest,
+                self.chunk <= longest,
+                f"{where}.chunk={self.chunk}: there are positions of {longest} frames; make chunk smaller, or "
+                "positions.positions larger",
+            )
+            check(
+                bool(self.chunk) or frames <= longest,
                 f"{where}.clips: a window of {frames} frames is longer than the {longest} of which "
                 f"positions.positions={positions.positions} has any; make seconds smaller",
             )

@@ -1,4 +1,4 @@
-"""Audio: Whisper's encoder, and whole Qwen2-Audio checkpoints. What configs say, where tensors lie."""
+"""Audio: Whisper's encoder, its kin, and whole Qwen2-Audio checkpoints. What configs say, where tensors lie."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mmjax.config import AudioConfig, ConnectorConfig, ModelConfig, StoredTable, WhisperMel
 from mmjax.errors import UserError
+from mmjax.hf.class_defaults import processor_defaults
 from mmjax.hf.decoder_tensors import decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import (
@@ -30,7 +31,14 @@ OMNI = {
     "qwen2_5_omni": "qwen2_5_omni_audio_encoder",
     "qwen3_omni_moe": "qwen3_omni_moe_audio_encoder",
 }
-ENCODERS = ("whisper", "qwen2_audio_encoder", *OMNI.values())
+QWEN3_ASR = "qwen3_asr_encoder"
+ENCODERS = ("whisper", "qwen2_audio_encoder", *OMNI.values(), QWEN3_ASR)
+# By whether it is Qwen2-Audio's: our names of the layers of a projector, and those there.
+PROJECTOR_LAYERS = (
+    {"mlp.up": "linear_1", "mlp.down": "linear_2"},
+    {"linear": "linear"},
+)
+EXTRACTORS = {QWEN3_ASR: "Qwen3ASRFeatureExtractor"}  # of the others Whisper's
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -55,10 +63,13 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
         raise UserError(
             f"{fields.where}: model_type={kind!r} is no audio encoder; known: {', '.join(ENCODERS)}"
         )
-    positions = fields.size("max_source_positions")
+    positions = fields.size(
+        "max_position_embeddings" if kind == QWEN3_ASR else "max_source_positions"
+    )
     # Clips of the thinkers may be of five minutes.
     longest = 300 * POSITIONS_PER_SECOND if kind in OMNI.values() else positions
-    clips = _clips(folder, fields.size("num_mel_bins"), longest)
+    extractor = EXTRACTORS.get(kind, "WhisperFeatureExtractor")
+    clips = _clips(folder, fields.size("num_mel_bins"), longest, extractor)
     return AudioConfig(
         attention="auto",
         layers=fields.size("encoder_layers"),
@@ -73,11 +84,15 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
     )
 
 
-def _clips(folder: HfFolder, mels: int, positions: int) -> WhisperMel:
+def _clips(folder: HfFolder, mels: int, positions: int, extractor: str) -> WhisperMel:
     """Read how clips are prepared; without a feature extractor, they are as long as the encoder has positions."""
     if not has_processor(folder.path):
-        return WhisperMel(mels=mels, seconds=max(1, -(-positions // POSITIONS_PER_SECOND)))
-    how = read_audio_processing(folder.path)
+        return WhisperMel(
+            mels=mels,
+            seconds=max(1, -(-positions // POSITIONS_PER_SECOND)),
+            shortest=processor_defaults(extractor).get("min_length", 0),
+        )
+    how = read_audio_processing(folder.path, extractor)
     if how.mels != mels:
         raise UserError(
             f"{folder.path}: its feature extractor makes {how.mels} bins (feature_size), its config.json says "
@@ -91,16 +106,18 @@ def _clips(folder: HfFolder, mels: int, positions: int) -> WhisperMel:
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
-    """Locate the tensors of a Qwen2-Audio checkpoint, whichever of its modules a model has."""
+    """Locate the tensors of a checkpoint of an encoder, a projector and a decoder, whichever of them a model has."""
     name = _name(folder, model)
     tower = find_tower(folder)
     inner, output = find_decoder(folder)
-    projector = find_projector(folder, "linear")
+    names = PROJECTOR_LAYERS[folder.fields.get("model_type", str) == "qwen2_audio"]
+    projector = find_projector(folder, next(iter(names.values())))
+    connector = {ours: linear(f"{projector}{theirs}") for ours, theirs in names.items()}
     return Layout(
         {
             "llm": decoder_parts(model.llm, folder),
-            name: encoder_parts(tower),
-            f"{name}.connector": TensorNames({"linear": linear(f"{projector}linear")}),
+            name: encoder_parts(folder, tower),
+            f"{name}.connector": TensorNames(connector),
         },
         {"llm": (inner, output), name: (tower,), f"{name}.connector": (projector,)},
         (f"{output}.weight",) if model.llm.tied else (),
@@ -112,7 +129,7 @@ def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
     name = _name(folder, model)
     tower = find_tower(folder)
     unused = tuple(key for key in folder.tensors if not key.startswith(tower))
-    return Layout({name: encoder_parts(tower)}, {name: (tower,)}, unused)
+    return Layout({name: encoder_parts(folder, tower)}, {name: (tower,)}, unused)
 
 
 def _name(folder: HfFolder, model: ModelConfig) -> str:
@@ -129,16 +146,18 @@ def _name(folder: HfFolder, model: ModelConfig) -> str:
 
 def find_tower(folder: HfFolder) -> str:
     """The prefix of an audio encoder in a checkpoint. Raises UserError where there is none."""
-    prefix = next((p for p in TOWERS if f"{p}conv1.weight" in folder.tensors), None)
+    first = "conv2d1" if folder.fields.get("model_type", str) == "qwen3_asr" else "conv1"
+    prefix = next((p for p in TOWERS if f"{p}{first}.weight" in folder.tensors), None)
     if prefix is None:
         raise UserError(
-            f"{folder.path} has no audio encoder: no tensor is called [...]conv1.weight"
+            f"{folder.path} has no audio encoder: no tensor is called [...]{first}.weight"
         )
     return prefix
 
 
-def encoder_parts(tower: str, head: str = "layer_norm") -> TensorNames:
-    """Locate an audio encoder's parameters under the prefix `tower`. head: what its last norm is called."""
+def encoder_parts(folder: HfFolder, tower: str) -> TensorNames:
+    """Locate an audio encoder's parameters under the prefix `tower`."""
+    head = "ln_post" if f"{tower}ln_post.weight" in folder.tensors else "layer_norm"
     layer = f"{tower}layers.*."
     taps_first = (2, 1, 0)  # stored [width, channel, tap]
     parts = {
@@ -152,7 +171,8 @@ def encoder_parts(tower: str, head: str = "layer_norm") -> TensorNames:
         "layers.*.mlp.down": linear(f"{layer}fc2"),
         "head": norm(f"{tower}{head}"),
     }
-    return TensorNames(parts)
+    is_2d = f"{tower}conv2d1.weight" in folder.tensors
+    return TensorNames(parts | stem_parts(tower) if is_2d else parts)
 
 
 def stem_parts(tower: str) -> dict[str, LeafTensors]:

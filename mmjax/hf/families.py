@@ -25,6 +25,7 @@ from mmjax.hf import (
     paligemma,
     qwen_omni,
     qwen_vl,
+    speech,
     vision,
 )
 from mmjax.hf.decoder_tensors import decoder_layout, embedding_of, find_decoder
@@ -79,6 +80,7 @@ CHECKPOINTS = {
         vision.ALONE, Checkpoints(None, vision.encoder_layout, vision.encoder_of, "named")
     ),
     "qwen2_audio": Checkpoints(audio.read, audio.layout, audio.encoder_of),
+    "qwen3_asr": Checkpoints(speech.read_qwen3_asr, audio.layout),
     "qwen2_audio_encoder": Checkpoints(None, audio.encoder_layout, audio.encoder_of, "named"),
     "whisper": Checkpoints(None, audio.encoder_layout, audio.encoder_of, "named"),
 }

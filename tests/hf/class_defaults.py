@@ -68,6 +68,7 @@ WHOLE = (
     *("qwen2_5_omni", "qwen3_omni_moe", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("clip", "clip_vision_model", "siglip", "siglip_vision_model", "pixtral", "internvl_vision"),
     *("dinov2", "dinov2_with_registers", "qwen2_audio", "qwen2_audio_encoder", "whisper"),
+    "qwen3_asr",
 )
 IMAGES = {  # by the folder of their model
     "clip": ("CLIPImageProcessor",),
@@ -174,7 +175,11 @@ def table(nulls: bool = True) -> dict[str, Any]:
         }
         path = LIBRARY / "models/pixtral/processing_pixtral.py"
         processors["PixtralProcessor"] = _arguments(path, "PixtralProcessor")
-        processors["WhisperFeatureExtractor"] = _signature(transformers.WhisperFeatureExtractor)
+        for extractor in (
+            transformers.WhisperFeatureExtractor,
+            transformers.Qwen3ASRFeatureExtractor,
+        ):
+            processors[extractor.__name__] = _signature(extractor)
         generators = {name: _signature(getattr(diffusers, name)) for name in GENERATORS}
     logging.disable(logging.NOTSET)
     configs |= {

@@ -350,6 +350,7 @@ INERT_IN = {
     "qwen3_omni_moe_text": {"sliding_window"},
     # read of a LongRoPE alone
     "phi3": {"original_max_position_embeddings", "max_position_embeddings"},
+    "qwen3_asr": {"token_classification_bias"},  # of its forced aligner
     "pixtral": {"image_size"},  # images are of any size
     "clip": {"projection_dim"},
     "clip_vision_model": {"projection_dim"},

@@ -353,7 +353,9 @@ def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
     """
     clips = encoder.clips
     table = encoder.positions
-    longest = table.positions * encoder.stride if isinstance(table, StoredTable) else math.inf
+    # Positions of chunks begin anew.
+    stored = isinstance(table, StoredTable) and not encoder.chunk
+    longest = table.positions * encoder.stride if stored else math.inf
     frames, input_frames = preparation(clips).count_frames(clips, encoder, samples, longest)
     if frames > longest:
         raise BadMedia(
@@ -375,8 +377,9 @@ def log_mel_frames(encoder: AudioConfig, wave: np.ndarray) -> np.ndarray:
 
     The others are zeros.
     """
-    # Convolutions within chunks read no silence.
-    count = 0 if encoder.chunk else clip_size(encoder, len(wave)).input_frames
+    size = clip_size(encoder, len(wave))
+    # Convolutions within chunks read no silence behind what the layers attend.
+    count = size.frames if encoder.chunk else size.input_frames
     return preparation(encoder.clips).compute_frames(encoder.clips, wave, count)
 
 

@@ -91,3 +91,8 @@ def test_chunks_of_2d_convolutions_begin_with_a_position_and_the_last_is_read_as
         np.testing.assert_array_equal(row.values[heard], compute_frames(clips, wave))
         assert row.valid.sum() == read
         assert not row.values[~heard].any()
+    # whole chunks of a clip shorter than one too
+    padded = replace(encoder, padded_chunks=True)
+    assert clip_size(padded, 7 * HOP + 5) == ClipSize(7, 8, 1)
+    assert clip_size(padded, 14 * HOP) == ClipSize(14, 16, 2)
+    assert clip_size(padded, 18 * HOP) == ClipSize(18, 20, 3)

@@ -29,6 +29,8 @@ from transformers import (
     PaliGemmaProcessor,
     Qwen2_5_VLProcessor,
     Qwen2AudioProcessor,
+    Qwen3ASRFeatureExtractor,
+    Qwen3ASRProcessor,
     TokenizersBackend,
     WhisperFeatureExtractor,
 )
@@ -497,12 +499,21 @@ def gemma_processor() -> tuple[Any, Any]:
     ] * 3
 
 
-def audio_processor() -> tuple[Any, Any]:
+def qwen2_audio_processor() -> Any:
     text = tokenizer(checkpoints.byte_level(checkpoints.QWEN_AUDIO), **CHATML)
-    processor = Qwen2AudioProcessor(
-        WhisperFeatureExtractor(feature_size=16), text, chat_template=checkpoints.QWEN2_AUDIO
-    )
-    return processor, None
+    extractor = WhisperFeatureExtractor(feature_size=16)
+    return Qwen2AudioProcessor(extractor, text, chat_template=checkpoints.QWEN2_AUDIO)
+
+
+def qwen3_asr_processor() -> Any:
+    names = {"audio_bos": "<|audio_start|>", "audio": "<|audio_pad|>", "audio_eos": "<|audio_end|>"}
+    extra = {f"{name}_token": token for name, token in names.items()}
+    backend = checkpoints.byte_level((*checkpoints.CHATML, *names.values()))
+    text = tokenizer(backend, **CHATML, extra_special_tokens=extra)
+    template = checkpoints.QWEN2_AUDIO.replace("<|AUDIO|>", "<|audio_pad|>")
+    for old, new in (("<|audio_bos|>", "<|audio_start|>"), ("<|audio_eos|>", "<|audio_end|>")):
+        template = template.replace(old, new)
+    return Qwen3ASRProcessor(Qwen3ASRFeatureExtractor(16), text, chat_template=template)
 
 
 def hugging_face(talk: Conversation, media: Sequence[Any]) -> list[dict[str, Any]]:
@@ -631,26 +642,47 @@ def test_a_line_break_beside_a_marker_is_the_markers_in_records_and_questions() 
     ]
 
 
-def test_clips_take_the_positions_that_the_processor_gives_them(tmp_path: Path) -> None:
-    processor, _ = audio_processor()
+HEARS = AudioConfig(1, 16, 2, 16, WhisperMel(mels=16), connector=ConnectorConfig(merge=1))
+BY_CHUNK = WhisperMel(mels=16, end="mirror", longer="whole", shortest=8000)
+# of clips, by the class of a processor: how one is made, the token, the encoder, and lengths in
+# tenths of seconds
+HEARING = {
+    "qwen2_audio": (qwen2_audio_processor, "<|AUDIO|>", replace(HEARS, pool=2), (7, 23)),
+    # which takes one clip in a text
+    "qwen3_asr": (
+        qwen3_asr_processor,
+        "<|audio_pad|>",
+        replace(HEARS, clips=BY_CHUNK, chunk=100, stem_width=4, padded_chunks=True),
+        (347,),
+    ),
+    "qwen3_asr_short": (
+        qwen3_asr_processor,
+        "<|audio_pad|>",
+        replace(HEARS, clips=BY_CHUNK, chunk=100, stem_width=4, padded_chunks=True),
+        (3,),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HEARING)
+def test_clips_take_the_positions_that_the_processor_gives_them(kind: str, tmp_path: Path) -> None:
+    make, token, encoder, tenths = HEARING[kind]
+    processor = make()
     processor.save_pretrained(tmp_path)
     talk = said(
         ("user", (CLIP, "Describe the sound.")),
         ("assistant", "Glass."),
-        ("user", ("And?", CLIP)),
+        ("user", ("And?", CLIP)[: len(tenths)]),
         ("assistant", "b"),
     )
-    clips = [np.zeros(16000 * n // 10, np.float32) for n in (7, 23)]
-    text = processor.apply_chat_template(hugging_face(talk, ["", ""]), tokenize=False)
-    out = processor(text=text, audio=clips, sampling_rate=16000)
+    clips = [np.zeros(1600 * n, np.float32) for n in tenths]
+    text = processor.apply_chat_template(hugging_face(talk, [""] * len(clips)), tokenize=False)
+    out = processor(text=[text], audio=clips, sampling_rate=16000)
     chat = load_chat(ChatFormat(str(tmp_path)))
-    encoder = AudioConfig(
-        1, 16, 2, 16, WhisperMel(mels=16), pool=2, connector=ConnectorConfig(merge=1)
-    )
     positions = [item_size(encoder, clip.shape).tokens for clip in clips]
-    sample = chat.sample(talk, [["audio"], ["audio"]])
+    sample = chat.sample(talk, [["audio"]] * len(clips))
     assert (
-        flat(sample, positions, chat.tokenizer.id("<|AUDIO|>"))[0]
+        flat(sample, positions, chat.tokenizer.id(token))[0]
         == np.array(out["input_ids"]).reshape(-1).tolist()
     )
     assert trained(chat, sample) == ["Glass.<|im_end|>", "b<|im_end|>"]
