@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from mmjax.config import AudioConfig, ConnectorConfig, ModelConfig, StoredTable, WhisperMel
 from mmjax.errors import UserError
@@ -31,14 +33,47 @@ OMNI = {
     "qwen2_5_omni": "qwen2_5_omni_audio_encoder",
     "qwen3_omni_moe": "qwen3_omni_moe_audio_encoder",
 }
-QWEN3_ASR = "qwen3_asr_encoder"
-ENCODERS = ("whisper", "qwen2_audio_encoder", *OMNI.values(), QWEN3_ASR)
+WHISPER_SIZES = {
+    "layers": "encoder_layers",
+    "width": "d_model",
+    "heads": "encoder_attention_heads",
+    "mlp_width": "encoder_ffn_dim",
+}
+SIZES = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "mlp_width": "intermediate_size",
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of audio encoder: the names of its fields, and how it takes clips."""
+
+    sizes: Mapping[str, str] = field(default_factory=lambda: WHISPER_SIZES)
+    positions: str = "max_source_positions"
+    extractor: str = "WhisperFeatureExtractor"
+    seconds: int = 0  # that clips may have where there is no extractor; 0: of the positions
+    attended: Literal["clip", "window"] = "clip"
+    pool: int = 2
+    windows: bool = False  # a longer clip has several, encoded apart
+
+
+ENCODERS = {
+    "whisper": Kind(attended="window", pool=1),
+    "qwen2_audio_encoder": Kind(),
+    **dict.fromkeys(OMNI.values(), Kind(seconds=300)),
+    "qwen3_asr_encoder": Kind(
+        positions="max_position_embeddings", extractor="Qwen3ASRFeatureExtractor"
+    ),
+    "voxtral_encoder": Kind(SIZES, attended="window", pool=1, windows=True),
+}
 # By whether it is Qwen2-Audio's: our names of the layers of a projector, and those there.
 PROJECTOR_LAYERS = (
     {"mlp.up": "linear_1", "mlp.down": "linear_2"},
     {"linear": "linear"},
 )
-EXTRACTORS = {QWEN3_ASR: "Qwen3ASRFeatureExtractor"}  # of the others Whisper's
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -57,31 +92,38 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
     supported.
     """
     kind = fields.get("model_type", str)
-    if kind == "qwen2_audio":
+    if kind in ("qwen2_audio", "voxtral"):
         return encoder_of(folder, fields.inner("audio_config"))
     if kind not in ENCODERS:
         raise UserError(
             f"{fields.where}: model_type={kind!r} is no audio encoder; known: {', '.join(ENCODERS)}"
         )
-    positions = fields.size(
-        "max_position_embeddings" if kind == QWEN3_ASR else "max_source_positions"
-    )
-    # Clips of the thinkers may be of five minutes.
-    longest = 300 * POSITIONS_PER_SECOND if kind in OMNI.values() else positions
-    extractor = EXTRACTORS.get(kind, "WhisperFeatureExtractor")
-    clips = _clips(folder, fields.size("num_mel_bins"), longest, extractor)
-    return AudioConfig(
+    how = ENCODERS[kind]
+    positions = fields.size(how.positions)
+    longest = how.seconds * POSITIONS_PER_SECOND or positions
+    clips = _clips(folder, fields.size("num_mel_bins"), longest, how.extractor)
+    encoder = AudioConfig(
         attention="auto",
-        layers=fields.size("encoder_layers"),
-        width=fields.size("d_model"),
-        heads=fields.size("encoder_attention_heads"),
-        mlp_width=fields.size("encoder_ffn_dim"),
-        clips=replace(clips, attended="window" if kind == "whisper" else "clip"),
+        **{ours: fields.size(theirs) for ours, theirs in how.sizes.items()},
+        clips=replace(clips, attended=how.attended),
         positions=StoredTable(positions),
         activation=fields.choice("activation_function", ACTIVATIONS),
         stem_activation="gelu",
-        pool=1 if kind == "whisper" else 2,
+        pool=how.pool,
     )
+    return _in_windows(encoder, fields, positions) if how.windows else encoder
+
+
+def _in_windows(encoder: AudioConfig, fields: Fields, positions: int) -> AudioConfig:
+    """Return an encoder of the windows of a clip, each apart, which are as long as it has positions."""
+    clips, frames = encoder.clips, encoder.stride * positions
+    seconds, rest = divmod(frames * clips.hop, clips.sample_rate)
+    if rest:
+        raise UserError(
+            f"{fields.where}: max_source_positions={positions} are {frames * clips.hop} samples, no whole seconds, "
+            "which is not supported"
+        )
+    return replace(encoder, clips=replace(clips, seconds=seconds, longer="whole"), chunk=frames)
 
 
 def _clips(folder: HfFolder, mels: int, positions: int, extractor: str) -> WhisperMel:

@@ -1,13 +1,15 @@
-"""Speech models: an encoder of clips of any length, a projector of two layers, a decoder. Qwen3-ASR."""
+"""Qwen3-ASR and Voxtral: an encoder of clips of any length, a projector of two layers, a decoder."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from mmjax.config import ModelConfig
+from mmjax.config import ConnectorConfig, ModelConfig
 from mmjax.errors import UserError
+from mmjax.hf.audio import encoder_of
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.llava import text_of
+from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.qwen_omni import AUDIO, convolved_chunks
 
 ALIGNER = "Qwen3ASRForTokenClassification"
@@ -33,3 +35,26 @@ def read_qwen3_asr(folder: HfFolder, fields: Fields) -> ModelConfig:
     )
     clips = replace(audio.clips, longer="whole")
     return ModelConfig(llm, {AUDIO: replace(audio, clips=clips, padded_chunks=True)})
+
+
+def read_voxtral(folder: HfFolder, fields: Fields) -> ModelConfig:
+    """The model that the config of a Voxtral says: Whisper's encoder, so many positions of which are one token.
+
+    Raises UserError where the positions of a window are no whole tokens.
+    """
+    llm = text_of(fields)
+    audio = encoder_of(folder, fields)
+    merge, rest = divmod(audio.mlp_width, audio.width)
+    if rest or not merge or audio.chunk_positions % merge:
+        raise UserError(
+            f"{fields.where}: audio_config: intermediate_size={audio.mlp_width} is a token's width, and "
+            f"max_source_positions={audio.chunk_positions} of {audio.width} channels are no whole tokens"
+        )
+    connector = ConnectorConfig(
+        merge=merge,
+        mlp_width=llm.width,
+        norm="none",
+        activation=fields.choice("projector_hidden_act", ACTIVATIONS),
+        biases=(),
+    )
+    return ModelConfig(llm, {AUDIO: replace(audio, connector=connector)})

@@ -233,7 +233,8 @@ def _compared(
 
 def _complete_part(config: Config, path: Sequence[str], part: str, field: str) -> Config | None:
     """Make a config whole there: the part alone where that is enough, for it is faster."""
-    if not path or field in OF_WHOLE or classes()[part].get("parts"):
+    merged = path and classes()[config["model_type"]]["parts"][path[0]].get("merged")
+    if not path or merged or field in OF_WHOLE or classes()[part].get("parts"):
         return complete_there(config)
     whole = copy.deepcopy(config)
     if (made := complete_there({**at(whole, path), "model_type": part})) is None:
@@ -351,6 +352,7 @@ INERT_IN = {
     # read of a LongRoPE alone
     "phi3": {"original_max_position_embeddings", "max_position_embeddings"},
     "qwen3_asr": {"token_classification_bias"},  # of its forced aligner
+    "voxtral_encoder": {"vocab_size"},
     "pixtral": {"image_size"},  # images are of any size
     "clip": {"projection_dim"},
     "clip_vision_model": {"projection_dim"},

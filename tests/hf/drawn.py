@@ -739,6 +739,21 @@ def qwen3_asr(
     )
 
 
+def voxtral(
+    rng: np.random.Generator, vocab: int = 97, **tokens: int
+) -> transformers.PreTrainedConfig:
+    """Voxtral: Whisper's encoder in windows of one or two seconds, and a text of any family."""
+    positions, merge = pick(rng, (50, 1), (50, 2), (50, 5), (100, 2), (100, 4), (100, 4))
+    audio = audio_tower(rng)
+    audio |= {"max_source_positions": positions, "encoder_ffn_dim": merge * audio["d_model"]}
+    return transformers.VoxtralConfig(
+        text_config=any_decoder(rng, vocab).to_dict(),
+        audio_config=audio,
+        projector_hidden_act=pick(rng, *ACTIVATIONS),
+        **tokens,
+    )
+
+
 def unet(rng: np.random.Generator) -> Fields:
     """A UNet of Stable Diffusion, on images of any size that its levels can halve."""
     levels = pick(rng, 1, 2, 2, 3)

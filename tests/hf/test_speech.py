@@ -1,12 +1,13 @@
-"""Qwen3-ASR computes what transformers computes, clips of many lengths in one row."""
+"""Qwen3-ASR and Voxtral compute what transformers computes, clips of many lengths in one row."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import drawn
@@ -24,9 +25,9 @@ from test_generated_text import check, token_ids
 from transformers.models.qwen3_asr import modeling_qwen3_asr
 
 from mmjax import export
-from mmjax.config import AudioConfig
+from mmjax.config import AudioConfig, ConnectorConfig
 from mmjax.errors import UserError
-from mmjax.hf.families import from_hf
+from mmjax.hf.families import encoder_from_hf, from_hf
 
 SECOND = 100 * HOP
 Features = dict[str, torch.Tensor]
@@ -51,6 +52,27 @@ def qwen3_tokens(encoder: AudioConfig, clips: Sequence[np.ndarray]) -> list[int]
     return modeling_qwen3_asr._get_feat_extract_output_lengths(frames, half).tolist()
 
 
+def voxtral_features(encoder: AudioConfig, clips: Sequence[np.ndarray]) -> Features:
+    """What Voxtral's processor makes of clips: the windows of each, padded as a whole."""
+    extractor = transformers.WhisperFeatureExtractor(encoder.mels)
+    options = {"padding": True, "truncation": False, "pad_to_multiple_of": encoder.chunk * HOP}
+    features = transformers.VoxtralProcessor._retrieve_input_features(
+        SimpleNamespace(feature_extractor=extractor),
+        clips,
+        encoder.chunk,
+        sampling_rate=RATE,
+        return_tensors="pt",
+        **options,
+    )
+    return {"input_features": features}
+
+
+def voxtral_tokens(encoder: AudioConfig, clips: Sequence[np.ndarray]) -> list[int]:
+    """Count the tokens of clips there: so many of every window."""
+    per_window = encoder.chunk_positions // encoder.connector.merge
+    return [per_window * -(-len(wave) // (encoder.chunk * HOP)) for wave in clips]
+
+
 @dataclass(frozen=True)
 class Family:
     """What differs between the families."""
@@ -59,6 +81,7 @@ class Family:
     kind: type
     features: Callable[[AudioConfig, Sequence[np.ndarray]], Features]
     tokens: Callable[[AudioConfig, Sequence[np.ndarray]], list[int]]
+    seconds: int  # of the longest clip that is compared
 
 
 FAMILIES = {
@@ -67,7 +90,15 @@ FAMILIES = {
         kind=transformers.Qwen3ASRForConditionalGeneration,
         features=qwen3_features,
         tokens=qwen3_tokens,
-    )
+        seconds=31,
+    ),
+    "voxtral": Family(
+        draw=drawn.voxtral,
+        kind=transformers.VoxtralForConditionalGeneration,
+        features=voxtral_features,
+        tokens=voxtral_tokens,
+        seconds=5,
+    ),
 }
 
 
@@ -100,7 +131,7 @@ def theirs(family: str, encoder: AudioConfig) -> Theirs:
     return logits
 
 
-@pytest.mark.default_cases("qwen3_asr-0")
+@pytest.mark.default_cases("qwen3_asr-0", "voxtral-0")
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_what_transformers_makes_of_it_clips_of_all_lengths_in_one_row(
@@ -110,12 +141,13 @@ def test_a_model_is_what_transformers_makes_of_it_clips_of_all_lengths_in_one_ro
     encoder = from_hf(tmp_path).encoders["audio"]
     chunk = encoder.chunk * HOP
     samples = [
-        # less than half a second, which silence completes in Qwen3-ASR; and more than 30 s
+        # less than half a second, which silence completes in Qwen3-ASR; and more than the
+        # extractor's chunk_length
         [words(0, 3), clip(3_000), words(1, 4)],
         [words(2, 6)],
         [clip(chunk), words(3, 2), clip(2 * SECOND + 333), words(4, 3)],
         [words(5, 2), clip(8_001), words(6, 1), clip(3 * chunk + 7 * HOP)],
-        [clip(31 * SECOND), words(7, 2)],
+        [clip(FAMILIES[family].seconds * SECOND), words(7, 2)],
     ]
     check_samples(model, tmp_path, samples, theirs(family, encoder))
 
@@ -149,6 +181,13 @@ def test_an_exported_folder_is_read_there_with_what_the_run_changed(family, tmp_
         assert torch.equal(tensor, written[key]), key
 
 
+def test_voxtrals_folder_gives_its_encoder_alone_too(tmp_path):
+    saved("voxtral", 3, tmp_path)
+    whole, alone = from_hf(tmp_path).encoders["audio"], encoder_from_hf(tmp_path)
+    assert replace(alone, connector=whole.connector) == whole
+    assert alone.connector == ConnectorConfig()
+
+
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
@@ -164,6 +203,17 @@ def test_an_exported_folder_is_read_there_with_what_the_run_changed(family, tmp_
             "qwen3_asr",
             {"audio_config": {"max_position_embeddings": 12}},
             "max_position_embeddings=12, but a chunk has 13 positions",
+        ),
+        ("voxtral", {"projector_hidden_act": "mish"}, "projector_hidden_act='mish'"),
+        (
+            "voxtral",
+            {"audio_config": {"intermediate_size": 99}},
+            "intermediate_size=99 is a token's width, and max_source_positions=",
+        ),
+        (
+            "voxtral",
+            {"audio_config": {"max_source_positions": 51}},
+            "max_source_positions=51 are 16320 samples, no whole seconds",
         ),
     ],
 )

@@ -96,3 +96,15 @@ def test_chunks_of_2d_convolutions_begin_with_a_position_and_the_last_is_read_as
     assert clip_size(padded, 7 * HOP + 5) == ClipSize(7, 8, 1)
     assert clip_size(padded, 14 * HOP) == ClipSize(14, 16, 2)
     assert clip_size(padded, 18 * HOP) == ClipSize(18, 20, 3)
+
+
+def test_windows_of_a_whole_clip_are_chunks_with_positions_of_their_own():
+    clips = replace(WHISPER.clips, attended="window", longer="whole")
+    encoder = replace(WHISPER, clips=clips, chunk=100, connector=ConnectorConfig(merge=5))
+    for samples, windows in ((1, 1), (16_000, 1), (16_001, 2), (40_000, 3)):
+        wave = clip(samples)
+        assert item_size(encoder, wave.shape) == (100 * windows, 10 * windows, 100 * windows)
+        row = item_input(encoder, wave)
+        assert row.valid.all()
+        assert (row.coordinates[:, 1] == 0).all()
+        np.testing.assert_array_equal(row.values, compute_frames(clips, wave, 100 * windows))

@@ -62,6 +62,19 @@ def test_frames_of_clips_of_any_length_equal_qwen3_asrs_extractor(samples):
         np.testing.assert_allclose(compute_frames(how, wave), expected, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.parametrize("samples", [4_000, 32_000, 32_001, 47_900, 150_000])
+def test_a_clip_of_several_windows_is_padded_and_normalised_as_a_whole(samples):
+    extractor = WhisperFeatureExtractor(feature_size=40)
+    how = WhisperMel(mels=40, seconds=2, longer="whole", attended="window")
+    for wave in waves(samples).values():
+        made = extractor(
+            wave, sampling_rate=16_000, padding=True, truncation=False, pad_to_multiple_of=32_000, return_tensors="np",
+        )  # fmt: skip
+        expected = made["input_features"][0].T
+        frames = compute_frames(how, wave, len(expected) + 9)
+        np.testing.assert_allclose(frames, expected, atol=1e-4)
+
+
 def test_other_windows_and_rates_equal_the_extractor_too():
     extractor = WhisperFeatureExtractor(feature_size=40, n_fft=256, hop_length=128, chunk_length=2)
     how = WhisperMel(mels=40, window=256, hop=128, seconds=2)

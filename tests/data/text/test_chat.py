@@ -688,6 +688,33 @@ def test_clips_take_the_positions_that_the_processor_gives_them(kind: str, tmp_p
     assert trained(chat, sample) == ["Glass.<|im_end|>", "b<|im_end|>"]
 
 
+def test_voxtrals_clips_begin_with_a_token_as_mistral_common_writes_it(tmp_path: Path) -> None:
+    """`[BEGIN_AUDIO]`, then 375 times `[AUDIO]` for every 30 s, by mistral-common 1.13.1."""
+    marks = ("<s>", "</s>", "[INST]", "[/INST]", "[AUDIO]", "[BEGIN_AUDIO]")
+    template = (
+        "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]{% for part in m.content %}"
+        "{% if part.type == 'audio' %}[AUDIO]{% else %}{{ part.text }}{% endif %}{% endfor %}[/INST]"
+        "{% else %}{{ m.content[0].text }}</s>{% endif %}{% endfor %}"
+    )
+    backend = checkpoints.byte_level(marks)
+    checkpoints.save(tmp_path, backend, template, bos_token="<s>", eos_token="</s>")
+    (tmp_path / "config.json").write_text('{"model_type": "voxtral"}')
+    encoder = replace(
+        HEARS,
+        clips=WhisperMel(mels=16, attended="window", longer="whole"),
+        chunk=3000,
+        connector=ConnectorConfig(merge=4),
+    )
+    chat = load_chat(ChatFormat(str(tmp_path)))
+    talk = said(("user", (CLIP, "What?", CLIP)), ("assistant", "Glass."))
+    positions = [item_size(encoder, (samples,)).tokens for samples in (1_600, 480_001)]
+    sample = chat.sample(talk, [["audio"], ["audio"]])
+    spoken = ["[BEGIN_AUDIO]" + "[AUDIO]" * (375 * windows) for windows in (1, 2)]
+    text = f"<s>[INST]{spoken[0]}What?{spoken[1]}[/INST]Glass.</s>"
+    ids = backend.encode(text, add_special_tokens=False).ids
+    assert flat(sample, positions, chat.tokenizer.id("[AUDIO]"))[0] == ids
+
+
 def test_packed_samples_predict_exactly_what_trains(tmp_path: Path) -> None:
     """Through the length index and the packer: targets with a weight are the answers' tokens, in order."""
     chat = pickle.loads(
