@@ -22,6 +22,8 @@ class ClipKind:
     mirrored = False  # clips are continued by their mirror image
     # of every clip, with its silence, where the layers attend them; 0: a clip's own
     fixed_frames = 0
+    # tokens that the LLM sees: all that the encoder makes, or those of the clip alone
+    shown: str = "all"
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,9 @@ class WhisperMel(ClipKind):
     end: Literal["silence", "mirror"] = "silence"
     # samples; to a shorter clip silence is added that counts as a part of it
     shortest: NonNegativeInt = 0
+    # tokens that the LLM sees: of all attended frames, or of the clip's alone, where they are whole
+    # (GLM-ASR)
+    shown: Literal["all", "clip"] = "all"
 
     @property
     def reads_silence(self) -> bool:

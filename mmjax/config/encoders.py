@@ -301,6 +301,15 @@ class StoredTable:
 
 
 @dataclass(frozen=True)
+class RotaryTime:
+    """RoPE by the time in a clip (GLM-ASR)."""
+
+    theta: PositiveFloat = 10_000.0  # base of the frequencies
+    width: NonNegativeInt = 0  # channels of a head that it turns, the first; 0: all
+    kind: Literal["rotary_time"] = "rotary_time"
+
+
+@dataclass(frozen=True)
 class AudioConfig(TowerFacts):
     """An encoder of packed log-mel frames: convolutions, then a transformer.
 
@@ -323,7 +332,7 @@ class AudioConfig(TowerFacts):
     heads: PositiveInt  # attention heads
     mlp_width: PositiveInt  # of the MLP's hidden layer
     clips: AudioPreparation = LogMel()
-    positions: Sinusoids | StoredTable = Sinusoids()
+    positions: Sinusoids | StoredTable | RotaryTime = Sinusoids()
     norm_eps: PositiveFloat = 1e-5  # of LayerNorm
     activation: Activation = "gelu_tanh"  # of the MLP
     stem_activation: Activation = "gelu_tanh"  # of the convolutions
@@ -352,6 +361,12 @@ class AudioConfig(TowerFacts):
     def head_width(self) -> int:
         """Return the channels of a head of attention."""
         return self.width // self.heads
+
+    @property
+    def rotary_width(self) -> int:
+        """Return the channels of a head that RoPE turns."""
+        width = self.positions.width if isinstance(self.positions, RotaryTime) else 0
+        return width or self.head_width
 
     @property
     def windowed(self) -> tuple[int, ...]:
@@ -464,8 +479,14 @@ class AudioConfig(TowerFacts):
             not self.stem_width or isinstance(positions, Sinusoids),
             f"{where}.positions: with stem_width they are sinusoids",
         )
+        rotary = isinstance(positions, RotaryTime)
         check(
-            self.width % 2 == 0,
+            not rotary or (self.rotary_width % 2 == 0 and self.rotary_width <= self.head_width),
+            f"{where}.positions: RoPE would turn {self.rotary_width} of the {self.head_width} channels of a head; "
+            "it turns pairs of them",
+        )
+        check(
+            rotary or self.width % 2 == 0,
             f"{where}.width={self.width}: sinusoidal positions come in pairs; make it even",
         )
         if isinstance(positions, StoredTable):

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from mmjax.config import AudioConfig, ConnectorConfig, ModelConfig, StoredTable, WhisperMel
+from mmjax.config import (
+    AudioConfig,
+    ConnectorConfig,
+    ModelConfig,
+    PlainRope,
+    RotaryTime,
+    StoredTable,
+    WhisperMel,
+)
 from mmjax.errors import UserError
 from mmjax.hf.class_defaults import processor_defaults
 from mmjax.hf.decoder_tensors import decoder_parts, find_decoder
+from mmjax.hf.decoders import FAMILIES
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import (
     Layout,
@@ -25,6 +34,7 @@ from mmjax.hf.layout import (
 from mmjax.hf.llava import find_projector, text_of
 from mmjax.hf.names import ACTIVATIONS, ATTENTION, PROJECTIONS
 from mmjax.hf.processors import has_processor, read_audio_processing
+from mmjax.hf.rope import rope_of
 
 TOWERS = ("model.audio_tower.", "audio_tower.", "model.encoder.", "encoder.", "")
 POSITIONS_PER_SECOND = 50  # a hop of 10 ms, and a convolution of stride 2
@@ -53,21 +63,29 @@ class Kind:
 
     sizes: Mapping[str, str] = field(default_factory=lambda: WHISPER_SIZES)
     positions: str = "max_source_positions"
+    activation: str = "activation_function"
     extractor: str = "WhisperFeatureExtractor"
     seconds: int = 0  # that clips may have where there is no extractor; 0: of the positions
-    attended: Literal["clip", "window"] = "clip"
+    clips: Mapping[str, Any] = field(default_factory=dict)  # fields of `WhisperMel`
     pool: int = 2
-    windows: bool = False  # a longer clip has several, encoded apart
 
 
 ENCODERS = {
-    "whisper": Kind(attended="window", pool=1),
+    "whisper": Kind(clips={"attended": "window"}, pool=1),
     "qwen2_audio_encoder": Kind(),
     **dict.fromkeys(OMNI.values(), Kind(seconds=300)),
     "qwen3_asr_encoder": Kind(
         positions="max_position_embeddings", extractor="Qwen3ASRFeatureExtractor"
     ),
-    "voxtral_encoder": Kind(SIZES, attended="window", pool=1, windows=True),
+    "voxtral_encoder": Kind(SIZES, clips={"attended": "window", "longer": "whole"}, pool=1),
+    "glmasr_encoder": Kind(
+        SIZES,
+        positions="max_position_embeddings",
+        activation="hidden_act",
+        seconds=30,
+        clips={"attended": "window", "longer": "split", "shown": "clip"},
+        pool=1,
+    ),
 }
 # By whether it is Qwen2-Audio's: our names of the layers of a projector, and those there.
 PROJECTOR_LAYERS = (
@@ -92,7 +110,7 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
     supported.
     """
     kind = fields.get("model_type", str)
-    if kind in ("qwen2_audio", "voxtral"):
+    if kind in ("qwen2_audio", "voxtral", "glmasr"):
         return encoder_of(folder, fields.inner("audio_config"))
     if kind not in ENCODERS:
         raise UserError(
@@ -105,13 +123,29 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
     encoder = AudioConfig(
         attention="auto",
         **{ours: fields.size(theirs) for ours, theirs in how.sizes.items()},
-        clips=replace(clips, attended=how.attended),
+        clips=replace(clips, **how.clips),
         positions=StoredTable(positions),
-        activation=fields.choice("activation_function", ACTIVATIONS),
+        activation=fields.choice(how.activation, ACTIVATIONS),
         stem_activation="gelu",
         pool=how.pool,
     )
-    return _in_windows(encoder, fields, positions) if how.windows else encoder
+    if kind == "voxtral_encoder":
+        return _in_windows(encoder, fields, positions)
+    return _with_rope(encoder, fields) if kind == "glmasr_encoder" else encoder
+
+
+def _with_rope(encoder: AudioConfig, fields: Fields) -> AudioConfig:
+    """Return an encoder with rotary positions in place of a table. Raises UserError for RoPE that is not plain."""
+    fields.allow_only("num_key_value_heads", encoder.heads)
+    fields.allow_only("head_dim", encoder.head_width)
+    rope = rope_of(fields, FAMILIES["glm4"])  # whose config says it alike
+    width = int(encoder.head_width * rope.share)
+    if not isinstance(rope.scaling, PlainRope) or rope.sections or width % 2 or not width:
+        raise UserError(
+            f"{fields.where}: rope_parameters: known is rope_type='default' over an even number of channels, which "
+            f"{rope.share} of {encoder.head_width} must be"
+        )
+    return replace(encoder, positions=RotaryTime(rope.theta, width))
 
 
 def _in_windows(encoder: AudioConfig, fields: Fields, positions: int) -> AudioConfig:
@@ -213,6 +247,15 @@ def encoder_parts(folder: HfFolder, tower: str) -> TensorNames:
         "layers.*.mlp.down": linear(f"{layer}fc2"),
         "head": norm(f"{tower}{head}"),
     }
+    if folder.fields.get("model_type", str) == "glmasr":
+        parts |= {
+            "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
+            "layers.*.attention.output": linear(f"{layer}self_attn.o_proj"),
+            "layers.*.mlp_norm": norm(f"{layer}post_attention_layernorm"),
+            "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
+            "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
+            "head": norm(f"{tower}norm"),
+        }
     is_2d = f"{tower}conv2d1.weight" in folder.tensors
     return TensorNames(parts | stem_parts(tower) if is_2d else parts)
 

@@ -81,7 +81,9 @@ CHECKPOINTS = {
     ),
     "qwen2_audio": Checkpoints(audio.read, audio.layout, audio.encoder_of),
     "qwen3_asr": Checkpoints(speech.read_qwen3_asr, audio.layout),
-    "voxtral": Checkpoints(speech.read_voxtral, audio.layout, audio.encoder_of),
+    **dict.fromkeys(
+        ("voxtral", "glmasr"), Checkpoints(speech.read_merged, audio.layout, audio.encoder_of)
+    ),
     "qwen2_audio_encoder": Checkpoints(None, audio.encoder_layout, audio.encoder_of, "named"),
     "whisper": Checkpoints(None, audio.encoder_layout, audio.encoder_of, "named"),
 }

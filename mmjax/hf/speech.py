@@ -1,4 +1,4 @@
-"""Qwen3-ASR and Voxtral: an encoder of clips of any length, a projector of two layers, a decoder."""
+"""Qwen3-ASR, Voxtral and GLM-ASR: an encoder of clips of any length, a projector of two layers, a decoder."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.qwen_omni import AUDIO, convolved_chunks
 
 ALIGNER = "Qwen3ASRForTokenClassification"
+GLM_MERGE = 4  # positions of a token, which its class counts whatever its config says
 
 
 def read_qwen3_asr(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -37,24 +38,27 @@ def read_qwen3_asr(folder: HfFolder, fields: Fields) -> ModelConfig:
     return ModelConfig(llm, {AUDIO: replace(audio, clips=clips, padded_chunks=True)})
 
 
-def read_voxtral(folder: HfFolder, fields: Fields) -> ModelConfig:
-    """The model that the config of a Voxtral says: Whisper's encoder, so many positions of which are one token.
+def read_merged(folder: HfFolder, fields: Fields) -> ModelConfig:
+    """The model that the config of a Voxtral or a GLM-ASR says: an encoder, so many positions of which are one token.
 
     Raises UserError where the positions of a window are no whole tokens.
     """
+    is_glm = fields.get("model_type", str) == "glmasr"
     llm = text_of(fields)
     audio = encoder_of(folder, fields)
     merge, rest = divmod(audio.mlp_width, audio.width)
-    if rest or not merge or audio.chunk_positions % merge:
+    positions = audio.clips.window_frames // audio.stride
+    if rest or not merge or positions % merge or (is_glm and merge != GLM_MERGE):
+        known = f"{GLM_MERGE} times hidden_size" if is_glm else "a multiple of hidden_size"
         raise UserError(
-            f"{fields.where}: audio_config: intermediate_size={audio.mlp_width} is a token's width, and "
-            f"max_source_positions={audio.chunk_positions} of {audio.width} channels are no whole tokens"
+            f"{fields.where}: audio_config: intermediate_size={audio.mlp_width} is a token's width, which must be "
+            f"{known} ({audio.width}), and the {positions} positions of a window whole tokens"
         )
     connector = ConnectorConfig(
         merge=merge,
-        mlp_width=llm.width,
+        mlp_width=2 * llm.width if is_glm else llm.width,
         norm="none",
         activation=fields.choice("projector_hidden_act", ACTIVATIONS),
-        biases=(),
+        biases=("up", "down") if is_glm else (),
     )
     return ModelConfig(llm, {AUDIO: replace(audio, connector=connector)})

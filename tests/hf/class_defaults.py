@@ -68,7 +68,7 @@ WHOLE = (
     *("qwen2_5_omni", "qwen3_omni_moe", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("clip", "clip_vision_model", "siglip", "siglip_vision_model", "pixtral", "internvl_vision"),
     *("dinov2", "dinov2_with_registers", "qwen2_audio", "qwen2_audio_encoder", "whisper"),
-    *("qwen3_asr", "voxtral"),
+    *("qwen3_asr", "voxtral", "glmasr"),
 )
 IMAGES = {  # by the folder of their model
     "clip": ("CLIPImageProcessor",),

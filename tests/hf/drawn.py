@@ -754,6 +754,35 @@ def voxtral(
     )
 
 
+def glmasr(
+    rng: np.random.Generator, vocab: int = 97, **tokens: int
+) -> transformers.PreTrainedConfig:
+    """GLM-ASR: an encoder whose RoPE turns a part of each head, and a text of any family."""
+    heads = pick(rng, 1, 2, 3)
+    share, head_width = pick(rng, (0.5, 8), (0.5, 12), (0.25, 16), (1.0, 10), (0.5, 13))
+    width = heads * head_width
+    audio = {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": between(rng, 1, 4),
+        "num_attention_heads": heads,
+        "num_mel_bins": pick(rng, 40, 80, 128),
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": pick(rng, 100.0, 1e4),
+            "partial_rotary_factor": share,
+        },
+    }
+    return transformers.GlmAsrConfig(
+        text_config=any_decoder(rng, vocab).to_dict(),
+        audio_config=audio,
+        projector_hidden_act=pick(rng, *ACTIVATIONS),
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
+    )
+
+
 def unet(rng: np.random.Generator) -> Fields:
     """A UNet of Stable Diffusion, on images of any size that its levels can halve."""
     levels = pick(rng, 1, 2, 2, 3)

@@ -1,4 +1,4 @@
-"""Qwen3-ASR and Voxtral compute what transformers computes, clips of many lengths in one row."""
+"""Qwen3-ASR, Voxtral and GLM-ASR compute what transformers computes, clips of many lengths in one row."""
 
 from __future__ import annotations
 
@@ -73,6 +73,29 @@ def voxtral_tokens(encoder: AudioConfig, clips: Sequence[np.ndarray]) -> list[in
     return [per_window * -(-len(wave) // (encoder.chunk * HOP)) for wave in clips]
 
 
+def glm_windows(encoder: AudioConfig, clips: Sequence[np.ndarray]) -> dict[str, Any]:
+    """What GLM-ASR's processor makes of clips: windows of each, padded apart."""
+    there = transformers.GlmAsrProcessor
+    extractor = transformers.WhisperFeatureExtractor(
+        encoder.mels, chunk_length=encoder.clips.seconds
+    )
+    processor = SimpleNamespace(
+        feature_extractor=extractor,
+        max_audio_len=655,
+        _get_audio_token_length=partial(there._get_audio_token_length, None),
+        replace_audio_token=lambda *_, **__: "",
+    )
+    made, _ = there._process_audio(
+        processor, clips, sampling_rate=RATE, return_attention_mask=True, return_tensors="pt"
+    )
+    return dict(made)
+
+
+def glm_features(encoder: AudioConfig, clips: Sequence[np.ndarray]) -> Features:
+    made = glm_windows(encoder, clips)
+    return {name: made[name] for name in ("input_features", "input_features_mask")}
+
+
 @dataclass(frozen=True)
 class Family:
     """What differs between the families."""
@@ -99,6 +122,13 @@ FAMILIES = {
         tokens=voxtral_tokens,
         seconds=5,
     ),
+    "glmasr": Family(
+        draw=drawn.glmasr,
+        kind=transformers.GlmAsrForConditionalGeneration,
+        features=glm_features,
+        tokens=lambda *clips: glm_windows(*clips)["num_audio_tokens"].tolist(),
+        seconds=5,
+    ),
 }
 
 
@@ -109,6 +139,9 @@ def saved(family: str, seed: int, folder: Path) -> torch.nn.Module:
         part._attn_implementation = "eager"
     model = random_model(config, FAMILIES[family].kind)
     model.save_pretrained(folder)
+    if family == "glmasr":  # in windows of two seconds
+        mels = config.audio_config.num_mel_bins
+        transformers.WhisperFeatureExtractor(mels, chunk_length=2).save_pretrained(folder)
     return model
 
 
@@ -131,7 +164,7 @@ def theirs(family: str, encoder: AudioConfig) -> Theirs:
     return logits
 
 
-@pytest.mark.default_cases("qwen3_asr-0", "voxtral-0")
+@pytest.mark.default_cases("qwen3_asr-0", "voxtral-0", "glmasr-0")
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_what_transformers_makes_of_it_clips_of_all_lengths_in_one_row(
@@ -139,13 +172,13 @@ def test_a_model_is_what_transformers_makes_of_it_clips_of_all_lengths_in_one_ro
 ):
     model = saved(family, seed, tmp_path)
     encoder = from_hf(tmp_path).encoders["audio"]
-    chunk = encoder.chunk * HOP
+    chunk = (encoder.chunk or encoder.clips.window_frames) * HOP
     samples = [
         # less than half a second, which silence completes in Qwen3-ASR; and more than the
         # extractor's chunk_length
         [words(0, 3), clip(3_000), words(1, 4)],
         [words(2, 6)],
-        [clip(chunk), words(3, 2), clip(2 * SECOND + 333), words(4, 3)],
+        [clip(chunk), words(3, 2), clip(2 * SECOND + 333), clip(chunk + 2 * HOP), words(4, 3)],
         [words(5, 2), clip(8_001), words(6, 1), clip(3 * chunk + 7 * HOP)],
         [clip(FAMILIES[family].seconds * SECOND), words(7, 2)],
     ]
@@ -181,8 +214,9 @@ def test_an_exported_folder_is_read_there_with_what_the_run_changed(family, tmp_
         assert torch.equal(tensor, written[key]), key
 
 
-def test_voxtrals_folder_gives_its_encoder_alone_too(tmp_path):
-    saved("voxtral", 3, tmp_path)
+@pytest.mark.parametrize("family", ["voxtral", "glmasr"])
+def test_a_folder_gives_its_encoder_alone_too(family, tmp_path):
+    saved(family, 3, tmp_path)
     whole, alone = from_hf(tmp_path).encoders["audio"], encoder_from_hf(tmp_path)
     assert replace(alone, connector=whole.connector) == whole
     assert alone.connector == ConnectorConfig()
@@ -206,9 +240,29 @@ def test_voxtrals_folder_gives_its_encoder_alone_too(tmp_path):
         ),
         ("voxtral", {"projector_hidden_act": "mish"}, "projector_hidden_act='mish'"),
         (
+            "glmasr",
+            {"audio_config": {"intermediate_size": 8}},
+            "intermediate_size=8 is a token's width, which must be 4 times hidden_size",
+        ),
+        (
+            "glmasr",
+            {
+                "audio_config": {
+                    "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1.0}
+                }
+            },
+            "rope_parameters: known is rope_type='default' over an even number of channels",
+        ),
+        (
+            "glmasr",
+            {"audio_config": {"num_key_value_heads": 7}},
+            "num_key_value_heads=7 is not supported",
+        ),
+        ("glmasr", {"audio_config": {"head_dim": 99}}, "head_dim=99 is not supported"),
+        (
             "voxtral",
             {"audio_config": {"intermediate_size": 99}},
-            "intermediate_size=99 is a token's width, and max_source_positions=",
+            "intermediate_size=99 is a token's width, which must be a multiple of hidden_size",
         ),
         (
             "voxtral",

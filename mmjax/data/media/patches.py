@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -334,6 +335,24 @@ def _(encoder: AudioConfig, array: np.ndarray) -> ItemInput:
     coordinates[:, ROW] = -1
     coordinates[columns[: size.frames], ROW] = 0
     return ItemInput(values, coordinates, valid)
+
+
+def shown_tokens(encoder: AudioConfig, pieces: Sequence[int]) -> np.ndarray | None:
+    """Number the tokens of a clip's pieces, of so many samples each, that the LLM sees, int `[n]`; None: all.
+
+    Of windows of 4 tokens, of which a clip fills one and a half, these are 0 1 2 3 4 5. Raises
+    BadMedia for a clip that is too short for any.
+    """
+    if encoder.clips.shown == "all":
+        return None
+    alone = replace(encoder, clips=replace(encoder.clips, attended="clip"))
+    counts = [clip_size(alone, samples).positions // encoder.token_positions for samples in pieces]
+    firsts = np.cumsum([0, *(item_size(encoder, (samples,)).tokens for samples in pieces)])
+    if not sum(counts):
+        raise BadMedia(
+            f"a clip of {sum(pieces)} samples is too short: the encoder makes no token of it"
+        )
+    return np.concatenate([first + np.arange(n) for first, n in zip(firsts, counts, strict=False)])
 
 
 class ClipSize(NamedTuple):

@@ -70,6 +70,8 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return _with_sound(named, names, "<|audio_start|>", "<|audio_end|>")
             case "qwen2audio":
                 return {"audio": Placeholder(named.get("audio_token", "<|AUDIO|>"))}
+            case "glmasr":
+                return {"audio": Placeholder(named.get("audio_token", "<|pad|>"))}
             case "voxtral":
                 return {"audio": Placeholder("[AUDIO]", before="[BEGIN_AUDIO]")}
             case "qwen3asr":

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from mmjax.config import AudioConfig, ConnectorConfig, LogMel, Sinusoids, StoredTable, WhisperMel
-from mmjax.data.media.patches import ClipSize, clip_size, item_input, item_size, log_mel_frames
+from mmjax.data.media.patches import (
+    ClipSize,
+    clip_size,
+    item_input,
+    item_size,
+    log_mel_frames,
+    shown_tokens,
+)
 from mmjax.data.media.preparations.whisper_mel import compute_frames
 from mmjax.errors import BadMedia
 
@@ -108,3 +115,15 @@ def test_windows_of_a_whole_clip_are_chunks_with_positions_of_their_own():
         assert row.valid.all()
         assert (row.coordinates[:, 1] == 0).all()
         np.testing.assert_array_equal(row.values, compute_frames(clips, wave, 100 * windows))
+
+
+def test_of_windows_of_a_clip_the_tokens_that_are_the_clips_are_shown():
+    clips = replace(WHISPER.clips, attended="window", longer="split", shown="clip")
+    encoder = replace(WHISPER, clips=clips, connector=ConnectorConfig(merge=5))
+    # Windows of 10 tokens; 31 positions are 6, and one of a third window none.
+    assert shown_tokens(encoder, (61 * HOP,)).tolist() == list(range(6))
+    assert shown_tokens(encoder, (16_000, 61 * HOP)).tolist() == list(range(16))
+    assert shown_tokens(encoder, (16_000, 16_000, HOP)).tolist() == list(range(20))
+    with pytest.raises(BadMedia, match="a clip of 160 samples is too short"):
+        shown_tokens(encoder, (HOP,))
+    assert shown_tokens(WHISPER, (16_000,)) is None

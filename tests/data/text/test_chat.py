@@ -24,6 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoTokenizer,
     Gemma3Processor,
+    GlmAsrProcessor,
     InternVLProcessor,
     LlavaProcessor,
     PaliGemmaProcessor,
@@ -65,6 +66,7 @@ from mmjax.data.sample import (
     split_markers,
 )
 from mmjax.data.sources.chat_records import parse_chat
+from mmjax.data.sources.processors import clip_items
 from mmjax.data.text import chat as chat_module
 from mmjax.data.text.chat import Chat
 from mmjax.data.text.load_chat import load_chat, load_prompt_chat
@@ -506,14 +508,24 @@ def qwen2_audio_processor() -> Any:
 
 
 def qwen3_asr_processor() -> Any:
-    names = {"audio_bos": "<|audio_start|>", "audio": "<|audio_pad|>", "audio_eos": "<|audio_end|>"}
-    extra = {f"{name}_token": token for name, token in names.items()}
-    backend = checkpoints.byte_level((*checkpoints.CHATML, *names.values()))
-    text = tokenizer(backend, **CHATML, extra_special_tokens=extra)
-    template = checkpoints.QWEN2_AUDIO.replace("<|AUDIO|>", "<|audio_pad|>")
-    for old, new in (("<|audio_bos|>", "<|audio_start|>"), ("<|audio_eos|>", "<|audio_end|>")):
+    marks = ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>")
+    return speech_processor(Qwen3ASRProcessor, Qwen3ASRFeatureExtractor(16), marks)
+
+
+def glmasr_processor() -> Any:
+    marks = ("<|begin_of_audio|>", "<|pad|>", "<|end_of_audio|>")
+    return speech_processor(GlmAsrProcessor, WhisperFeatureExtractor(16), marks)
+
+
+def speech_processor(kind: type, extractor: Any, marks: tuple[str, str, str]) -> Any:
+    """A processor that takes one clip in a text. marks: before a clip's token, that token, and behind it."""
+    names = ("audio_bos_token", "audio_token", "audio_eos_token")
+    backend = checkpoints.byte_level((*checkpoints.CHATML, *marks))
+    text = tokenizer(backend, **CHATML, extra_special_tokens=dict(zip(names, marks, strict=True)))
+    template = checkpoints.QWEN2_AUDIO
+    for old, new in zip(checkpoints.QWEN_AUDIO[-3:], marks, strict=True):
         template = template.replace(old, new)
-    return Qwen3ASRProcessor(Qwen3ASRFeatureExtractor(16), text, chat_template=template)
+    return kind(extractor, text, chat_template=template)
 
 
 def hugging_face(talk: Conversation, media: Sequence[Any]) -> list[dict[str, Any]]:
@@ -643,24 +655,26 @@ def test_a_line_break_beside_a_marker_is_the_markers_in_records_and_questions() 
 
 
 HEARS = AudioConfig(1, 16, 2, 16, WhisperMel(mels=16), connector=ConnectorConfig(merge=1))
-BY_CHUNK = WhisperMel(mels=16, end="mirror", longer="whole", shortest=8000)
-# of clips, by the class of a processor: how one is made, the token, the encoder, and lengths in
-# tenths of seconds
+QWEN3_ASR = replace(
+    HEARS,
+    clips=WhisperMel(mels=16, end="mirror", longer="whole", shortest=8000),
+    chunk=100,
+    stem_width=4,
+    padded_chunks=True,
+)
+GLM_ASR = replace(
+    HEARS,
+    clips=WhisperMel(mels=16, attended="window", longer="split", shown="clip"),
+    connector=ConnectorConfig(merge=4),
+)
+# By a processor's class: how one is made, a clip's token, the encoder, and the clips' tenths of
+# seconds. The last two take one clip in a text.
 HEARING = {
     "qwen2_audio": (qwen2_audio_processor, "<|AUDIO|>", replace(HEARS, pool=2), (7, 23)),
-    # which takes one clip in a text
-    "qwen3_asr": (
-        qwen3_asr_processor,
-        "<|audio_pad|>",
-        replace(HEARS, clips=BY_CHUNK, chunk=100, stem_width=4, padded_chunks=True),
-        (347,),
-    ),
-    "qwen3_asr_short": (
-        qwen3_asr_processor,
-        "<|audio_pad|>",
-        replace(HEARS, clips=BY_CHUNK, chunk=100, stem_width=4, padded_chunks=True),
-        (3,),
-    ),
+    "qwen3_asr": (qwen3_asr_processor, "<|audio_pad|>", QWEN3_ASR, (347,)),
+    "qwen3_asr_short": (qwen3_asr_processor, "<|audio_pad|>", QWEN3_ASR, (3,)),
+    "glmasr": (glmasr_processor, "<|pad|>", GLM_ASR, (347,)),
+    "glmasr_short": (glmasr_processor, "<|pad|>", GLM_ASR, (3,)),
 }
 
 
@@ -679,7 +693,9 @@ def test_clips_take_the_positions_that_the_processor_gives_them(kind: str, tmp_p
     text = processor.apply_chat_template(hugging_face(talk, [""] * len(clips)), tokenize=False)
     out = processor(text=[text], audio=clips, sampling_rate=16000)
     chat = load_chat(ChatFormat(str(tmp_path)))
-    positions = [item_size(encoder, clip.shape).tokens for clip in clips]
+    positions = [
+        clip_items("audio", encoder, len(clip)).count({"audio": encoder}) for clip in clips
+    ]
     sample = chat.sample(talk, [["audio"]] * len(clips))
     assert (
         flat(sample, positions, chat.tokenizer.id(token))[0]
