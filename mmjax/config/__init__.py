@@ -48,6 +48,7 @@ from mmjax.config.encoders import (
     FractionalGrid,
     LearnedGrid,
     RotaryGrid,
+    RotaryTime,
     Sinusoids,
     StoredTable,
     StretchedGrid,

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from mmjax.config.checks import check
 from mmjax.config.processor_fields import ProcessorFields
-from mmjax.config.ranges import Limit, PositiveInt, at_least
+from mmjax.config.ranges import Limit, NonNegativeInt, PositiveInt, at_least
 
 HF_RATE = 16_000  # Hz; the extractor's filters end at 8 kHz whatever the rate
 
@@ -22,6 +22,8 @@ class ClipKind:
     mirrored = False  # clips are continued by their mirror image
     # of every clip, with its silence, where the layers attend them; 0: a clip's own
     fixed_frames = 0
+    # tokens that the LLM sees: all that the encoder makes, or those of the clip alone
+    shown: str = "all"
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,9 @@ class WhisperMel(ClipKind):
     ] = 400  # samples
     hop: PositiveInt = 160  # samples
     seconds: PositiveInt = 30  # length of the window
-    # a clip longer than the window is bad, or becomes several items
-    longer: Literal["refuse", "split"] = "refuse"
+    # a clip longer than the window is bad, or becomes several items, or stays whole: its frames are
+    # computed at once, with end=silence of as many windows as it fills
+    longer: Literal["refuse", "split", "whole"] = "refuse"
     # frames that the encoder's layers attend to and output tokens for: the clip's, as in
     # Qwen2-Audio, or the window's with its silence, as in Whisper; models from checkpoints have
     # their family's
@@ -67,6 +70,11 @@ class WhisperMel(ClipKind):
     # behind a clip: silence up to the window's end; or its mirror image, and what is no whole hop
     # makes no frame
     end: Literal["silence", "mirror"] = "silence"
+    # samples; to a shorter clip silence is added that counts as a part of it
+    shortest: NonNegativeInt = 0
+    # tokens that the LLM sees: of all attended frames, or of the clip's alone, where they are whole
+    # (GLM-ASR)
+    shown: Literal["all", "clip"] = "all"
 
     @property
     def reads_silence(self) -> bool:
@@ -90,7 +98,7 @@ class WhisperMel(ClipKind):
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> WhisperMel:
-        """Read Whisper's feature extractor. Raises UserError, naming file and field, for what is unknown."""
+        """Read Whisper's extractor, or Qwen3-ASR's. Raises UserError, naming file and field, for what is unknown."""
         for name in ("dither", "padding_value"):
             if fields.value(name):
                 raise fields.refused(name, "only 0 is known")
@@ -102,6 +110,7 @@ class WhisperMel(ClipKind):
             window=fields.count("n_fft"),
             hop=fields.count("hop_length"),
             seconds=fields.count("chunk_length"),
+            shortest=fields.value("min_length", 0),
         )
         if how.sample_rate != HF_RATE:
             raise fields.refused("sampling_rate", f"only {HF_RATE} is known")

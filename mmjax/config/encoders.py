@@ -310,6 +310,15 @@ class StoredTable:
 
 
 @dataclass(frozen=True)
+class RotaryTime:
+    """RoPE by the time in a clip (GLM-ASR)."""
+
+    theta: PositiveFloat = 10_000.0  # base of the frequencies
+    width: NonNegativeInt = 0  # channels of a head that it turns, the first; 0: all
+    kind: Literal["rotary_time"] = "rotary_time"
+
+
+@dataclass(frozen=True)
 class AudioConfig(TowerFacts):
     """An encoder of packed log-mel frames: convolutions, then a transformer.
 
@@ -332,7 +341,7 @@ class AudioConfig(TowerFacts):
     heads: PositiveInt  # attention heads
     mlp_width: PositiveInt  # of the MLP's hidden layer
     clips: AudioPreparation = LogMel()
-    positions: Sinusoids | StoredTable = Sinusoids()
+    positions: Sinusoids | StoredTable | RotaryTime = Sinusoids()
     norm_eps: PositiveFloat = 1e-5  # of LayerNorm
     activation: Activation = "gelu_tanh"  # of the MLP
     stem_activation: Activation = "gelu_tanh"  # of the convolutions
@@ -352,6 +361,8 @@ class AudioConfig(TowerFacts):
     # channels of three 2D convolutions; 0: two 1D ones, as wide as the layers
     stem_width: NonNegativeInt = 0
     attended_chunks: PositiveInt = 1  # consecutive chunks of a clip that the layers attend
+    # a clip shorter than a chunk has zeros behind it up to one, as the last chunk of a longer clip
+    padded_chunks: bool = False
     key_bias: bool = False  # keys have a bias, as all other matrices of a layer
     quantize: Quantization = "none"  # of the linear layers' frozen weights
 
@@ -359,6 +370,12 @@ class AudioConfig(TowerFacts):
     def head_width(self) -> int:
         """Return the channels of a head of attention."""
         return self.width // self.heads
+
+    @property
+    def rotary_width(self) -> int:
+        """Return the channels of a head that RoPE turns."""
+        width = self.positions.width if isinstance(self.positions, RotaryTime) else 0
+        return width or self.head_width
 
     @property
     def windowed(self) -> tuple[int, ...]:
@@ -462,20 +479,35 @@ class AudioConfig(TowerFacts):
                 not self.clips.mirrored,
                 f"{where}.clips.end=mirror: convolutions over whole clips read silence; set chunk",
             )
+        check(
+            bool(self.stem_width) or not self.padded_chunks,
+            f"{where}.padded_chunks=true: 1D convolutions read no zeros behind a chunk; set stem_width",
+        )
         positions = self.positions
         check(
             not self.stem_width or isinstance(positions, Sinusoids),
             f"{where}.positions: with stem_width they are sinusoids",
         )
+        rotary = isinstance(positions, RotaryTime)
         check(
-            self.width % 2 == 0,
+            not rotary or (self.rotary_width % 2 == 0 and self.rotary_width <= self.head_width),
+            f"{where}.positions: RoPE would turn {self.rotary_width} of the {self.head_width} channels of a head; "
+            "it turns pairs of them",
+        )
+        check(
+            rotary or self.width % 2 == 0,
             f"{where}.width={self.width}: sinusoidal positions come in pairs; make it even",
         )
         if isinstance(positions, StoredTable):
             frames = self.clips.fixed_frames
             longest = self.stride * positions.positions
             check(
-                frames <= longest,
+                self.chunk <= longest,
+                f"{where}.chunk={self.chunk}: there are positions of {longest} frames; make chunk smaller, or "
+                "positions.positions larger",
+            )
+            check(
+                bool(self.chunk) or frames <= longest,
                 f"{where}.clips: a window of {frames} frames is longer than the {longest} of which "
                 f"positions.positions={positions.positions} has any; make seconds smaller",
             )

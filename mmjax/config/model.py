@@ -90,7 +90,11 @@ class ModelConfig:
                 name not in self.encoders,
                 f"{where}.generators.{name}: an encoder has this name; call this generator something else",
             )
-        clips = [name for name, c in self.encoders.items() if c.modality == "audio"]
+        clips = [
+            name
+            for name, c in self.encoders.items()
+            if c.modality == "audio" and c.clips.shown == "all"
+        ]
         has_time = bool(self.llm.rope_sections)
         for name, encoder in self.encoders.items():
             if encoder.modality == "image":

@@ -120,7 +120,7 @@ class Qwen2Video(VideoKind):
             )
         if not self.sound:
             return
-        known = f"name an audio encoder ({', '.join(clips) or 'there is none'}), or leave it out"
+        known = f"name an audio encoder with clips.shown=all ({', '.join(clips) or 'there is none'}), or leave it out"
         check(self.sound in clips, f"{where}.sound={self.sound}: {known}")
         check(has_time, f"{where}.sound: model.llm.rope_sections is empty; positions have no time")
         nominal = self.seconds == "nominal"

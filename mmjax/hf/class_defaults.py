@@ -116,6 +116,8 @@ def _completed_part(around: Values, name: str, part: Values, flat: bool, where: 
     values = part["missing"] if values is None else values
     if not isinstance(values, dict):
         return values
+    if part.get("merged"):
+        values = {**part["missing"], **values}
     # A class of its own takes the part, or the one that the part names.
     kind = part["type"] if part.get("fixed") else values.get("model_type", part["type"])
     return _completed(values, kind, f"{where}: {name}") if _is_known(kind) else values

@@ -26,6 +26,7 @@ from mmjax.hf import (
     paligemma,
     qwen_omni,
     qwen_vl,
+    speech,
     vision,
 )
 from mmjax.hf.class_defaults import multimodal_classes
@@ -84,6 +85,10 @@ CHECKPOINTS = {
         vision.ALONE, Checkpoints(None, vision.encoder_layout, vision.encoder_of, "named")
     ),
     "qwen2_audio": Checkpoints(audio.read, audio.layout, audio.encoder_of),
+    "qwen3_asr": Checkpoints(speech.read_qwen3_asr, audio.layout),
+    **dict.fromkeys(
+        ("voxtral", "glmasr"), Checkpoints(speech.read_merged, audio.layout, audio.encoder_of)
+    ),
     "qwen2_audio_encoder": Checkpoints(None, audio.encoder_layout, audio.encoder_of, "named"),
     "whisper": Checkpoints(None, audio.encoder_layout, audio.encoder_of, "named"),
 }

@@ -123,13 +123,15 @@ def _check_normalization(fields: ProcessorFields, vision: VisionConfig) -> None:
             )
 
 
-def read_audio_processing(folder: Path) -> WhisperMel:
-    """Read how a checkpoint's clips are prepared. Raises UserError, naming file and field, for what is unknown."""
+def read_audio_processing(folder: Path, known: str = "WhisperFeatureExtractor") -> WhisperMel:
+    """Read how a checkpoint's clips are prepared. known: the class of its extractor.
+
+    Raises UserError, naming file and field, for what is unknown.
+    """
     _, fields = _fields(folder, "feature_extractor", "audio_processor")
-    kind = fields.value("feature_extractor_type")
-    if kind != "WhisperFeatureExtractor":
-        raise fields.refused("feature_extractor_type", "known is WhisperFeatureExtractor")
-    return WhisperMel.from_hf(fields.over(processor_defaults(kind)))
+    if fields.value("feature_extractor_type") != known:
+        raise fields.refused("feature_extractor_type", f"known is {known}")
+    return WhisperMel.from_hf(fields.over(processor_defaults(known)))
 
 
 # --------------------------------------------------------------------------------------------------

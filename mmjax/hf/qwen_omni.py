@@ -20,7 +20,7 @@ from mmjax.config import (
 )
 from mmjax.errors import UserError
 from mmjax.hf import qwen_vl
-from mmjax.hf.audio import encoder_of, encoder_parts, stem_parts
+from mmjax.hf.audio import encoder_of, encoder_parts
 from mmjax.hf.folder import Fields, HfFolder, note
 from mmjax.hf.layout import Layout, TensorNames, linear
 
@@ -63,7 +63,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         audio = _whisper_in_chunks(folder, thinker.inner("audio_config"), model.llm.width)
     else:
         videos = replace(videos, turns="patches")
-        audio = _convolved_chunks(folder, thinker.inner("audio_config"), model.llm.width)
+        audio = convolved_chunks(folder, thinker.inner("audio_config"), model.llm.width)
     return replace(model, encoders={qwen_vl.NAME: replace(vision, videos=videos), AUDIO: audio})
 
 
@@ -81,8 +81,13 @@ def _whisper_in_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioC
     )
 
 
-def _convolved_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioConfig:
-    """Read Qwen3-Omni's encoder. Clips are not padded with silence, so each ends with its own mirror image."""
+def convolved_chunks(
+    folder: HfFolder, fields: Fields, outputs: int, table: str = "max_source_positions"
+) -> AudioConfig:
+    """Read Qwen3-Omni's encoder. Clips are not padded with silence, so each ends with its own mirror image.
+
+    table: the field that says of how many positions of a chunk there are sinusoids.
+    """
     _check_outputs(fields, outputs)
     half = fields.size("n_window")
     attended = fields.get("n_window_infer", int)
@@ -108,9 +113,9 @@ def _convolved_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioCo
         raise UserError(
             f"{fields.where}: n_window_infer={attended} is less than a chunk of {2 * half} frames"
         )
-    if (table := fields.get("max_source_positions", int)) < CHUNK_POSITIONS:
+    if (known := fields.get(table, int)) < CHUNK_POSITIONS:
         raise UserError(
-            f"{fields.where}: max_source_positions={table}, but a chunk has {CHUNK_POSITIONS} positions"
+            f"{fields.where}: {table}={known}, but a chunk has {CHUNK_POSITIONS} positions"
         )
     return encoder
 
@@ -146,12 +151,10 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     tensors = tuple(
         key for key in folder.tensors if key.startswith(tower) and not key.startswith(projector)
     )
-    encoder = encoder_parts(tower, "ln_post").by_module
     connector = {"linear": linear(projector)}
     if f"{projector}1.weight" in folder.tensors:
-        encoder = {**encoder, **stem_parts(tower)}
         connector = {"mlp.up": linear(f"{projector}1"), "mlp.down": linear(f"{projector}2")}
-    parts = {name: TensorNames(encoder), f"{name}.connector": TensorNames(connector)}
+    parts = {name: encoder_parts(folder, tower), f"{name}.connector": TensorNames(connector)}
     prefixes = {name: tensors, f"{name}.connector": (projector,)}
     unused = (f"{tower}audio_bos_eos_token.weight", *(f"{first}*" for first in SPEAKERS))
     return Layout(

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ROW, TIME, ItemBatch, chunk_numbers
-from mmjax.config import AudioConfig, StoredTable
+from mmjax.config import AudioConfig, RotaryTime, StoredTable
 from mmjax.kernels.masks import encoder_mask
 from mmjax.models.layer_stacks import LayerStacks
 from mmjax.models.layers import (
@@ -22,6 +22,7 @@ from mmjax.models.layers import (
 )
 from mmjax.models.linear import Linear
 from mmjax.models.remat import keep_inputs
+from mmjax.models.rope import rotation_1d
 from mmjax.models.stack_scan import LayerStack
 from mmjax.parallel.sharding import constrain
 
@@ -58,7 +59,7 @@ def sinusoids(time: Int[Array, "r l"], width: int) -> Float[Array, "r l d"]:
 
 
 class AudioStem(nnx.Module):
-    """Two convolutions of kernel 3, the second of stride 2, then positions in the clip."""
+    """Two convolutions of kernel 3, the second of stride 2, then positions in the clip, where they are added."""
 
     def __init__(self, config: AudioConfig, rngs: nnx.Rngs):
         c = config
@@ -69,6 +70,7 @@ class AudioStem(nnx.Module):
         self.positions = (
             FixedTable(sinusoids(jnp.arange(stored)[None], c.width)[0]) if stored else None
         )
+        self.is_rotary = isinstance(c.positions, RotaryTime)
         self.activation = c.stem_activation
         self.stride = c.stride
 
@@ -80,6 +82,8 @@ class AudioStem(nnx.Module):
         # Clips start at multiples of the stride, so packing does not change which frames the
         # outputs are centred on.
         x = activation(self.second(taps(x, item, self.stride)))
+        if self.is_rotary:
+            return x
         if self.positions is None:
             return x + sinusoids(time, x.shape[-1]).astype(x.dtype)
         return x + self.positions(time, x.dtype)
@@ -164,17 +168,21 @@ class AudioEncoder(nnx.Module):
         return constrain(x, "rows", "sequence", "width")
 
     def context(self, items: ItemBatch) -> Context:
-        """Build the attention mask of a batch; the stem has added positions already."""
+        """Build the attention mask of a batch, and the angles of rotary positions; others were added by the stem."""
         c = self.config
         item = self._layer_items(items)
+        time = items.coordinates[:, :: c.stride, TIME] // c.stride
         if c.chunk:
-            time = items.coordinates[:, :: c.stride, TIME] // c.stride
             item = chunk_numbers(
                 item, time, jnp.arange(item.shape[1]), c.chunk_positions * c.attended_chunks
             )
-        return Context(encoder_mask(item)).planned(
+        context = Context(encoder_mask(item)).planned(
             c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype
         )
+        if not isinstance(c.positions, RotaryTime):
+            return context
+        time = time % c.chunk_positions if c.chunk else time
+        return context._replace(rotation=rotation_1d(time, c.rotary_width, c.positions.theta))
 
     def finished(self, x: Float[Array, "r m d"]) -> Float[Array, "r n d"]:
         """Pool the last layer's output over every `pool` positions and apply the final norm."""

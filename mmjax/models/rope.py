@@ -28,6 +28,12 @@ class Rotation(NamedTuple):
     sin: Array
 
 
+def rotation_1d(time: Int[Array, "b t"], width: int, theta: float) -> Rotation:
+    """Compute rotary angles of times, by which the first `width` channels of a head turn."""
+    angles = time.astype(jnp.float32)[..., None] * _unscaled(theta, width // 2)
+    return Rotation(jnp.cos(angles), jnp.sin(angles))
+
+
 def rotation_2d(
     coordinates: Int[Array, "b t 2"], head_width: int, theta: float, alternating: bool = False
 ) -> Rotation:

@@ -86,6 +86,7 @@ WHOLE = (
     *("qwen2_5_omni", "qwen3_omni_moe", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("clip", "clip_vision_model", "siglip", "siglip_vision_model", "pixtral", "internvl_vision"),
     *("dinov2", "dinov2_with_registers", "qwen2_audio", "qwen2_audio_encoder", "whisper"),
+    *("qwen3_asr", "voxtral", "glmasr"),
 )
 IMAGES = {  # by the folder of their model
     "clip": ("CLIPImageProcessor",),
@@ -198,7 +199,11 @@ def table(nulls: bool = True) -> dict[str, Any]:
         for folder, name in AROUND.items():
             path = LIBRARY / f"models/{folder}/processing_{folder}.py"
             processors[name] = _arguments(path, name)
-        processors["WhisperFeatureExtractor"] = _signature(transformers.WhisperFeatureExtractor)
+        for extractor in (
+            transformers.WhisperFeatureExtractor,
+            transformers.Qwen3ASRFeatureExtractor,
+        ):
+            processors[extractor.__name__] = _signature(extractor)
         generators = {name: _signature(getattr(diffusers, name)) for name in GENERATORS}
     logging.disable(logging.NOTSET)
     configs |= {
@@ -262,10 +267,20 @@ def _add(configs: dict[str, Any], kind: str, nulls: bool) -> None:
         if issubclass(spec.config_class, transformers.PreTrainedConfig):
             part["fixed"] = True
         _add(configs, spec.model_type, nulls)
+        if _is_merged(made, name, configs[spec.model_type]["defaults"]):
+            part["merged"] = True
     if parts:
         entry["parts"] = parts
     if "text_config" in parts:
         entry |= _text_rules(made, parts["text_config"]["type"])
+
+
+def _is_merged(made: type, name: str, defaults: dict[str, Any]) -> bool:
+    """Return whether a part that says little takes what the class around it takes where there is none."""
+    spec = made.sub_configs_defaults[name]
+    own = {k: v for k, v in spec.init_kwargs.items() if k in defaults and defaults[k] != v}
+    part = getattr(made(**{name: {"model_type": spec.model_type}}), name) if own else None
+    return bool(own) and all(getattr(part, k) == v for k, v in own.items())
 
 
 def _text_rules(made: type, text: str) -> dict[str, bool]:

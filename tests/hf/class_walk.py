@@ -77,10 +77,19 @@ def classes() -> dict[str, Any]:
 
 def complete_there(config: Config) -> Config | None:
     """Make the whole config of a class in transformers of one; None where it refuses it."""
+    kind = CONFIG_MAPPING[config["model_type"]]
+    # A class that takes such fields over writes into them (GLM-ASR's RoPE).
+    shared = [
+        (spec.init_kwargs, copy.deepcopy(spec.init_kwargs))
+        for spec in kind.sub_configs_defaults.values()
+    ]
     try:
-        made = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config)).to_dict()
+        made = kind.from_dict(copy.deepcopy(config)).to_dict()
     except Exception:  # of any kind: a validator's, or of the arithmetic with it
         return None
+    finally:
+        for fields, before in shared:
+            fields.update(before)
     return json.loads(json.dumps(made, default=str))
 
 
@@ -233,7 +242,8 @@ def _compared(
 
 def _complete_part(config: Config, path: Sequence[str], part: str, field: str) -> Config | None:
     """Make a config whole there: the part alone where that is enough, for it is faster."""
-    if not path or field in OF_WHOLE or classes()[part].get("parts"):
+    merged = path and classes()[config["model_type"]]["parts"][path[0]].get("merged")
+    if not path or merged or field in OF_WHOLE or classes()[part].get("parts"):
         return complete_there(config)
     whole = copy.deepcopy(config)
     if (made := complete_there({**at(whole, path), "model_type": part})) is None:
@@ -354,6 +364,10 @@ INERT_IN = {
     "qwen3_omni_moe_text": {"sliding_window"},
     # read of a LongRoPE alone
     "phi3": {"original_max_position_embeddings", "max_position_embeddings"},
+    "qwen3_asr": {"token_classification_bias"},  # of its forced aligner
+    "voxtral_encoder": {"vocab_size"},
+    # read of other RoPE than it is allowed
+    "glmasr_encoder": {"max_position_embeddings"},
     **{kind: {"image_size"} for kind in ("pixtral", "glm_ocr_vision")},  # images are of any size
     "clip": {"projection_dim"},
     "clip_vision_model": {"projection_dim"},

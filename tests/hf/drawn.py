@@ -850,19 +850,82 @@ def qwen3_omni_moe(
     """Qwen3-Omni's thinker: Qwen3-VL's tower, experts in the text, and 2D convolutions over chunks of clips."""
     text = qwen_text(rng, interleaved=True)
     text |= expert_fields(rng, "qwen3_vl_moe", text["num_hidden_layers"]) | {"vocab_size": vocab}
+    return transformers.Qwen3OmniMoeThinkerConfig(
+        text_config=text,
+        vision_config=qwen3_tower(rng, text["hidden_size"]),
+        audio_config=audio_tower(rng) | convolved_chunks(rng, text["hidden_size"]),
+        position_id_per_seconds=pick(rng, 13, 13, 25, 6),
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
+    )
+
+
+def convolved_chunks(rng: np.random.Generator, outputs: int) -> Fields:
+    """What the audio encoders of Qwen3-Omni and Qwen3-ASR say beside Whisper's fields."""
     half = between(rng, 49, 52)  # chunks that become 13 positions, as the class there has it
-    audio = audio_tower(rng) | {
+    return {
         "n_window": half,
         "n_window_infer": 2 * half * between(rng, 1, 3) + between(rng, 0, 40),
         "conv_chunksize": between(rng, 1, 4),
         "downsample_hidden_size": between(rng, 5, 12),
-        "output_dim": text["hidden_size"],
+        "output_dim": outputs,
     }
-    return transformers.Qwen3OmniMoeThinkerConfig(
-        text_config=text,
-        vision_config=qwen3_tower(rng, text["hidden_size"]),
+
+
+def qwen3_asr(
+    rng: np.random.Generator, vocab: int = 97, **tokens: int
+) -> transformers.PreTrainedConfig:
+    """Qwen3-ASR: 2D convolutions over chunks of clips, and a text of any family."""
+    text = any_decoder(rng, vocab)
+    audio = audio_tower(rng) | convolved_chunks(rng, text.hidden_size)
+    del audio["max_source_positions"], audio["conv_chunksize"]
+    return transformers.Qwen3ASRConfig(
+        text_config=text.to_dict(),
+        audio_config=audio | {"max_position_embeddings": between(rng, 13, 20)},
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
+    )
+
+
+def voxtral(
+    rng: np.random.Generator, vocab: int = 97, **tokens: int
+) -> transformers.PreTrainedConfig:
+    """Voxtral: Whisper's encoder in windows of one or two seconds, and a text of any family."""
+    positions, merge = pick(rng, (50, 1), (50, 2), (50, 5), (100, 2), (100, 4), (100, 4))
+    audio = audio_tower(rng)
+    audio |= {"max_source_positions": positions, "encoder_ffn_dim": merge * audio["d_model"]}
+    return transformers.VoxtralConfig(
+        text_config=any_decoder(rng, vocab).to_dict(),
         audio_config=audio,
-        position_id_per_seconds=pick(rng, 13, 13, 25, 6),
+        projector_hidden_act=pick(rng, *ACTIVATIONS),
+        **tokens,
+    )
+
+
+def glmasr(
+    rng: np.random.Generator, vocab: int = 97, **tokens: int
+) -> transformers.PreTrainedConfig:
+    """GLM-ASR: an encoder whose RoPE turns a part of each head, and a text of any family."""
+    heads = pick(rng, 1, 2, 3)
+    share, head_width = pick(rng, (0.5, 8), (0.5, 12), (0.25, 16), (1.0, 10), (0.5, 13))
+    width = heads * head_width
+    audio = {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": between(rng, 1, 4),
+        "num_attention_heads": heads,
+        "num_mel_bins": pick(rng, 40, 80, 128),
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": pick(rng, 100.0, 1e4),
+            "partial_rotary_factor": share,
+        },
+    }
+    return transformers.GlmAsrConfig(
+        text_config=any_decoder(rng, vocab).to_dict(),
+        audio_config=audio,
+        projector_hidden_act=pick(rng, *ACTIVATIONS),
         tie_word_embeddings=pick(rng, False, True),
         **tokens,
     )

@@ -41,6 +41,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
     **{kind: {"vision_config": {"out_hidden_size": 4096}} for kind in ("qwen3_vl", "qwen3_5")},
     "qwen2_5_omni": {"thinker_config": {"text_config": {}, "vision_config": {}}},
+    "qwen3_asr": {"audio_config": {"output_dim": 4096}, "text_config": {}},
     "qwen2_5_omni_thinker": {"text_config": {}, "vision_config": {}},
     "qwen3_omni_moe": {
         "thinker_config": {"text_config": {"hidden_size": 3584}, "vision_config": {}}

@@ -26,6 +26,7 @@ from mmjax.batch import Microbatch
 from mmjax.config import (
     AdamW,
     AnyRes,
+    AudioConfig,
     BatchConfig,
     Config,
     ConnectorConfig,
@@ -44,11 +45,12 @@ from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
 from mmjax.data.loading.text_rows import BatchLayout
 from mmjax.data.media.image_transforms import prepare_image
+from mmjax.data.media.patches import split_clip
 from mmjax.data.plan.grouping import Group
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import Item, Sample, SampleLengths, Source, Text
-from mmjax.data.sources.processors import ImageProcessor, place_media
+from mmjax.data.sources.processors import ImageProcessor, clip_items, place_media
 from mmjax.hf.families import encoder_from_hf, layout_of
 from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
@@ -149,6 +151,33 @@ class GivenWhole(Given):
         return [tile for tiles in made for tile in tiles][number]
 
 
+@dataclass(frozen=True)
+class GivenClips(Given):
+    """The same of clips that are cut into windows, of whose tokens the LLM sees some."""
+
+    ears: AudioConfig = None
+
+    def media(self, index: int) -> list:
+        return [clip_items("audio", self.ears, len(wave)) for wave in self.items(index)]
+
+    def facts(self, index: int) -> SampleLengths:
+        media = self.media(index)
+        sizes = tuple(item for medium in media for item in medium.items)
+        tokens = sum(medium.count({"audio": self.ears}) for medium in media)
+        return SampleLengths(super().facts(index).text_tokens, sizes, tokens)
+
+    def sample(self, index: int) -> Sample:
+        return place_media(super().sample(index), self.media(index), {"audio": self.ears})
+
+    def item(self, index: int, number: int) -> np.ndarray:
+        pieces = [
+            wave[start:stop]
+            for wave in self.items(index)
+            for start, stop in split_clip(self.ears, len(wave))
+        ]
+        return pieces[number]
+
+
 def is_text(part: Part) -> bool:
     return part.ndim == 1 and np.issubdtype(part.dtype, np.integer)
 
@@ -164,6 +193,9 @@ def given(
         for name, encoder in model.encoders.items()
         if isinstance(encoder, VisionConfig)
     }
+    ears = model.encoders.get("audio")
+    if ears is not None and ears.clips.shown == "clip":
+        return GivenClips(samples, ears=ears)
     name, eyes = next(iter(seeing.items()), ("vision", None))
     if eyes is not None and (tokens is not None or isinstance(eyes.images, AnyRes)):
         eyes = ImageProcessor.of(name, eyes, {})

@@ -103,11 +103,17 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "dinov2": lambda: drawn.dinov2_tower(rng()),
     "dinov2_with_registers": lambda: drawn.dinov2_tower(rng(), registers=True),
     "qwen2_audio": lambda: transformers.Qwen2AudioConfig(audio_config=drawn.audio_tower(rng()), text_config=TEXT),
+    "qwen3_asr": lambda: drawn.qwen3_asr(rng()),
+    "voxtral": lambda: drawn.voxtral(rng(), audio_token_id=5),
+    "glmasr": lambda: drawn.glmasr(rng(), audio_token_id=5),
     "qwen2_audio_encoder": lambda: transformers.Qwen2AudioEncoderConfig(**drawn.audio_tower(rng())),
     "whisper": lambda: transformers.WhisperConfig(**drawn.audio_tower(rng()) | SPEECH | TOKENS),
 }  # fmt: skip
 CLASSES = {
     "qwen2_audio": transformers.Qwen2AudioForConditionalGeneration,
+    "glmasr": transformers.GlmAsrForConditionalGeneration,
+    "voxtral": transformers.VoxtralForConditionalGeneration,
+    "qwen3_asr": transformers.Qwen3ASRForConditionalGeneration,
     "qwen2_audio_encoder": transformers.Qwen2AudioEncoder,
     "whisper": transformers.WhisperForConditionalGeneration,
     **{f"{name}_thinker": family.thinker for name, family in OMNI.items()},

@@ -53,7 +53,7 @@ SPEECH |= dict.fromkeys(
 SEED = 1  # of what is drawn
 
 
-def qwen(name: str) -> tuple:
+def drawn_model(name: str) -> tuple:
     config = getattr(drawn, name)(np.random.default_rng(SEED))
     return config, getattr(
         transformers, type(config).__name__.replace("Config", "ForConditionalGeneration")
@@ -76,9 +76,9 @@ ENCODERS = {
         transformers.Dinov2WithRegistersConfig(**DINO),
         transformers.Dinov2WithRegistersModel,
     ),
-    "qwen2_vl": partial(qwen, "qwen2_vl"),
-    "qwen2_5_vl": partial(qwen, "qwen2_5_vl"),
-    "qwen3_vl": partial(qwen, "qwen3_vl"),
+    "qwen2_vl": partial(drawn_model, "qwen2_vl"),
+    "qwen2_5_vl": partial(drawn_model, "qwen2_5_vl"),
+    "qwen3_vl": partial(drawn_model, "qwen3_vl"),
     "whisper": lambda: (
         transformers.WhisperConfig(**SPEECH),
         transformers.WhisperForConditionalGeneration,
@@ -87,6 +87,7 @@ ENCODERS = {
         transformers.Qwen2AudioEncoderConfig(**WHISPER),
         transformers.Qwen2AudioEncoder,
     ),
+    **{name: partial(drawn_model, name) for name in ("voxtral", "glmasr")},
 }
 
 

@@ -592,7 +592,10 @@ def test_what_qwen3_omnis_config_leaves_out_is_what_transformers_takes(tmp_path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sound": "ears"}, r"videos\.sound=ears: name an audio encoder \(audio\)"),
+        (
+            {"sound": "ears"},
+            r"videos\.sound=ears: name an audio encoder with clips.shown=all \(audio\)",
+        ),
         ({"sound": "audio", "seconds": "sampled"}, r"videos\.seconds=sampled: sound takes turns"),
         (
             {"sound": "audio", "fps": 0.25},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -336,6 +337,24 @@ def _(encoder: AudioConfig, array: np.ndarray) -> ItemInput:
     return ItemInput(values, coordinates, valid)
 
 
+def shown_tokens(encoder: AudioConfig, pieces: Sequence[int]) -> np.ndarray | None:
+    """Number the tokens of a clip's pieces, of so many samples each, that the LLM sees, int `[n]`; None: all.
+
+    Of windows of 4 tokens, of which a clip fills one and a half, these are 0 1 2 3 4 5. Raises
+    BadMedia for a clip that is too short for any.
+    """
+    if encoder.clips.shown == "all":
+        return None
+    alone = replace(encoder, clips=replace(encoder.clips, attended="clip"))
+    counts = [clip_size(alone, samples).positions // encoder.token_positions for samples in pieces]
+    firsts = np.cumsum([0, *(item_size(encoder, (samples,)).tokens for samples in pieces)])
+    if not sum(counts):
+        raise BadMedia(
+            f"a clip of {sum(pieces)} samples is too short: the encoder makes no token of it"
+        )
+    return np.concatenate([first + np.arange(n) for first, n in zip(firsts, counts, strict=False)])
+
+
 class ClipSize(NamedTuple):
     """Frame counts of one clip, computed from its number of samples."""
 
@@ -353,7 +372,9 @@ def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
     """
     clips = encoder.clips
     table = encoder.positions
-    longest = table.positions * encoder.stride if isinstance(table, StoredTable) else math.inf
+    # Positions of chunks begin anew.
+    stored = isinstance(table, StoredTable) and not encoder.chunk
+    longest = table.positions * encoder.stride if stored else math.inf
     frames, input_frames = preparation(clips).count_frames(clips, encoder, samples, longest)
     if frames > longest:
         raise BadMedia(
@@ -375,8 +396,9 @@ def log_mel_frames(encoder: AudioConfig, wave: np.ndarray) -> np.ndarray:
 
     The others are zeros.
     """
-    # Convolutions within chunks read no silence.
-    count = 0 if encoder.chunk else clip_size(encoder, len(wave)).input_frames
+    size = clip_size(encoder, len(wave))
+    # Convolutions within chunks read no silence behind what the layers attend.
+    count = size.frames if encoder.chunk else size.input_frames
     return preparation(encoder.clips).compute_frames(encoder.clips, wave, count)
 
 

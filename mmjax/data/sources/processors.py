@@ -10,12 +10,18 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mmjax.config import MediaLimits, Qwen2Video, VisionConfig
+from mmjax.config import AudioConfig, MediaLimits, Qwen2Video, VisionConfig
 from mmjax.data.media.decode import Probe, VideoHeader
 from mmjax.data.media.decode_clips import ClipHeader, resampled_length
 from mmjax.data.media.decode_images import decode_image, read_image_size
 from mmjax.data.media.image_transforms import BeforeEncoder, prepare_image, prepared_sizes
-from mmjax.data.media.patches import ItemModules, item_size, split_clip, token_grid
+from mmjax.data.media.patches import (
+    ItemModules,
+    item_size,
+    shown_tokens,
+    split_clip,
+    token_grid,
+)
 from mmjax.data.media.preparations import before_encoder, preparation, sample_video
 from mmjax.data.media.soundtrack import (
     SILENT,
@@ -24,7 +30,7 @@ from mmjax.data.media.soundtrack import (
     read_clip_header,
     read_sound_header,
 )
-from mmjax.data.media.token_layout import BeforeLlm
+from mmjax.data.media.token_layout import BeforeLlm, layout_in_order
 from mmjax.data.media.video import decode_video
 from mmjax.data.media.video_header import read_video_header
 from mmjax.data.sample import (
@@ -216,9 +222,7 @@ class MediaProcessors:
         samples = resampled_length(
             ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate
         )
-        return MediaItems(
-            name, tuple((stop - start,) for start, stop in split_clip(encoder, samples))
-        )
+        return clip_items(name, encoder, samples)
 
     def _sound(self, how: Qwen2Video, header: ClipHeader, times: Sequence[int]) -> Sound:
         encoder = self.encoders[how.sound]
@@ -275,6 +279,14 @@ class MediaProcessors:
         return SampleLengths(
             text_tokens, tuple(item for medium in media for item in medium.items), tokens, branches
         )
+
+
+def clip_items(name: str, encoder: AudioConfig, samples: int) -> MediaItems:
+    """Compute the items of a clip of so many samples for the encoder of this name. Raises BadMedia."""
+    pieces = [stop - start for start, stop in split_clip(encoder, samples)]
+    shown = shown_tokens(encoder, pieces)
+    layout = None if shown is None else layout_in_order(shown)
+    return MediaItems(name, tuple((piece,) for piece in pieces), layout)
 
 
 class SampleMedia:

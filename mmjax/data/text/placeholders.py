@@ -81,6 +81,12 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
             case "ayavision":
                 token = named.get("img_patch_token", "<|IMG_PATCH|>")
                 return {"image": Placeholder(named.get("image_token", "<image>"), token)}
+            case "glmasr":
+                return {"audio": Placeholder(named.get("audio_token", "<|pad|>"))}
+            case "voxtral":
+                return {"audio": Placeholder("[AUDIO]", before="[BEGIN_AUDIO]")}
+            case "qwen3asr":
+                return {"audio": Placeholder(named.get("audio_token", "<|audio_pad|>"))}
             case "internvl":
                 image = Placeholder(
                     named.get("context_image_token", "<IMG_CONTEXT>"),

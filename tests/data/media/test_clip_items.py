@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from mmjax.config import AudioConfig, ConnectorConfig, LogMel, Sinusoids, StoredTable, WhisperMel
-from mmjax.data.media.patches import ClipSize, clip_size, item_input, item_size, log_mel_frames
+from mmjax.data.media.patches import (
+    ClipSize,
+    clip_size,
+    item_input,
+    item_size,
+    log_mel_frames,
+    shown_tokens,
+)
 from mmjax.data.media.preparations.whisper_mel import compute_frames
 from mmjax.errors import BadMedia
 
@@ -91,3 +98,32 @@ def test_chunks_of_2d_convolutions_begin_with_a_position_and_the_last_is_read_as
         np.testing.assert_array_equal(row.values[heard], compute_frames(clips, wave))
         assert row.valid.sum() == read
         assert not row.values[~heard].any()
+    # whole chunks of a clip shorter than one too
+    padded = replace(encoder, padded_chunks=True)
+    assert clip_size(padded, 7 * HOP + 5) == ClipSize(7, 8, 1)
+    assert clip_size(padded, 14 * HOP) == ClipSize(14, 16, 2)
+    assert clip_size(padded, 18 * HOP) == ClipSize(18, 20, 3)
+
+
+def test_windows_of_a_whole_clip_are_chunks_with_positions_of_their_own():
+    clips = replace(WHISPER.clips, attended="window", longer="whole")
+    encoder = replace(WHISPER, clips=clips, chunk=100, connector=ConnectorConfig(merge=5))
+    for samples, windows in ((1, 1), (16_000, 1), (16_001, 2), (40_000, 3)):
+        wave = clip(samples)
+        assert item_size(encoder, wave.shape) == (100 * windows, 10 * windows, 100 * windows)
+        row = item_input(encoder, wave)
+        assert row.valid.all()
+        assert (row.coordinates[:, 1] == 0).all()
+        np.testing.assert_array_equal(row.values, compute_frames(clips, wave, 100 * windows))
+
+
+def test_of_windows_of_a_clip_the_tokens_that_are_the_clips_are_shown():
+    clips = replace(WHISPER.clips, attended="window", longer="split", shown="clip")
+    encoder = replace(WHISPER, clips=clips, connector=ConnectorConfig(merge=5))
+    # Windows of 10 tokens; 31 positions are 6, and one of a third window none.
+    assert shown_tokens(encoder, (61 * HOP,)).tolist() == list(range(6))
+    assert shown_tokens(encoder, (16_000, 61 * HOP)).tolist() == list(range(16))
+    assert shown_tokens(encoder, (16_000, 16_000, HOP)).tolist() == list(range(20))
+    with pytest.raises(BadMedia, match="a clip of 160 samples is too short"):
+        shown_tokens(encoder, (HOP,))
+    assert shown_tokens(WHISPER, (16_000,)) is None

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from transformers import WhisperFeatureExtractor
+from transformers import Qwen3ASRFeatureExtractor, WhisperFeatureExtractor
 
 from mmjax.config import WhisperMel
 from mmjax.data.media.preparations.whisper_mel import compute_frames, split, valid_frames
@@ -49,6 +49,30 @@ def test_frames_within_and_beyond_the_clip_equal_whispers_extractor(samples, mel
             np.testing.assert_allclose(
                 frames, made["input_features"][0].T[: len(frames)], atol=1e-4, err_msg=name
             )
+
+
+@pytest.mark.parametrize("samples", [1, 4_000, 7_999, 8_001, 8_123, 16_000, 160_123, 500_007])
+def test_frames_of_clips_of_any_length_equal_qwen3_asrs_extractor(samples):
+    extractor = Qwen3ASRFeatureExtractor(80, n_window=0)
+    how = WhisperMel(mels=80, end="mirror", longer="whole", shortest=8000)
+    for name, wave in waves(samples).items():
+        made = extractor(wave, sampling_rate=16_000, padding=True, return_attention_mask=True)
+        assert valid_frames(how, samples) == made["attention_mask"].sum()
+        expected = made["input_features"][0].T
+        np.testing.assert_allclose(compute_frames(how, wave), expected, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("samples", [4_000, 32_000, 32_001, 47_900, 150_000])
+def test_a_clip_of_several_windows_is_padded_and_normalised_as_a_whole(samples):
+    extractor = WhisperFeatureExtractor(feature_size=40)
+    how = WhisperMel(mels=40, seconds=2, longer="whole", attended="window")
+    for wave in waves(samples).values():
+        made = extractor(
+            wave, sampling_rate=16_000, padding=True, truncation=False, pad_to_multiple_of=32_000, return_tensors="np",
+        )  # fmt: skip
+        expected = made["input_features"][0].T
+        frames = compute_frames(how, wave, len(expected) + 9)
+        np.testing.assert_allclose(frames, expected, atol=1e-4)
 
 
 def test_other_windows_and_rates_equal_the_extractor_too():

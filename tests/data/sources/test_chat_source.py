@@ -292,6 +292,36 @@ def test_a_clip_beyond_the_encoders_window_is_several_items_in_turn_or_bad(clips
         ].sum()
 
 
+@pytest.mark.parametrize("clips", ["split"], indirect=True)
+@pytest.mark.parametrize(
+    ("longer", "shown", "items", "tokens"),
+    [
+        ("split", "clip", [1, 1, 3, 3], [4, 10, 23, 30]),
+        ("split", "all", [1, 1, 3, 3], [10, 10, 30, 30]),
+        ("whole", "all", [1, 1, 1, 1], [10, 10, 30, 30]),
+    ],
+)
+def test_windows_of_a_clip_are_items_or_one_and_all_of_their_tokens_are_seen_or_the_clips(
+    clips, longer, shown, items, tokens, tmp_path
+):
+    _, config, _ = clips
+    ears = config.model.encoders["audio"]
+    how = replace(ears.clips, attended="window", longer=longer, shown=shown)
+    chunk = 100 if longer == "whole" else 0
+    ears = replace(ears, clips=how, chunk=chunk, connector=ConnectorConfig(merge=5))
+    config = replace(config, model=replace(config.model, encoders={"audio": ears}))
+    sources = open_sources(config, "train", tmp_path)
+    index, source = build_index(sources, config.model.encoders), sources["speech"]
+    assert np.diff(index.item_start).tolist() == items
+    pieces = [len(source.item(2, k)) for k in range(items[2])]
+    assert pieces == ([16_000, 16_000, 4_800] if longer == "split" else [36_800])
+    planner, _ = make_planner(index, config, [1.0])
+    (plan,) = planner.placer.place(Group(np.arange(4), None))
+    text = pack_microbatch(plan, BatchLayout.of(config.model), reader_of(sources, index)).text
+    slots = [text.slots["audio"][text.owner == i] for i in range(4)]
+    assert [int((slot >= 0).sum()) for slot in slots] == tokens
+
+
 def edit(path: Path, old: bytes, new: bytes, keep_time: bool = True) -> None:
     """Replace bytes by as many others, wherever they stand, and put the file's time back."""
     assert len(old) == len(new)

@@ -24,11 +24,14 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoTokenizer,
     Gemma3Processor,
+    GlmAsrProcessor,
     InternVLProcessor,
     LlavaProcessor,
     PaliGemmaProcessor,
     Qwen2_5_VLProcessor,
     Qwen2AudioProcessor,
+    Qwen3ASRFeatureExtractor,
+    Qwen3ASRProcessor,
     TokenizersBackend,
     WhisperFeatureExtractor,
 )
@@ -63,6 +66,7 @@ from mmjax.data.sample import (
     split_markers,
 )
 from mmjax.data.sources.chat_records import parse_chat
+from mmjax.data.sources.processors import clip_items
 from mmjax.data.text import chat as chat_module
 from mmjax.data.text.chat import Chat
 from mmjax.data.text.load_chat import load_chat, load_prompt_chat
@@ -497,12 +501,31 @@ def gemma_processor() -> tuple[Any, Any]:
     ] * 3
 
 
-def audio_processor() -> tuple[Any, Any]:
+def qwen2_audio_processor() -> Any:
     text = tokenizer(checkpoints.byte_level(checkpoints.QWEN_AUDIO), **CHATML)
-    processor = Qwen2AudioProcessor(
-        WhisperFeatureExtractor(feature_size=16), text, chat_template=checkpoints.QWEN2_AUDIO
-    )
-    return processor, None
+    extractor = WhisperFeatureExtractor(feature_size=16)
+    return Qwen2AudioProcessor(extractor, text, chat_template=checkpoints.QWEN2_AUDIO)
+
+
+def qwen3_asr_processor() -> Any:
+    marks = ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>")
+    return speech_processor(Qwen3ASRProcessor, Qwen3ASRFeatureExtractor(16), marks)
+
+
+def glmasr_processor() -> Any:
+    marks = ("<|begin_of_audio|>", "<|pad|>", "<|end_of_audio|>")
+    return speech_processor(GlmAsrProcessor, WhisperFeatureExtractor(16), marks)
+
+
+def speech_processor(kind: type, extractor: Any, marks: tuple[str, str, str]) -> Any:
+    """A processor that takes one clip in a text. marks: before a clip's token, that token, and behind it."""
+    names = ("audio_bos_token", "audio_token", "audio_eos_token")
+    backend = checkpoints.byte_level((*checkpoints.CHATML, *marks))
+    text = tokenizer(backend, **CHATML, extra_special_tokens=dict(zip(names, marks, strict=True)))
+    template = checkpoints.QWEN2_AUDIO
+    for old, new in zip(checkpoints.QWEN_AUDIO[-3:], marks, strict=True):
+        template = template.replace(old, new)
+    return kind(extractor, text, chat_template=template)
 
 
 def hugging_face(talk: Conversation, media: Sequence[Any]) -> list[dict[str, Any]]:
@@ -631,29 +654,81 @@ def test_a_line_break_beside_a_marker_is_the_markers_in_records_and_questions() 
     ]
 
 
-def test_clips_take_the_positions_that_the_processor_gives_them(tmp_path: Path) -> None:
-    processor, _ = audio_processor()
+HEARS = AudioConfig(1, 16, 2, 16, WhisperMel(mels=16), connector=ConnectorConfig(merge=1))
+QWEN3_ASR = replace(
+    HEARS,
+    clips=WhisperMel(mels=16, end="mirror", longer="whole", shortest=8000),
+    chunk=100,
+    stem_width=4,
+    padded_chunks=True,
+)
+GLM_ASR = replace(
+    HEARS,
+    clips=WhisperMel(mels=16, attended="window", longer="split", shown="clip"),
+    connector=ConnectorConfig(merge=4),
+)
+# By a processor's class: how one is made, a clip's token, the encoder, and the clips' tenths of
+# seconds. The last two take one clip in a text.
+HEARING = {
+    "qwen2_audio": (qwen2_audio_processor, "<|AUDIO|>", replace(HEARS, pool=2), (7, 23)),
+    "qwen3_asr": (qwen3_asr_processor, "<|audio_pad|>", QWEN3_ASR, (347,)),
+    "qwen3_asr_short": (qwen3_asr_processor, "<|audio_pad|>", QWEN3_ASR, (3,)),
+    "glmasr": (glmasr_processor, "<|pad|>", GLM_ASR, (347,)),
+    "glmasr_short": (glmasr_processor, "<|pad|>", GLM_ASR, (3,)),
+}
+
+
+@pytest.mark.parametrize("kind", HEARING)
+def test_clips_take_the_positions_that_the_processor_gives_them(kind: str, tmp_path: Path) -> None:
+    make, token, encoder, tenths = HEARING[kind]
+    processor = make()
     processor.save_pretrained(tmp_path)
     talk = said(
         ("user", (CLIP, "Describe the sound.")),
         ("assistant", "Glass."),
-        ("user", ("And?", CLIP)),
+        ("user", ("And?", CLIP)[: len(tenths)]),
         ("assistant", "b"),
     )
-    clips = [np.zeros(16000 * n // 10, np.float32) for n in (7, 23)]
-    text = processor.apply_chat_template(hugging_face(talk, ["", ""]), tokenize=False)
-    out = processor(text=text, audio=clips, sampling_rate=16000)
+    clips = [np.zeros(1600 * n, np.float32) for n in tenths]
+    text = processor.apply_chat_template(hugging_face(talk, [""] * len(clips)), tokenize=False)
+    out = processor(text=[text], audio=clips, sampling_rate=16000)
     chat = load_chat(ChatFormat(str(tmp_path)))
-    encoder = AudioConfig(
-        1, 16, 2, 16, WhisperMel(mels=16), pool=2, connector=ConnectorConfig(merge=1)
-    )
-    positions = [item_size(encoder, clip.shape).tokens for clip in clips]
-    sample = chat.sample(talk, [["audio"], ["audio"]])
+    positions = [
+        clip_items("audio", encoder, len(clip)).count({"audio": encoder}) for clip in clips
+    ]
+    sample = chat.sample(talk, [["audio"]] * len(clips))
     assert (
-        flat(sample, positions, chat.tokenizer.id("<|AUDIO|>"))[0]
+        flat(sample, positions, chat.tokenizer.id(token))[0]
         == np.array(out["input_ids"]).reshape(-1).tolist()
     )
     assert trained(chat, sample) == ["Glass.<|im_end|>", "b<|im_end|>"]
+
+
+def test_voxtrals_clips_begin_with_a_token_as_mistral_common_writes_it(tmp_path: Path) -> None:
+    """`[BEGIN_AUDIO]`, then 375 times `[AUDIO]` for every 30 s, by mistral-common 1.13.1."""
+    marks = ("<s>", "</s>", "[INST]", "[/INST]", "[AUDIO]", "[BEGIN_AUDIO]")
+    template = (
+        "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]{% for part in m.content %}"
+        "{% if part.type == 'audio' %}[AUDIO]{% else %}{{ part.text }}{% endif %}{% endfor %}[/INST]"
+        "{% else %}{{ m.content[0].text }}</s>{% endif %}{% endfor %}"
+    )
+    backend = checkpoints.byte_level(marks)
+    checkpoints.save(tmp_path, backend, template, bos_token="<s>", eos_token="</s>")
+    (tmp_path / "config.json").write_text('{"model_type": "voxtral"}')
+    encoder = replace(
+        HEARS,
+        clips=WhisperMel(mels=16, attended="window", longer="whole"),
+        chunk=3000,
+        connector=ConnectorConfig(merge=4),
+    )
+    chat = load_chat(ChatFormat(str(tmp_path)))
+    talk = said(("user", (CLIP, "What?", CLIP)), ("assistant", "Glass."))
+    positions = [item_size(encoder, (samples,)).tokens for samples in (1_600, 480_001)]
+    sample = chat.sample(talk, [["audio"], ["audio"]])
+    spoken = ["[BEGIN_AUDIO]" + "[AUDIO]" * (375 * windows) for windows in (1, 2)]
+    text = f"<s>[INST]{spoken[0]}What?{spoken[1]}[/INST]Glass.</s>"
+    ids = backend.encode(text, add_special_tokens=False).ids
+    assert flat(sample, positions, chat.tokenizer.id("[AUDIO]"))[0] == ids
 
 
 def test_packed_samples_predict_exactly_what_trains(tmp_path: Path) -> None:

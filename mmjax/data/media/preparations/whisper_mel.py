@@ -17,10 +17,12 @@ def split(how: WhisperMel, samples: int) -> tuple[tuple[int, int], ...]:
     """
     if samples < 1:
         raise BadMedia("a clip of 0 samples is empty")
-    if how.mirrored and samples <= how.window // 2:
+    if how.mirrored and max(samples, how.shortest) <= how.window // 2:
         raise BadMedia(
             f"a clip of {samples} samples is too short to be mirrored over half a window of {how.window}"
         )
+    if how.longer == "whole":
+        return ((0, samples),)
     window = how.seconds * how.sample_rate
     if samples > window and how.longer == "refuse":
         seconds = f"{samples / how.sample_rate:.1f} s"
@@ -38,8 +40,8 @@ def count_frames(
     longest: frames of which the encoder has positions. Raises BadMedia for a clip that is too long.
     """
     check_one_piece(how, samples)
-    window = how.window_frames
-    frames = how.fixed_frames or valid_frames(how, samples)
+    window = padded_samples(how, samples) // how.hop
+    frames = window if how.attended == "window" else valid_frames(how, samples)
     # Position p reads frames 2p - 2 to 2p + 2: 5 frames make positions 0, 1, 2, and position 2
     # reads up to frame 6, so 5 + 5 % 2 + 1 = 7 frames are needed; 4 frames make 0 and 1, which read
     # up to frame 4: 5 frames.
@@ -47,8 +49,8 @@ def count_frames(
     read = min(frames + frames % stride + 1, window, longest)
     if encoder.chunk:  # whose convolutions read no silence
         read = frames
-    # but zeros behind a clip, up to the size of its other chunks
-    if encoder.stem_width and frames > encoder.chunk:
+    # but zeros behind a clip, up to the size of its other chunks, or of any
+    if encoder.padded_chunks or (encoder.stem_width and frames > encoder.chunk):
         chunks, rest = divmod(frames, encoder.chunk)
         read = chunks * encoder.chunk + min(-(-rest // stride) * stride, encoder.chunk)
     return frames, read
@@ -69,14 +71,13 @@ def compute_frames(how: WhisperMel, wave: np.ndarray, count: int = 0) -> np.ndar
     check_wave(wave)
     check_one_piece(how, wave.size)
     valid = valid_frames(how, wave.size)
-    frames = min(max(valid, count), how.window_frames)
+    window = padded_samples(how, wave.size) // how.hop
+    frames = min(max(valid, count), window)
     # Frames that overlap the clip, which may be some after the last valid one; all others are
     # silent. They are computed even if not returned, since power is clamped relative to the
     # window's maximum.
     overlapping = (
-        valid
-        if how.mirrored
-        else min(-(-(wave.size + how.window // 2) // how.hop), how.window_frames)
+        valid if how.mirrored else min(-(-(wave.size + how.window // 2) // how.hop), window)
     )
     decades = np.full((max(frames, overlapping), how.mels), np.log10(np.float32(FLOOR)))
     decades[:overlapping] = np.log10(np.maximum(_centred_power(how, wave, overlapping), FLOOR))
@@ -88,7 +89,7 @@ def _centred_power(how: WhisperMel, wave: np.ndarray, count: int) -> np.ndarray:
     # Frame k is centred on sample k * hop of the window, whose samples are mirrored about its first
     # and its last.
     half = how.window // 2
-    window_end = half + (wave.size if how.mirrored else how.seconds * how.sample_rate)
+    window_end = half + padded_samples(how, wave.size)
     padded = np.zeros(half + max(wave.size, half + 1, (count - 1) * how.hop + half), np.float32)
     padded[half : half + wave.size] = wave
     # With half 2 and samples a b c d: c b | a b c d | c b, without repeating a and d.
@@ -100,6 +101,16 @@ def _centred_power(how: WhisperMel, wave: np.ndarray, count: int) -> np.ndarray:
 
 def valid_frames(how: WhisperMel, samples: int) -> int:
     """Count the frames centred inside a clip of that many samples: those that the extractor's attention mask counts."""
+    samples = max(samples, how.shortest)
     if how.mirrored:
         return samples // how.hop
-    return min(-(-samples // how.hop), how.window_frames)
+    return min(-(-samples // how.hop), padded_samples(how, samples) // how.hop)
+
+
+def padded_samples(how: WhisperMel, samples: int) -> int:
+    """Count the samples of a clip with the silence behind it, of whole windows unless it ends with its mirror image."""
+    samples = max(samples, how.shortest)
+    if how.mirrored:
+        return samples
+    window = how.seconds * how.sample_rate
+    return window * max(1, -(-samples // window)) if how.longer == "whole" else window
