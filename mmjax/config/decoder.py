@@ -210,6 +210,9 @@ class DecoderConfig(TowerFacts):
     rope_sections: tuple[int, ...] = ()
     rope_interleaved: bool = False  # interleaves the pairs of the sections
     rotary_width: int = 0  # channels per head that RoPE turns, the first ones; 0: all
+    # queries at position p are multiplied by 1 + query_growth * log(1 + floor(p / query_span))
+    query_growth: NonNegativeFloat = 0.0
+    query_span: PositiveInt = 16_384  # tokens after which queries grow
     norm_eps: PositiveFloat = 1e-6  # of the norms
     norm_offset: float = 0.0  # added to the scales of RMSNorms
     activation: Activation = "silu"  # of the MLP, of its gate where it has one
@@ -320,6 +323,10 @@ class DecoderConfig(TowerFacts):
         check(
             first < positions,
             f"{where}.first_position={first}: learned_positions={positions} has no such entry",
+        )
+        check(
+            not self.query_growth,
+            f"{where}.query_growth={self.query_growth}: with learned positions queries do not grow; leave it out",
         )
         sections = self.rope_sections
         check(

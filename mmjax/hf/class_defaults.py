@@ -104,7 +104,10 @@ def _completed(config: Values, kind: str, where: str) -> dict[str, Any]:
         fields["hidden_act"] = "gelu_pytorch_tanh"  # which the official releases mean by it
     for name, part in entry.get("parts", {}).items():
         fields[name] = _completed_part(fields, name, part, entry.get("flat") or kind in FLAT, where)
-    return {**defaults, **_rope_defaults(entry.get("rope", {})), **fields, "model_type": kind}
+    rope = entry.get("rope", {})
+    if rope.get("rope_type", "default") != "default" and not any(map(fields.get, ROPE)):
+        fields["rope_parameters"] = rope  # whose scaling is the class's own
+    return {**defaults, **_rope_defaults(rope), **fields, "model_type": kind}
 
 
 def _completed_part(around: Values, name: str, part: Values, flat: bool, where: str) -> Any:

@@ -64,6 +64,8 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
         activation=fields.choice(family.activation, ACTIVATIONS),
         tied=fields.get("tie_word_embeddings", bool) if tied is None else tied,
     )
+    if rope.growth:
+        plain = replace(plain, query_growth=rope.growth, query_span=rope.span)
     fields.allow_only("use_bidirectional_attention", False)
     return family.adapt(fields, plain)
 
@@ -343,6 +345,7 @@ FAMILIES = {
     "mixtral": Family(_mixtral),
     "llama": Family(_llama),
     "mistral": Family(_mistral),
+    "ministral3": Family(_mistral, growing=True),
     "internlm2": Family(_internlm2),
     "phi3": Family(_everywhere, partial_rope=True),
     "glm4": Family(_glm4, partial_rope=True),

@@ -54,6 +54,12 @@ ROPE_ALWAYS = {
     "partial_rotary_factor",
 }
 
+ROPE_GROWING = {
+    "llama_4_scaling_beta",
+    "original_max_position_embeddings",
+    "max_position_embeddings",
+}
+
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -66,6 +72,7 @@ class Family:
     norm_eps: str = "rms_norm_eps"  # the field that says it
     partial_rope: bool = False  # configs may say that RoPE turns a part of a head's channels
     local_rope: bool = False  # layers with windows have a RoPE of their own
+    growing: bool = False  # queries grow with the position
 
 
 class Rope(NamedTuple):
@@ -77,6 +84,8 @@ class Rope(NamedTuple):
     sections: tuple[int, ...]  # mrope_section
     interleaved: bool  # whether the sections take turns
     window_theta: float  # base of the layers with windows, unscaled; 0: as the others
+    growth: float  # of queries
+    span: int  # tokens after which they grow
 
 
 def rope_of(fields: Fields, family: Family) -> Rope:
@@ -123,7 +132,8 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
     if nested := sorted(set(values) & LAYER_TYPES):
         raise UserError(f"{rope.where}: {nested[0]}: RoPE by the type of a layer is not supported")
     # Not an error: transformers ignores them, and published checkpoints have some.
-    if unread := sorted(set(values) - set(ROPE[kind]) - ROPE_ALWAYS):
+    known = ROPE_ALWAYS | (ROPE_GROWING if family.growing else set())
+    if unread := sorted(set(values) - set(ROPE[kind]) - known):
         note(
             f"{rope.where}: {', '.join(unread)}: not read for rope_type={kind!r}, as in transformers"
         )
@@ -142,6 +152,8 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
         window_theta=_window_theta(
             fields, Fields(near, f"{fields.where}: {place}: sliding_attention"), family
         ),
+        growth=rope.get("llama_4_scaling_beta", float) if family.growing else 0.0,
+        span=rope.get("original_max_position_embeddings", int) if family.growing else 1,
     )
 
 

@@ -94,7 +94,7 @@ def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: i
         name: str, tower: Any, rows: Any, context: Context, x: Any, add: Sequence[Any] = ()
     ) -> Iterator[Any]:
         if context.rotation is not None:
-            angles = jnp.concatenate(context.rotation, axis=-1)
+            angles = jnp.concatenate(context.rotation[:2], axis=-1)
             record(f"{name} rotary positions", f"{name} positions", tower, rows, context, angles)
         record(f"{name} embedding", f"{name} embedding", tower, rows, context, x)
         for i in range(tower.config.layers):

@@ -333,6 +333,8 @@ class SelfAttention(nnx.Module):
         if context.rotation is not None and self.has_rope:
             q = rotate(q, context.rotation, self.rope_neighbours)
             k = rotate(k, context.rotation, self.rope_neighbours)
+            if context.rotation.growth is not None:
+                q = q * context.rotation.growth[:, :, None, None].astype(q.dtype)
         if past is None:
             heads = self.heads, self.kv_heads
             max_block = block_limit(self.backend, self.window, x.shape[1], heads, q.dtype)

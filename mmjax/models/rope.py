@@ -26,6 +26,7 @@ class Rotation(NamedTuple):
 
     cos: Array
     sin: Array
+    growth: Array | None = None  # float32 [B, T], by which queries are multiplied too
 
 
 def rotation_1d(time: Int[Array, "b t"], width: int, theta: float) -> Rotation:
@@ -77,9 +78,9 @@ def text_rotation(
     else:
         pair_position = pair_position[..., None]
     scaling = config.rope_scaling
+    # Of (t, y, x) positions, the largest says how far a token is into its sample.
+    longest = position.max(-1) if position.ndim == 3 else position
     if isinstance(scaling, DynamicRope | LongRope):
-        # Of (t, y, x) positions, the largest says how far a token is into its sample.
-        longest = position.max(-1) if position.ndim == 3 else position
         frequencies = _frequencies_by_length(config, 1 + max_in_item(longest, sample)[..., None])
     else:
         frequencies = jnp.asarray(frequencies_of(scaling, config.rope_theta, config.rotary_pairs))
@@ -87,7 +88,12 @@ def text_rotation(
     scale = scaling.attention if isinstance(scaling, YarnRope | LongRope) else 1.0
     # Of one position `[B, T, 1]` and frequencies `[pairs]`, or of pairs each with its own position.
     angles = pair_position * frequencies
-    return Rotation(jnp.cos(angles) * scale, jnp.sin(angles) * scale)
+    growth = None
+    if config.query_growth:
+        growth = 1 + config.query_growth * jnp.log1p(
+            (longest // config.query_span).astype(jnp.float32)
+        )
+    return Rotation(jnp.cos(angles) * scale, jnp.sin(angles) * scale, growth)
 
 
 def axis_of_pair(sections: tuple[int, ...], interleaved: bool) -> np.ndarray:

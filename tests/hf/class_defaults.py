@@ -70,6 +70,7 @@ WHOLE = (
         "glm_ocr",
         "glm4v_moe",
         "glm4_moe",
+        "ministral3",
     ),
     *(
         "paligemma",

@@ -350,6 +350,7 @@ OF_DECODER = {  # of Whisper, whose decoder is not read, and of its training
 # Of one class. PaliGemma's sizes are those of its parts; the classes around these texts have the
 # word on their tables.
 INERT_IN = {
+    "ministral3": {"max_position_embeddings"},  # read of a RoPE that lacks other fields here
     "glm4_moe": {"output_router_logits"},  # its class has no loss of them
     "llava_next_video": {"spatial_pool_stride", "video_seq_length"},  # of videos
     "shieldgemma2": {"tie_word_embeddings"},  # its text's default, which it takes over, is true

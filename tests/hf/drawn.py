@@ -28,6 +28,7 @@ DECODERS = {
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
     "mistral": transformers.MistralConfig,
+    "ministral3": transformers.Ministral3Config,
     "phi3": transformers.Phi3Config,
     "gemma": transformers.GemmaConfig,
     "gemma2": transformers.Gemma2Config,
@@ -44,7 +45,7 @@ DECODERS = {
     "gpt2": transformers.GPT2Config,
 }
 NOT_IN_LLAVA = (
-    *("qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "glm4_moe"),
+    *("ministral3", "qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "glm4_moe"),
     *("opt", "gpt2"),
 )
 # as the text of any vision tower
@@ -117,8 +118,14 @@ def decoder(
         given["attention_bias"] = pick(rng, False, True)
     if family == "llama":
         given["mlp_bias"] = pick(rng, False, True)
-    if family in ("mistral", "mixtral"):
+    if family in ("mistral", "ministral3", "mixtral"):
         given["sliding_window"] = pick(rng, None, 4, 6)
+    if family == "ministral3":
+        given |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+        given["rope_parameters"] |= {
+            "llama_4_scaling_beta": pick(rng, 0.1, 0.5),
+            "original_max_position_embeddings": between(rng, 3, 9),
+        }
     if family == "qwen2":  # its heads are of the width's share, whatever a config says
         given["hidden_size"] = given["num_attention_heads"] * given.pop("head_dim")
     if family in ("qwen2", "qwen3"):
@@ -508,7 +515,7 @@ def mistral3(
     layers = vision.num_hidden_layers
     return transformers.Mistral3Config(
         vision_config=vision,
-        text_config=decoder(rng, "mistral", vocab),
+        text_config=decoder(rng, pick(rng, "mistral", "ministral3"), vocab),
         vision_feature_layer=pick(rng, -1, between(rng, -layers, -1), between(rng, 1, layers)),
         multimodal_projector_bias=pick(rng, False, True),
         projector_hidden_act=pick(rng, *ACTIVATIONS),

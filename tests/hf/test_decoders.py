@@ -63,6 +63,7 @@ YARN = {
     "qwen2-1",
     "qwen3-0",
     "mistral-0",
+    "ministral3-0",
     "phi3-0",
     "gemma-0",
     "gemma2-0",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -183,6 +184,19 @@ def test_llava_and_vipllava_write_what_they_write_there(name, tmp_path):
     check(model, tmp_path, samples() + samples(seed=1), with_images((SIDE // 4) ** 2))
 
 
+@pytest.mark.exhaustive
+def test_deepseek_vl_writes_what_it_writes_there(tmp_path):
+    config = transformers.DeepseekVLConfig(
+        vision_config=transformers.SiglipVisionConfig(**TOWER),
+        text_config=LLAMA,
+        image_token_id=IMAGE,
+        tie_word_embeddings=False,
+    )
+    model = random_model(config, transformers.DeepseekVLForConditionalGeneration)
+    save(model, tmp_path)
+    check(model, tmp_path, samples() + samples(seed=1), with_images((SIDE // 4) ** 2))
+
+
 def test_paligemma_writes_what_it_writes_there_after_a_prompt_that_attends_both_ways(tmp_path):
     text = transformers.Gemma2Config(
         **COMMON | {"vocab_size": 61, "head_dim": 20, "sliding_window": 6}
@@ -234,16 +248,28 @@ def test_pixtral_and_mistral3_write_what_they_write_there_after_images_of_severa
     family, tmp_path
 ):
     model, processor, unit = test_pixtral.made(family, 1, tmp_path)
-    of = lambda prompt: test_pixtral.inputs_of(prompt, processor, unit)  # noqa: E731
+    rows = family != "lighton_ocr"
+    of = lambda prompt: test_pixtral.inputs_of(prompt, processor, unit, rows)  # noqa: E731
     check(model, tmp_path, test_pixtral.samples(unit), of, test_pixtral.TOKENS)
 
 
-def glm4v():
-    return random_whole(test_glm4v.config_of("glm4v", 4), test_glm4v.WHOLE["glm4v"])
+def glm(family, seed):
+    return random_whole(test_glm4v.config_of(family, seed), test_glm4v.WHOLE[family])
+
+
+GLMS = {
+    "glm4v": partial(glm, "glm4v", 4),
+    "glm4v_moe": partial(glm, "glm4v_moe", 6),
+    "glm_ocr": partial(glm, "glm_ocr", 1),
+}
 
 
 @pytest.mark.default_cases("qwen3_5")
-@pytest.mark.parametrize("make", [qwen2_5, qwen3, qwen3_5, glm4v])
+@pytest.mark.parametrize(
+    "make",
+    [qwen2_5, qwen3, qwen3_5, *GLMS.values()],
+    ids=["qwen2_5", "qwen3", "qwen3_5", *GLMS],
+)
 def test_qwen_vl_and_glm_write_what_they_write_there_after_images_of_several_sizes(make, tmp_path):
     model = make()
     model.save_pretrained(tmp_path)

@@ -8,7 +8,8 @@ import drawn
 import numpy as np
 import pytest
 import transformers
-from test_qwen_vl import IMAGE, VIDEO, check, random_whole
+from parity_samples import check_ten_steps
+from test_qwen_vl import GRIDS, IMAGE, VIDEO, check, inputs_of, random_whole, samples_of, theirs
 
 from mmjax.config import SmartResize
 from mmjax.errors import UserError
@@ -40,6 +41,18 @@ def made(family, seed, folder):
 @pytest.mark.parametrize("family", WHOLE)
 def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
     check(made(family, seed, tmp_path), tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
+    model = made("glm4v_moe", 6, tmp_path)
+    experts = from_hf(tmp_path).llm.experts
+    assert experts.layers
+    assert experts.groups > 1
+    vision = model.config.vision_config
+    unit = vision.patch_size * vision.spatial_merge_size
+    samples = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
+    check_ten_steps(model, tmp_path, samples, theirs(inputs_of(model, tmp_path)))
 
 
 def edit(path, **own):

@@ -15,7 +15,7 @@ import transformers
 from fine_tuning import moved
 from image_shapes import picture
 from parity import loaded, random_model
-from parity_samples import check_samples, is_text
+from parity_samples import check_samples, check_ten_steps, is_text
 from PIL import Image
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
@@ -110,6 +110,17 @@ def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
     model, processor, unit = made(family, seed, tmp_path)
     rows = family != "lighton_ocr"
     check_samples(model, tmp_path, samples(unit), theirs(processor, unit, rows), TOKENS)
+
+
+@pytest.mark.exhaustive
+def test_ten_steps_of_a_ministral3_have_the_losses_that_torch_has(tmp_path):
+    config = drawn.mistral3(np.random.default_rng(4), VOCAB, image_token_index=IMAGE)
+    assert config.text_config.model_type == "ministral3"
+    model = random_model(config, transformers.Mistral3ForConditionalGeneration)
+    model.save_pretrained(tmp_path)
+    rng = np.random.default_rng(0)
+    texts = [[rng.integers(1, END, n)] for n in (9, 24, 3, 17)]
+    check_ten_steps(model, tmp_path, texts, theirs(None, 1))
 
 
 @pytest.mark.exhaustive

@@ -99,6 +99,8 @@ def changed(config: Config, how: str):
                 attention_cap=4.0,
                 logit_cap=9.0,
                 post_norms=True,
+                query_growth=0.5,
+                query_span=4,
             )
         case "blockwise, scanned with a border":
             llm = replace(
