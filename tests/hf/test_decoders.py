@@ -208,7 +208,7 @@ def test_rope_is_read_from_wherever_transformers_reads_it(seed, tmp_path):
         rotation = text_rotation(
             from_hf(tmp_path).llm, jnp.asarray(positions), jnp.zeros((1, length), jnp.int32)
         )
-        for ours, theirs in zip(rotation, turned, strict=True):
+        for ours, theirs in zip(rotation[:2], turned, strict=True):
             np.testing.assert_allclose(
                 ours, theirs[..., : ours.shape[-1]].numpy(), atol=1e-4, err_msg=str(drawn)
             )
