@@ -65,6 +65,7 @@ WHOLE = (
     *(
         "llava_next_video",
         "deepseek_vl",
+        "janus",
         "lighton_ocr",
         "shieldgemma2",
         "glm_ocr",

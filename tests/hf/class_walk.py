@@ -292,6 +292,7 @@ INERT = {
         "hidden_dropout_prob",
         "attention_probs_dropout_prob",
         "projection_dropout",
+        "hidden_dropout_rate",
         "encoder_layerdrop",
     ),
     *(
@@ -369,6 +370,7 @@ INERT_IN = {
     # read of other RoPE than it is allowed
     "glmasr_encoder": {"max_position_embeddings"},
     **{kind: {"image_size"} for kind in ("pixtral", "glm_ocr_vision")},  # images are of any size
+    "janus_vision_model": {"num_image_tokens"},  # that it makes
     "clip": {"projection_dim"},
     "clip_vision_model": {"projection_dim"},
 }

@@ -547,6 +547,35 @@ def deepseek_vl(
     )
 
 
+def janus(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """Janus, with the smallest model that makes images."""
+    text = any_decoder(rng, vocab)
+    tower = tower_sizes(rng, 5)
+    tower["mlp_ratio"] = tower.pop("intermediate_size") / tower["hidden_size"]
+    tower |= {
+        "attention_bias": pick(rng, False, True),
+        "depth": pick(rng, 1, 2, 2),
+        "projection_dim": text.hidden_size,
+    }
+    images = {
+        "embed_dim": 4,
+        "num_embeddings": 7,
+        "latent_channels": 32,
+        "base_channels": 32,
+        "channel_multiplier": [1],
+        "num_res_blocks": 1,
+        "projection_dim": text.hidden_size,
+        "image_token_embed_dim": text.hidden_size,
+    }
+    return transformers.JanusConfig(
+        vision_config=tower,
+        text_config=text,
+        vq_config=images,
+        tie_word_embeddings=text.tie_word_embeddings,
+        **own,
+    )
+
+
 def shieldgemma2(
     rng: np.random.Generator, vocab: int = 97, **own: int
 ) -> transformers.PreTrainedConfig:
