@@ -37,6 +37,8 @@ from mmjax.hf.vision import (
 PROJECTORS = (
     "model.vision_projection.",
     "model.aligner.",
+    "model.projector.",
+    "mlp_AR.",
     "model.multi_modal_projector.",
     "multi_modal_projector.",
 )

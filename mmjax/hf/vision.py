@@ -16,6 +16,7 @@ from mmjax.config import (
     LearnedGrid,
     ModelConfig,
     PixtralResize,
+    StretchedGrid,
     VisionConfig,
 )
 from mmjax.errors import UserError
@@ -40,6 +41,8 @@ TOWERS = (
     "vision_tower.",
     "model.vision_encoder.",
     "model.vision_model.",
+    "model.visual.",
+    "visual.",
     "",
 )
 
@@ -166,6 +169,13 @@ def _janus(fields: Fields) -> VisionConfig:
     plain = _siglip(replace(fields, values={**fields.values, "intermediate_size": width}))
     biased = fields.get("attention_bias", bool)
     return replace(plain, biases=ALL_BIASES if biased else ("output", "up", "down"))
+
+
+def _paddleocr(fields: Fields) -> VisionConfig:
+    plain = _siglip(fields)
+    side = fields.size("image_size") // plain.patch
+    theta = axial_theta(fields, plain.width // plain.heads)
+    return replace(plain, positions=StretchedGrid(side, theta, filter="bilinear_edges"))
 
 
 def _idefics3(fields: Fields) -> VisionConfig:
@@ -351,6 +361,12 @@ TOWERS_BY_KIND = {
         _janus,
         "embeddings.position_embedding.weight",
         partial(clip_parts, output="projection_layer"),
+    ),
+    "paddleocr_vl_vision": Tower(
+        _paddleocr,
+        "embeddings.position_embedding.weight",
+        clip_parts,
+        (*POOLING_HEAD, "embeddings.packing_position_embedding.weight"),
     ),
     **dict.fromkeys(
         ("idefics3_vision", "smolvlm_vision"),

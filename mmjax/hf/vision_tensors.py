@@ -21,7 +21,7 @@ PATCHES = (2, 3, 1, 0)  # from [width, channel, row, column]; ours: row, column,
 
 
 def clip_parts(config: VisionConfig, prefix: str, output: str = "out_proj") -> TensorNames:
-    """Name the tensors of CLIP, EVA-CLIP, SigLIP, Janus and Idefics3. output: the matrix of what attention makes."""
+    """Name the tensors of towers named as CLIP. output: what their matrix behind attention is called."""
     layer = f"{prefix}encoder.layers.*."
     place = "norm" if config.norm_place == "before" else "after"
     return TensorNames(

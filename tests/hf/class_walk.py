@@ -353,7 +353,11 @@ OF_DECODER = {  # of Whisper, whose decoder is not read, and of its training
 INERT_IN = {
     "glm4_moe": {"output_router_logits"},  # its class has no loss of them
     "llava_next_video": {"spatial_pool_stride", "video_seq_length"},  # of videos
-    "shieldgemma2": {"tie_word_embeddings"},  # its text's default, which it takes over, is true
+    # Their text's default, which they take over, is true.
+    **{
+        kind: {"tie_word_embeddings"}
+        for kind in ("shieldgemma2", "paddleocr_vl", "paddleocr_vl_text")
+    },
     "whisper": OF_DECODER,
     "paligemma": {"hidden_size", "vocab_size"},
     # The second is read of a dynamic RoPE, which Gemma 3 says by type of layer.

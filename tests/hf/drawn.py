@@ -42,10 +42,11 @@ DECODERS = {
     "cohere2": transformers.Cohere2Config,
     "opt": transformers.OPTConfig,
     "gpt2": transformers.GPT2Config,
+    "ernie4_5": transformers.Ernie4_5Config,
 }
 NOT_IN_LLAVA = (
     *("qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "glm4_moe"),
-    *("opt", "gpt2"),
+    *("opt", "gpt2", "ernie4_5"),
 )
 # as the text of any vision tower
 IN_LLAVA = [name for name in DECODERS if name not in NOT_IN_LLAVA]
@@ -135,6 +136,8 @@ def decoder(
     if family == "glm4_moe":
         given |= grouped_experts(rng, given["num_hidden_layers"])
         given["use_qk_norm"] = pick(rng, False, True)
+    if family == "ernie4_5":
+        given["use_bias"] = pick(rng, False, True)
     if family in ("cohere", "cohere2"):
         given |= cohere_fields(rng, family, given)
     if family == "gemma3":
@@ -832,6 +835,35 @@ def glm4v(rng: np.random.Generator, family: str, **tokens: int) -> transformers.
     }[family]
     return kind(
         text_config=sizes,
+        vision_config=vision,
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
+    )
+
+
+def paddleocr_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """PaddleOCR-VL: positions stretched from edge to edge, and RoPE in sections in a text with heads of any width."""
+    text = qwen_text(rng, interleaved=False)
+    text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
+    text["hidden_size"] += pick(rng, 0, 4)
+    text["use_bias"] = pick(rng, False, True)
+    for name in ("use_sliding_window", "sliding_window", "max_window_layers"):
+        text.pop(name, None)
+    heads, patch = pick(rng, 1, 2, 3), between(rng, 3, 6)
+    vision = {
+        "num_hidden_layers": between(rng, 1, 4),
+        "hidden_size": heads * 4 * between(rng, 3, 5),
+        "intermediate_size": between(rng, 20, 60),
+        "num_attention_heads": heads,
+        "image_size": patch * between(rng, 1, 6) + between(rng, 0, patch - 1),
+        "patch_size": patch,
+        "spatial_merge_size": pick(rng, 1, 2, 2, 3),
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "layer_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
+        "rope_parameters": {"rope_type": "axial", "rope_theta": pick(rng, 1e4, 100.0)},
+    }
+    return transformers.PaddleOCRVLConfig(
+        text_config=text | {"tie_word_embeddings": False},
         vision_config=vision,
         tie_word_embeddings=pick(rng, False, True),
         **tokens,

@@ -41,6 +41,8 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                         after=named.get("eoi_token", "<end_of_image>"),
                     )
                 }
+            case "paddleocrvl":
+                return {"image": Placeholder(named.get("image_token", "<|IMAGE_PLACEHOLDER|>"))}
             case "lightonocr":
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>"))}
             case "llava" | "llavanext" | "llavanextvideo" | "vipllava" | "idefics3" | "smolvlm":
