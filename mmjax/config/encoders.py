@@ -88,8 +88,8 @@ class StretchedGrid:
     theta: PositiveFloat = 10_000.0  # base of the frequencies
     kind: Literal["stretched"] = "stretched"
     # bilinear, with the corner patches on the corner cells (Qwen3-VL), or bicubic, edge on edge
-    # (GLM-4.1V)
-    filter: Literal["bilinear", "bicubic"] = "bilinear"
+    # (GLM-4.1V), or bilinear_edges: bilinear, edge on edge (PaddleOCR-VL)
+    filter: Literal["bilinear", "bicubic", "bilinear_edges"] = "bilinear"
 
 
 @dataclass(frozen=True)

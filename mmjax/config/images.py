@@ -150,8 +150,15 @@ class SmartResize(ImageKind):
     # frames that an image counts as, against bounds of all their pixels, and its sides enlarged to
     # a window first, as for GLM-4.1V; 0: neither
     frames: NonNegativeInt = 0
+    # its sides are enlarged to a window first, one after the other, as for PaddleOCR-VL
+    widened: bool = False
 
-    hf_processors = ("Qwen2VLImageProcessor", "Glm4vImageProcessor", "Glm46VImageProcessor")
+    hf_processors = (
+        "Qwen2VLImageProcessor",
+        "Glm4vImageProcessor",
+        "Glm46VImageProcessor",
+        "PaddleOCRVLImageProcessor",
+    )
 
     def check(self, where: str) -> None:
         ordered(where, self, "min_pixels", "max_pixels")
@@ -161,6 +168,9 @@ class SmartResize(ImageKind):
         if not fields.flag("do_resize"):
             whole = "images that are not whole merge windows cannot be patched"
             raise fields.refused("do_resize", f"{whole}; set it to true")
+        widened = fields.name == "PaddleOCRVLImageProcessor"
+        if widened and fields.count("temporal_patch_size") != 1:
+            raise fields.refused("temporal_patch_size", "its tower takes still images; set it to 1")
         return cls(
             patch=fields.count("patch_size"),
             merge=fields.count("merge_size"),
@@ -168,6 +178,7 @@ class SmartResize(ImageKind):
             filter=fields.filter(),
             # GLM's counts an image as a temporal patch against the bounds.
             frames=fields.count("temporal_patch_size") if fields.name.startswith("Glm") else 0,
+            widened=widened,
         )
 
     def fitted(self, where: str, patch: int, merge: int, positions: str) -> SmartResize:

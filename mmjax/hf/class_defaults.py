@@ -114,8 +114,12 @@ def _completed_part(around: Values, name: str, part: Values, flat: bool, where: 
     """Complete a part: where there is none, of the fields beside the parts, or of what the class then takes."""
     values = around.get(name)
     if values is None and flat and name == "text_config":
+        # A field of the class around it is none of the text's.
+        own = _table()["configs"][around["model_type"]]["defaults"]
         text_fields = (*_table()["configs"][part["type"]]["defaults"], *ROPE)
-        values = {field: around[field] for field in text_fields if field in around}
+        values = {
+            field: around[field] for field in text_fields if field in around and field not in own
+        }
     values = part["missing"] if values is None else values
     if not isinstance(values, dict):
         return values

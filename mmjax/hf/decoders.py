@@ -1,4 +1,4 @@
-"""Text decoders with RoPE, from Qwen, Llama and Mistral to Gemma, GLM-4 and Cohere: what their configs say."""
+"""Text decoders with RoPE, from Qwen, Llama and Mistral to Gemma, GLM-4, Cohere and ERNIE: what their configs say."""
 
 from __future__ import annotations
 
@@ -222,6 +222,12 @@ def _llama(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return replace(plain, biases=attention + mlp)
 
 
+def _ernie4_5(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    biased = fields.get("use_bias", bool, False)
+    biases = (*QKV, "output", "gate", "up", "down") if biased else ()
+    return replace(plain, biases=biases, rope_neighbours=True)
+
+
 def _internlm2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return replace(plain, biases=_attention_biases(fields, "bias"))
 
@@ -346,6 +352,7 @@ FAMILIES = {
     "llama": Family(_llama),
     "mistral": Family(_mistral),
     "ministral3": Family(_mistral, growing=True),
+    "ernie4_5": Family(_ernie4_5),
     "internlm2": Family(_internlm2),
     "phi3": Family(_everywhere, partial_rope=True),
     "glm4": Family(_glm4, partial_rope=True),

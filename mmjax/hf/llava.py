@@ -1,4 +1,4 @@
-"""LLaVA-1.5, -NeXT, -OneVision, ViP-LLaVA, Pixtral, DeepSeek-VL: a tower, an MLP on each of its patches, a decoder."""
+"""LLaVA-1.5, -NeXT, -OneVision, ViP-LLaVA, Pixtral, DeepSeek-VL, Janus: a tower, an MLP on each patch, a decoder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmjax.errors import UserError
 from mmjax.hf.class_defaults import processor_defaults
 from mmjax.hf.decoder_tensors import decoder_parts, find_decoder
 from mmjax.hf.decoders import decoder_of, tables_are_tied
-from mmjax.hf.folder import Fields, HfFolder
+from mmjax.hf.folder import Fields, HfFolder, note
 from mmjax.hf.layout import Layout, TensorNames, TensorSlice, linear, norm
 from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_videos
@@ -37,9 +37,12 @@ from mmjax.hf.vision import (
 PROJECTORS = (
     "model.vision_projection.",
     "model.aligner.",
+    "model.projector.",
+    "mlp_AR.",
     "model.multi_modal_projector.",
     "multi_modal_projector.",
 )
+MAKES_IMAGES = ("model.vqmodel.", "model.generation_")  # of Janus
 NEWLINES = ("model.image_newline", "image_newline")
 
 
@@ -164,6 +167,42 @@ def deepseek_layout(folder: HfFolder, model: ModelConfig) -> Layout:
     projector = find_projector(folder, "linear1")
     parts = {"mlp.up": linear(f"{projector}linear1"), "mlp.down": linear(f"{projector}linear2")}
     return whole_layout(folder, model, TensorNames(parts), projector)
+
+
+def read_janus(folder: HfFolder, fields: Fields) -> ModelConfig:
+    """The model that reads images and texts of a Janus, whose config says one that makes images too."""
+    tower = fields.inner("vision_config")
+    llm = text_of(fields)
+    if (outputs := tower.size("projection_dim")) != llm.width:
+        raise UserError(
+            f"{tower.where}: projection_dim={outputs}, but the text's hidden_size is {llm.width}"
+        )
+    tower.allow_only("depth", 1, 2)  # matrices
+    is_mlp = tower.size("depth") == 2
+    connector = ConnectorConfig(
+        merge=1,
+        mlp_width=llm.width if is_mlp else 0,
+        norm="none",
+        activation=tower.choice("hidden_act", ACTIVATIONS),
+        biases=("up", "down") if is_mlp else ("down",),
+    )
+    vision = vision_of(tower, -1, True, connector)
+    return ModelConfig(llm, {"vision": with_images(folder, vision)})
+
+
+def janus_layout(folder: HfFolder, model: ModelConfig) -> Layout:
+    """Locate the tensors of what reads images; those of what makes them are left alone."""
+    projector = find_projector(folder, "fc1")
+    first = linear(f"{projector}fc1")
+    parts = {"mlp.up": first, "mlp.down": linear(f"{projector}hidden_layers.0")}
+    if not model.encoders["vision"].connector.mlp_width:
+        parts = {"linear": first}
+    whole = whole_layout(folder, model, TensorNames(parts), projector)
+    if any(key.startswith(MAKES_IMAGES) for key in folder.tensors):
+        note(
+            f"{folder.path}: tensors of making images are not read; an export copies them as they are"
+        )
+    return replace(whole, unused=(*whole.unused, *(f"{first}*" for first in MAKES_IMAGES)))
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:

@@ -1,9 +1,10 @@
-"""Vision towers: CLIP, EVA-CLIP, SigLIP, Pixtral, DINOv2, and InternViT in transformers' and OpenGVLab's layouts."""
+"""Vision towers: CLIP, EVA-CLIP, SigLIP, Janus, Pixtral, DINOv2, InternViT in transformers' and OpenGVLab's layouts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from mmjax.config import (
     LearnedGrid,
     ModelConfig,
     PixtralResize,
+    StretchedGrid,
     VisionConfig,
 )
 from mmjax.errors import UserError
@@ -39,6 +41,8 @@ TOWERS = (
     "vision_tower.",
     "model.vision_encoder.",
     "model.vision_model.",
+    "model.visual.",
+    "visual.",
     "",
 )
 
@@ -157,6 +161,21 @@ def _evaclip(fields: Fields) -> VisionConfig:
 
 def _siglip(fields: Fields) -> VisionConfig:
     return _two_norms(fields, class_token=False)
+
+
+def _janus(fields: Fields) -> VisionConfig:
+    fields.allow_only("use_qk_norm", False)  # of heads that are as wide as the tower
+    width = int(fields.size("hidden_size") * fields.get("mlp_ratio", (int, float)))
+    plain = _siglip(replace(fields, values={**fields.values, "intermediate_size": width}))
+    biased = fields.get("attention_bias", bool)
+    return replace(plain, biases=ALL_BIASES if biased else ("output", "up", "down"))
+
+
+def _paddleocr(fields: Fields) -> VisionConfig:
+    plain = _siglip(fields)
+    side = fields.size("image_size") // plain.patch
+    theta = axial_theta(fields, plain.width // plain.heads)
+    return replace(plain, positions=StretchedGrid(side, theta, filter="bilinear_edges"))
 
 
 def _idefics3(fields: Fields) -> VisionConfig:
@@ -337,6 +356,17 @@ TOWERS_BY_KIND = {
     "evaclip_vision_model": Tower(_evaclip, "embeddings.class_embedding", clip_parts),
     "siglip_vision_model": Tower(
         _siglip, "embeddings.position_embedding.weight", clip_parts, POOLING_HEAD
+    ),
+    "janus_vision_model": Tower(
+        _janus,
+        "embeddings.position_embedding.weight",
+        partial(clip_parts, output="projection_layer"),
+    ),
+    "paddleocr_vl_vision": Tower(
+        _paddleocr,
+        "embeddings.position_embedding.weight",
+        clip_parts,
+        (*POOLING_HEAD, "embeddings.packing_position_embedding.weight"),
     ),
     **dict.fromkeys(
         ("idefics3_vision", "smolvlm_vision"),

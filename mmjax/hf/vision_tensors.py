@@ -20,8 +20,8 @@ from mmjax.hf.names import ATTENTION, GATED_MLP, PROJECTIONS, QKV
 PATCHES = (2, 3, 1, 0)  # from [width, channel, row, column]; ours: row, column, channel
 
 
-def clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
-    """Name the tensors of CLIP, EVA-CLIP, SigLIP and Idefics3."""
+def clip_parts(config: VisionConfig, prefix: str, output: str = "out_proj") -> TensorNames:
+    """Name the tensors of towers named as CLIP. output: what their matrix behind attention is called."""
     layer = f"{prefix}encoder.layers.*."
     place = "norm" if config.norm_place == "before" else "after"
     return TensorNames(
@@ -33,7 +33,7 @@ def clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
             "embed.positions": array(f"{prefix}embeddings.position_embedding.weight"),
             "embed.norm": norm(f"{prefix}pre_layrnorm"),
             f"layers.*.attention_{place}": norm(f"{layer}layer_norm1"),
-            **linears(ATTENTION, f"{layer}self_attn", **PROJECTIONS, output="out_proj"),
+            **linears(ATTENTION, f"{layer}self_attn", **PROJECTIONS, output=output),
             f"layers.*.mlp_{place}": norm(f"{layer}layer_norm2"),
             "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
             "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),

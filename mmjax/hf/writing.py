@@ -27,6 +27,8 @@ MOVED = {
     "model.vision_tower.": "model.vision_tower.",
     "model.multi_modal_projector.": "model.multi_modal_projector.",
     "model.audio_tower.": "model.audio_tower.",
+    "model.projector.": "model.projector.",
+    "mlp_AR.": "model.projector.",  # PaddleOCR-VL's
     "model.": "model.language_model.",
 }
 

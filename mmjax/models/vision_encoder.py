@@ -101,14 +101,14 @@ def interpolate_positions(
     """Interpolate a square grid of position vectors to the size of each image.
 
     Bilinear, the grid's corners are aligned with those of each image: with side 4, patch column 3
-    of 7 lies at 3 * (4 - 1) / (7 - 1) = 1.5, half of column 1 and half of column 2. Bicubic, its
-    edges are: the centre of patch column 3 of 7 lies at 3.5 / 7 * 4 - 0.5 = 1.5 too, where columns
-    0 to 3 have their shares.
+    of 7 lies at 3 * (4 - 1) / (7 - 1) = 1.5, half of column 1 and half of column 2. With the other
+    filters its edges are: the centre of patch column 3 of 7 lies at 3.5 / 7 * 4 - 0.5 = 1.5 too,
+    where, bicubic, columns 0 to 3 have their shares.
     """
     patch = jnp.maximum(items.coordinates[..., ROW:], 0)
     largest = max_in_item(patch, items.item)
     bicubic = grid.filter == "bicubic"
-    if bicubic:
+    if grid.filter != "bilinear":
         point = (patch.astype(jnp.float32) + 0.5) / (largest + 1) * grid.side - 0.5
     else:
         point = patch.astype(jnp.float32) * (grid.side - 1) / jnp.maximum(largest, 1)
@@ -118,7 +118,7 @@ def interpolate_positions(
         cell = jnp.floor(point) + jnp.array(step, jnp.float32)
         distance = jnp.abs(point - cell)
         share = _cubic(distance, -0.75) if bicubic else 1 - distance
-        # Beyond the grid a bilinear share is 0, and a bicubic one is the nearest cell's.
+        # Beyond the grid a share is the nearest cell's; with corners aligned it is 0.
         row, column = jnp.moveaxis(jnp.clip(cell.astype(jnp.int32), 0, grid.side - 1), -1, 0)
         vectors = vectors + jnp.prod(share, axis=-1, keepdims=True) * table(
             row * grid.side + column, jnp.dtype(jnp.float32)

@@ -65,6 +65,9 @@ WHOLE = (
     *(
         "llava_next_video",
         "deepseek_vl",
+        "janus",
+        "paddleocr_vl",
+        "ernie4_5",
         "lighton_ocr",
         "shieldgemma2",
         "glm_ocr",
@@ -108,6 +111,7 @@ IMAGES = {  # by the folder of their model
     "internvl": ("InternVLVideoProcessor",),
     "deepseek_vl": ("DeepseekVLImageProcessor",),
     "janus": ("JanusImageProcessor",),
+    "paddleocr_vl": ("PaddleOCRVLImageProcessor",),
     "cohere2_vision": ("Cohere2VisionImageProcessor",),
 }
 # processors of texts and images whose own fields are read

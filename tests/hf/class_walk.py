@@ -292,6 +292,7 @@ INERT = {
         "hidden_dropout_prob",
         "attention_probs_dropout_prob",
         "projection_dropout",
+        "hidden_dropout_rate",
         "encoder_layerdrop",
     ),
     *(
@@ -353,7 +354,11 @@ INERT_IN = {
     "ministral3": {"max_position_embeddings"},  # read of a RoPE that lacks other fields here
     "glm4_moe": {"output_router_logits"},  # its class has no loss of them
     "llava_next_video": {"spatial_pool_stride", "video_seq_length"},  # of videos
-    "shieldgemma2": {"tie_word_embeddings"},  # its text's default, which it takes over, is true
+    # Their text's default, which they take over, is true.
+    **{
+        kind: {"tie_word_embeddings"}
+        for kind in ("shieldgemma2", "paddleocr_vl", "paddleocr_vl_text")
+    },
     "whisper": OF_DECODER,
     "paligemma": {"hidden_size", "vocab_size"},
     # The second is read of a dynamic RoPE, which Gemma 3 says by type of layer.
@@ -370,6 +375,7 @@ INERT_IN = {
     # read of other RoPE than it is allowed
     "glmasr_encoder": {"max_position_embeddings"},
     **{kind: {"image_size"} for kind in ("pixtral", "glm_ocr_vision")},  # images are of any size
+    "janus_vision_model": {"num_image_tokens"},  # that it makes
     "clip": {"projection_dim"},
     "clip_vision_model": {"projection_dim"},
 }

@@ -43,10 +43,11 @@ DECODERS = {
     "cohere2": transformers.Cohere2Config,
     "opt": transformers.OPTConfig,
     "gpt2": transformers.GPT2Config,
+    "ernie4_5": transformers.Ernie4_5Config,
 }
 NOT_IN_LLAVA = (
     *("ministral3", "qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "glm4_moe"),
-    *("opt", "gpt2"),
+    *("opt", "gpt2", "ernie4_5"),
 )
 # as the text of any vision tower
 IN_LLAVA = [name for name in DECODERS if name not in NOT_IN_LLAVA]
@@ -142,6 +143,8 @@ def decoder(
     if family == "glm4_moe":
         given |= grouped_experts(rng, given["num_hidden_layers"])
         given["use_qk_norm"] = pick(rng, False, True)
+    if family == "ernie4_5":
+        given["use_bias"] = pick(rng, False, True)
     if family in ("cohere", "cohere2"):
         given |= cohere_fields(rng, family, given)
     if family == "gemma3":
@@ -554,6 +557,35 @@ def deepseek_vl(
     )
 
 
+def janus(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """Janus, with the smallest model that makes images."""
+    text = any_decoder(rng, vocab)
+    tower = tower_sizes(rng, 5)
+    tower["mlp_ratio"] = tower.pop("intermediate_size") / tower["hidden_size"]
+    tower |= {
+        "attention_bias": pick(rng, False, True),
+        "depth": pick(rng, 1, 2, 2),
+        "projection_dim": text.hidden_size,
+    }
+    images = {
+        "embed_dim": 4,
+        "num_embeddings": 7,
+        "latent_channels": 32,
+        "base_channels": 32,
+        "channel_multiplier": [1],
+        "num_res_blocks": 1,
+        "projection_dim": text.hidden_size,
+        "image_token_embed_dim": text.hidden_size,
+    }
+    return transformers.JanusConfig(
+        vision_config=tower,
+        text_config=text,
+        vq_config=images,
+        tie_word_embeddings=text.tie_word_embeddings,
+        **own,
+    )
+
+
 def shieldgemma2(
     rng: np.random.Generator, vocab: int = 97, **own: int
 ) -> transformers.PreTrainedConfig:
@@ -810,6 +842,35 @@ def glm4v(rng: np.random.Generator, family: str, **tokens: int) -> transformers.
     }[family]
     return kind(
         text_config=sizes,
+        vision_config=vision,
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
+    )
+
+
+def paddleocr_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """PaddleOCR-VL: positions stretched from edge to edge, and RoPE in sections in a text with heads of any width."""
+    text = qwen_text(rng, interleaved=False)
+    text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
+    text["hidden_size"] += pick(rng, 0, 4)
+    text["use_bias"] = pick(rng, False, True)
+    for name in ("use_sliding_window", "sliding_window", "max_window_layers"):
+        text.pop(name, None)
+    heads, patch = pick(rng, 1, 2, 3), between(rng, 3, 6)
+    vision = {
+        "num_hidden_layers": between(rng, 1, 4),
+        "hidden_size": heads * 4 * between(rng, 3, 5),
+        "intermediate_size": between(rng, 20, 60),
+        "num_attention_heads": heads,
+        "image_size": patch * between(rng, 1, 6) + between(rng, 0, patch - 1),
+        "patch_size": patch,
+        "spatial_merge_size": pick(rng, 1, 2, 2, 3),
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "layer_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
+        "rope_parameters": {"rope_type": "axial", "rope_theta": pick(rng, 1e4, 100.0)},
+    }
+    return transformers.PaddleOCRVLConfig(
+        text_config=text | {"tie_word_embeddings": False},
         vision_config=vision,
         tie_word_embeddings=pick(rng, False, True),
         **tokens,

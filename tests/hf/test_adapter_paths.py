@@ -82,6 +82,8 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "mistral3": lambda: around("mistral3", PIXTRAL, TEXT | {"model_type": "mistral"}),
     "lighton_ocr": lambda: drawn.lighton_ocr(rng(), image_token_id=5),
     "deepseek_vl": lambda: drawn.deepseek_vl(rng(), image_token_id=5),
+    "paddleocr_vl": lambda: drawn.paddleocr_vl(rng(), image_token_id=5),
+    "janus": lambda: drawn.janus(rng(), image_token_id=5),
     "gemma3": lambda: drawn.gemma3(rng(), image_token_index=5),
     "shieldgemma2": lambda: drawn.shieldgemma2(rng(), image_token_index=5),
     "paligemma": lambda: drawn.paligemma(rng(), image_token_index=5),

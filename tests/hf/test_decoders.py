@@ -78,6 +78,7 @@ YARN = {
     "cohere2-0",
     "opt-0",
     "gpt2-0",
+    "ernie4_5-0",
 )
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", drawn.DECODERS)

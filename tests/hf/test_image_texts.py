@@ -16,13 +16,16 @@ from transformers import (
     AyaVisionProcessor,
     Cohere2VisionProcessor,
     Idefics3Processor,
+    JanusProcessor,
     SmolVLMProcessor,
 )
+from transformers.models.janus.image_processing_pil_janus import JanusImageProcessorPil
 
 from mmjax.config import (
     ChatFormat,
     ConnectorConfig,
     DynamicTiles,
+    FixedSize,
     MessagesSource,
     PixtralResize,
     SplitTiles,
@@ -69,6 +72,14 @@ COHERE_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
     "{% for part in message.content %}{{ part.text if part.type == 'text' else 'IMAGE' }}{% endfor %}"
     "<|END_OF_TURN_TOKEN|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+JANUS = ("<image_placeholder>", "<begin_of_image>", "<end_of_image>", "<|User|>", "<eos>")
+JANUS_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'user' %}{{ '<|User|>' }}{% for part in message.content %}"
+    "{{ part.text if part.type == 'text' else '<image_placeholder>' }}{% endfor %}{{ '\n\n' }}"
+    "{% else %}{{ message.content + '<eos>' }}{% endif %}{% endfor %}"
 )
 
 
@@ -180,6 +191,31 @@ def test_tiles_are_labelled_as_the_processors_label_them(
         tokenizer.decode(np.array(ids)[weights > 0])
         == " A cat.<end_of_utterance> Two dogs.<end_of_utterance>"
     )
+
+
+@pytest.mark.parametrize("system", [True, False])
+def test_januss_images_and_texts_begin_and_end_as_its_processor_writes_them(
+    system: bool, tmp_path: Path
+) -> None:
+    named = dict(zip(("image_token", "boi_token", "eoi_token"), JANUS, strict=False))
+    save(tmp_path, byte_level(JANUS), JANUS_TEMPLATE, eos_token=JANUS[-1], **named)
+    (tmp_path / "config.json").write_text('{"model_type": "janus"}')
+    how = FixedSize(square="127,127,127", resize=(8, 8), crop=(), fit=2)
+    encoder = VisionConfig(1, 8, 1, 8, 4, images=how, connector=ConnectorConfig(merge=1))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, extra_special_tokens=named)
+    images = JanusImageProcessorPil(size={"height": 8, "width": 8}, min_size=2)
+    options = {"num_image_tokens": 4, "use_default_system_prompt": system}
+    processor = JanusProcessor(images, tokenizer, chat_template=JANUS_TEMPLATE, **options)
+    (tmp_path / "processor_config.json").write_text(json.dumps(processor.to_dict()))
+    talk = conversation(tmp_path)
+    source = source_of(tmp_path, encoder, talk)
+    text = processor.apply_chat_template(talk, tokenize=False)
+    pictures = [Image.open(tmp_path / f"{number}.png") for number in range(3)]
+    wanted = processor(text=text, images=pictures, add_special_tokens=False)["input_ids"][0]
+    ids, weights = ids_and_weights(source, encoder, tokenizer.convert_tokens_to_ids(JANUS[0]))
+    assert ids == list(wanted)
+    assert source.facts(0).text_tokens + 4 * 3 == len(ids)
+    assert tokenizer.decode(np.array(ids)[weights > 0]) == "A cat.<eos>Two dogs.<eos>"
 
 
 @pytest.mark.parametrize("processor", [AyaVisionProcessor, Cohere2VisionProcessor])

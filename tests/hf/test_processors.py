@@ -30,6 +30,9 @@ from transformers.models.llava_next.image_processing_pil_llava_next import (
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
     LlavaOnevisionImageProcessorPil,
 )
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
+    PaddleOCRVLImageProcessorPil,
+)
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -115,6 +118,10 @@ PROCESSORS = {
         {"size": {"height": 40, "width": 40}, "min_size": 5, "image_mean": [0.5, 0.4, 0.3]},
     ),
     "JanusImageProcessor": (JanusImageProcessorPil, {"size": {"height": 36, "width": 36}}),
+    "PaddleOCRVLImageProcessor": (
+        PaddleOCRVLImageProcessorPil,
+        {"size": {"shortest_edge": 2048, "longest_edge": 90_000}},
+    ),
     "Gemma3ImageProcessor": (Gemma3ImageProcessorPil, {"size": {"height": 40, "width": 40}}),
     "GotOcr2ImageProcessor": (
         GotOcr2ImageProcessorPil,
@@ -144,8 +151,9 @@ def check(folder: Path, processor: Any) -> None:
         expected = np.asarray(processor([Image.fromarray(picture(*shape))])["pixel_values"])
         if isinstance(how, SmartResize):
             (item,) = prepare_image(before_encoder(how), picture(*shape))
-            made = patchify(item, how.patch, how.merge).reshape(-1, how.patch, how.patch, 3)
-            expected = expected.reshape(len(made), 3, 2, how.patch, how.patch)[:, :, 0].transpose(
+            merge = 1 if how.widened else how.merge  # PaddleOCR-VL's are in rows
+            made = patchify(item, how.patch, merge).reshape(-1, how.patch, how.patch, 3)
+            expected = expected.reshape(len(made), 3, -1, how.patch, how.patch)[:, :, 0].transpose(
                 0, 2, 3, 1
             )
         else:

@@ -214,7 +214,7 @@ def theirs(inputs):
     return lambda model, parts: model(**inputs(parts), use_cache=False).logits[0]
 
 
-def check(model, folder, grids=GRIDS):
+def check(model, folder, grids=GRIDS, inputs_of=inputs_of):
     vision = model.config.vision_config
     unit = vision.patch_size * vision.spatial_merge_size
     inputs = inputs_of(model, folder)

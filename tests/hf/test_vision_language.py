@@ -23,6 +23,7 @@ from parity_samples import (
 )
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForImageTextToText,
     CLIPVisionConfig,
     Gemma3ForConditionalGeneration,
     InternVLConfig,
@@ -149,14 +150,31 @@ def test_internvl_is_what_transformers_makes_of_it(seed, tmp_path):
     check_samples(model, tmp_path, samples(side), theirs(tokens))
 
 
-@pytest.mark.default_cases("0")
+@pytest.mark.default_cases("deepseek_vl-0", "janus-0")
 @pytest.mark.parametrize("seed", range(12))
-def test_deepseek_vl_is_what_transformers_makes_of_it(seed, tmp_path):
-    config = drawn.deepseek_vl(np.random.default_rng(seed), VOCAB, image_token_id=IMAGE)
-    model = random_model(config, transformers.DeepseekVLForConditionalGeneration)
+@pytest.mark.parametrize("family", ["deepseek_vl", "janus"])
+def test_deepseek_vl_and_janus_are_what_transformers_makes_of_them(family, seed, tmp_path):
+    config = getattr(drawn, family)(np.random.default_rng(seed), VOCAB, image_token_id=IMAGE)
+    model = random_model(config, AutoModelForImageTextToText._model_mapping[type(config)])
     side, patch = config.vision_config.image_size, config.vision_config.patch_size
     save(model, tmp_path, side)
     check_samples(model, tmp_path, samples(side), theirs((side // patch) ** 2))
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"use_qk_norm": True}, "use_qk_norm=True is not supported"),
+        ({"depth": 3}, "depth=3 is not supported; known: 1, 2"),
+        ({"projection_dim": 7}, "projection_dim=7, but the text's hidden_size is"),
+    ],
+)
+def test_another_janus_is_refused(own, message, tmp_path):
+    config = drawn.janus(np.random.default_rng(0), VOCAB).to_dict()
+    config["vision_config"] |= own
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)
 
 
 @pytest.mark.default_cases("0")

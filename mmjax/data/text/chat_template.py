@@ -334,6 +334,11 @@ def _other_prompt(prompt: str) -> BadSample:
     )
 
 
+# What Janus's processor writes before every text where its config says so.
+JANUS = (
+    "{{ 'You are a helpful language and vision assistant. You are able to understand the visual content that the user "
+    "provides, and assist the user with a variety of tasks using natural language.\\n\\n' }}"
+)
 # PaliGemma's folders have none: its processor writes images, <bos>, the prompt and a line break,
 # then the suffix.
 PALIGEMMA = """
@@ -362,6 +367,7 @@ PALIGEMMA = """
 def load_template(form: ChatFormat, tokenizer: Tokenizer) -> Template:
     """Load the chat template of a folder with this tokenizer. Raises UserError where there is none that compiles."""
     source, where = template_source(form)
+    source = _before_texts(Path(form.folder)) + source
     try:
         compile_source(source)
     except jinja2.TemplateSyntaxError as error:
@@ -390,6 +396,13 @@ def load_template(form: ChatFormat, tokenizer: Tokenizer) -> Template:
         line_breaks=form.line_breaks == "text",
     )
     return _with_lists(template)
+
+
+def _before_texts(folder: Path) -> str:
+    """Return the template of what a folder's processor writes before every text."""
+    processor = read_json(folder / "processor_config.json", {})
+    is_said = processor.get("use_default_system_prompt") is True
+    return JANUS if is_said and "janus" in folder_families(folder, processor) else ""
 
 
 def template_source(form: ChatFormat) -> tuple[str, str]:

@@ -33,6 +33,16 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return {"image": Placeholder(named.get("image_token", "<image>")), "video": video}
             case "deepseekvl":
                 return {"image": Placeholder(named.get("image_token", "<image_placeholder>"))}
+            case "janus":
+                return {
+                    "image": Placeholder(
+                        named.get("image_token", "<image_placeholder>"),
+                        before=named.get("boi_token", "<begin_of_image>"),
+                        after=named.get("eoi_token", "<end_of_image>"),
+                    )
+                }
+            case "paddleocrvl":
+                return {"image": Placeholder(named.get("image_token", "<|IMAGE_PLACEHOLDER|>"))}
             case "lightonocr":
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>"))}
             case "llava" | "llavanext" | "llavanextvideo" | "vipllava" | "idefics3" | "smolvlm":

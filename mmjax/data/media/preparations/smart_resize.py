@@ -18,8 +18,18 @@ def items(how: SmartResize, image: LazyImage, images: int) -> tuple[LazyImage, .
     if how.frames:
         size = smart_size_of_frames(image.size, unit, bounds, how.frames, how.frames)
     else:
-        size = smart_size(image.size, unit, bounds)
+        size = smart_size(_widened(image.size, unit) if how.widened else image.size, unit, bounds)
     return (image.resized(size, how.filter),)
+
+
+def _widened(size: Size, unit: int) -> Size:
+    """Enlarge the height to a unit, then the width, with the other side."""
+    height, width = size
+    if height < unit:
+        height, width = unit, round(width * unit / height)
+    if width < unit:
+        height, width = round(height * unit / width), unit
+    return height, width
 
 
 def smart_size(size: Size, unit: int, bounds: tuple[int, int]) -> Size:
