@@ -250,7 +250,8 @@ def linear_layers(model: ModelConfig) -> Sizes:
         sizes["llm.layers.*.delta_net.output"] = (values, llm.width)
     for name, encoder in model.encoders.items():
         width = encoder.width
-        sizes |= _layer_sizes(name, width, width, width, encoder.mlp_width, gated=encoder.gated)
+        keys = encoder.key_heads * encoder.head_width
+        sizes |= _layer_sizes(name, width, width, keys, encoder.mlp_width, gated=encoder.gated)
         connector = connector_sizes(encoder.connector, merged_width(encoder), llm.width)
         sizes |= {f"{name}.connector.{layer}": size for layer, size in connector.items()}
     for name, generator in model.generators.items():

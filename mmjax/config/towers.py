@@ -84,6 +84,11 @@ class TowerFacts:
     merged_positions: int = 1  # positions of the output that a connector merges into one token
 
     @property
+    def key_heads(self) -> Any:
+        """Return how many heads of keys and values there are; by default as many as of queries."""
+        return getattr(self, "kv_heads", 0) or self.heads
+
+    @property
     def window_positions(self) -> int:
         """Return how many positions of the layers a window has at most."""
         return self.window_inputs

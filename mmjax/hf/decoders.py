@@ -297,10 +297,24 @@ def _cohere(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 def _cohere2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     period = fields.size("sliding_window_pattern", 4)
-    plain = _cohere(fields, _all_but_every(fields, plain, period))
-    return replace(
-        plain, unrotated=tuple(i for i in range(plain.layers) if i not in plain.windowed)
-    )
+    return _without_rope(_cohere(fields, _all_but_every(fields, plain, period)))
+
+
+def _exaone4(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    plain = replace(plain, qk_norm="head", pre_norms=False, post_norms=True)
+    if fields.get("sliding_window", int, 0) == 0:
+        fields.allow_only("layer_types", ["full_attention"] * plain.layers)
+        return plain
+    # Published configs say the pattern by letters, beside the types of the layers, which alone are read.
+    named = bool(fields.get("layer_types", list[str], []))
+    period = 1 if named else fields.size("sliding_window_pattern")
+    return _without_rope(_all_but_every(fields, plain, period))
+
+
+def _without_rope(plain: DecoderConfig) -> DecoderConfig:
+    """Take RoPE from the layers without a window."""
+    unrotated = tuple(i for i in range(plain.layers) if i not in plain.windowed)
+    return replace(plain, unrotated=unrotated)
 
 
 def _late_windows(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
@@ -348,6 +362,7 @@ FAMILIES = {
     "glm4": Family(_glm4, partial_rope=True),
     "cohere": Family(_cohere, norm_eps="layer_norm_eps"),
     "cohere2": Family(_cohere2, norm_eps="layer_norm_eps"),
+    "exaone4": Family(_exaone4),
     "gemma": Family(_gemma),
     "gemma2": Family(_gemma2, activation="hidden_activation"),
     "gemma3_text": Family(_gemma3, activation="hidden_activation", local_rope=True),

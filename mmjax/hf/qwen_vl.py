@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, dense and with experts: what their configs say, where tensors lie."""
+"""Qwen2-VL to Qwen3.5, dense and with experts, and EXAONE 4.5: what their configs say, where tensors lie."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Family:
     """A family of checkpoints."""
 
     decoder: str  # the text decoder that its LLM is
-    sections: tuple[int, ...]
+    sections: tuple[int, ...]  # (): tokens of images have positions as text has
     interleaved: bool
     # of the text's fields, those that the class takes otherwise than a config says
     fixed: Mapping[str, Any]
@@ -128,6 +128,8 @@ def _llm(fields: Fields, family: Family) -> DecoderConfig:
     text = fields.inner("text_config")
     text = replace(text, values={**text.values, **family.fixed, "model_type": family.decoder})
     llm = decoder_of(text, tables_are_tied(fields))
+    if not family.sections:
+        return replace(llm, rope_sections=(), rope_interleaved=False)
     return in_sections(llm, text.where, family.sections, family.interleaved)
 
 
@@ -186,6 +188,10 @@ def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
     )
 
 
+def _exaone4_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
+    return replace(_qwen2_5(vision, plain), kv_heads=vision.size("num_key_value_heads"))
+
+
 def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
     places = vision.size("num_position_embeddings")
     deep = vision.get("deepstack_visual_indexes", list[int], [])
@@ -235,6 +241,9 @@ FAMILIES = {
     ),
 }
 FAMILIES["qwen2_vl"] = replace(FAMILIES["qwen2_5_vl"], tower=_qwen2)
+FAMILIES["exaone4_5"] = replace(
+    FAMILIES["qwen2_5_vl"], decoder="exaone4", sections=(), tower=_exaone4_5
+)
 FAMILIES["qwen3_5"] = replace(
     FAMILIES["qwen3_vl"], decoder="qwen3_5_text", sections=(11, 11, 10), fixed={}, tower=_qwen3_5
 )
@@ -311,7 +320,9 @@ def _vision_parts(first: str, config: VisionConfig, fused: bool) -> TensorNames:
     }
     thirds = {name: linear(f"{layer}.attn.{name[0]}") for name in QKV}  # of Qwen2.5-Omni
     if fused:
-        thirds = fused_parts(linear(f"{layer}.attn.qkv"), **dict.fromkeys(QKV, config.width))
+        keys = config.key_heads * config.head_width
+        widths = {"query": config.width, "key": keys, "value": keys}
+        thirds = fused_parts(linear(f"{layer}.attn.qkv"), **widths)
     parts |= below(ATTENTION, thirds) | linears("layers.*.mlp", f"{layer}.mlp", **mlp)
     return TensorNames(parts)
 

@@ -179,6 +179,7 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         attention_gate=c.attention_gate,
         delta_net=delta_net if kind.has_delta_net else None,
         experts=partial(Experts, c.experts, c.width, c.activation) if kind.has_experts else None,
+        pre_norms=c.pre_norms,
         post_norms=c.post_norms,
         parallel_mlp=c.parallel_mlp,
         scoring=Scoring(c.attention_scale, c.attention_cap),

@@ -458,7 +458,7 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
     return LayerConfig(
         width=c.width,
         heads=c.heads,
-        kv_heads=c.heads,
+        kv_heads=c.key_heads,
         head_width=c.head_width,
         mlp_width=c.mlp_width,
         backend=c.attention,

@@ -75,6 +75,7 @@ YARN = {
     "glm4_moe-1",
     "cohere-0",
     "cohere2-0",
+    "exaone4-0",
     "opt-0",
     "gpt2-0",
 )

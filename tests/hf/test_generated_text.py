@@ -137,6 +137,7 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
             transformers.Cohere2Config,
             {"sliding_window": 6, "sliding_window_pattern": 2, "eos_token_id": 2},
         ),
+        (transformers.Exaone4Config, {"sliding_window": 6, "sliding_window_pattern": 2}),
     ],
     ids=[
         "gemma2",
@@ -148,6 +149,7 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         "gpt2",
         "gemma3",
         "cohere2",
+        "exaone4",
     ],
 )
 def test_a_decoder_writes_what_it_writes_there_beyond_its_windows_too(kind, own, tmp_path):

@@ -203,10 +203,17 @@ def inputs_of(model, folder):
             "input_ids": ids,
             "pixel_values": made["pixel_values"].float(),
             "image_grid_thw": made["image_grid_thw"],
-            "mm_token_type_ids": (ids == IMAGE).int(),
+            **types_of(model, ids),
         }
 
     return inputs
+
+
+def types_of(model, ids):
+    """What tells a model which tokens are an image's, where its positions depend on that."""
+    if model.config.model_type == "exaone4_5":
+        return {}
+    return {"mm_token_type_ids": (ids == IMAGE).int()}
 
 
 def theirs(inputs):
@@ -226,6 +233,9 @@ def check_positions(model, batch, samples, inputs):
     for number, parts in enumerate(samples):
         given = inputs(parts)
         here = batch.text.position[0][batch.text.owner[0] == number]
+        if here.ndim == 1:  # as text has them
+            np.testing.assert_array_equal(here, np.arange(len(here)))
+            continue
         types = (given["input_ids"] == IMAGE).int()
         there, _ = model.model.get_rope_index(
             given["input_ids"], mm_token_type_ids=types, image_grid_thw=given.get("image_grid_thw")
@@ -236,6 +246,7 @@ def check_positions(model, batch, samples, inputs):
 WHOLE = {
     "qwen2_vl": (drawn.qwen2_vl, transformers.Qwen2VLForConditionalGeneration),
     "qwen2_5_vl": (drawn.qwen2_5_vl, transformers.Qwen2_5_VLForConditionalGeneration),
+    "exaone4_5": (drawn.exaone4_5, transformers.Exaone4_5_ForConditionalGeneration),
     "qwen3_vl": (drawn.qwen3_vl, transformers.Qwen3VLForConditionalGeneration),
     "qwen3_5": (drawn.qwen3_5, transformers.Qwen3_5ForConditionalGeneration),
     "qwen3_vl_moe": (drawn.qwen3_vl_moe, transformers.Qwen3VLMoeForConditionalGeneration),
@@ -244,7 +255,7 @@ WHOLE = {
 
 
 @pytest.mark.default_cases(
-    "qwen2_vl-0", "qwen2_5_vl-0", "qwen3_vl-0", "qwen3_5-0", "qwen3_vl_moe-0"
+    "qwen2_vl-0", "qwen2_5_vl-0", "exaone4_5-1", "qwen3_vl-0", "qwen3_5-0", "qwen3_vl_moe-0"
 )
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", WHOLE)
