@@ -257,6 +257,9 @@ class DecoderConfig(TowerFacts):
     unrotated: tuple[int, ...] = ()  # layers whose attention has no rotary positions (NoPE)
     logit_scale: float = 1.0  # that logits are multiplied by
     pre_norms: bool = True  # of the inputs of attention and MLP
+    # that the outputs of attention and MLP are multiplied by, before they are added
+    residual_scale: float = 1.0
+    scaled_items: bool = False  # embedding_scale multiplies the tokens of images and clips too
 
     @property
     def window_inputs(self) -> int:

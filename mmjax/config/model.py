@@ -272,11 +272,14 @@ def connector_sizes(connector: ConnectorConfig, merged: int, outputs: int) -> Si
     c = connector
     sizes = {"merger": (merged, c.merger_width)} if c.merger_width else {}
     inputs = c.merger_width or merged
+    made = c.output_width or outputs
+    last = {"output": (made, outputs)} if c.output_width else {}
     sizes |= {"projection": (inputs, inputs)} if c.projection else {}
     if not c.mlp_width:
-        return sizes | {"linear": (inputs, outputs)}
+        return sizes | {"linear": (inputs, made)} | last
     gate = {"mlp.gate": (inputs, c.mlp_width)} if c.gated else {}
-    return sizes | gate | {"mlp.up": (inputs, c.mlp_width), "mlp.down": (c.mlp_width, outputs)}
+    mlp = {"mlp.up": (inputs, c.mlp_width), "mlp.down": (c.mlp_width, made)}
+    return sizes | gate | mlp | last
 
 
 def merged_width(encoder: Encoder) -> int:

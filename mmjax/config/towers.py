@@ -139,3 +139,5 @@ class ConnectorConfig:
     # a square matrix, a LayerNorm and a GELU between that and the MLP (GLM-4.1V)
     projection: bool = False
     gated: bool = False  # the MLP has a gate
+    # of what the MLP makes, of which a matrix makes the tokens (HyperCLOVA X); 0: there is none
+    output_width: NonNegativeInt = 0

@@ -220,6 +220,31 @@ def _llama(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return replace(plain, biases=attention + mlp)
 
 
+def _granite(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    attention = fields.get("attention_multiplier", float, plain.head_width**-0.5)
+    logits = fields.get("logits_scaling", float)
+    if min(attention, logits) <= 0:
+        raise UserError(
+            f"{fields.where}: attention_multiplier={attention} and logits_scaling={logits} must be above 0"
+        )
+    return replace(
+        _llama(fields, plain),
+        embedding_scale=fields.get("embedding_multiplier", float),
+        scaled_items=True,
+        residual_scale=fields.get("residual_multiplier", float),
+        attention_scale=attention,
+        logit_scale=1 / logits,
+    )
+
+
+def _hyperclovax(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    return replace(
+        _granite(fields, plain),
+        post_norms=fields.get("use_post_norm", bool),
+        logit_scale=fields.get("logits_scaling", float),
+    )
+
+
 def _internlm2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return replace(plain, biases=_attention_biases(fields, "bias"))
 
@@ -356,6 +381,8 @@ FAMILIES = {
     "glm4_moe": Family(_glm4_moe, partial_rope=True),
     "mixtral": Family(_mixtral),
     "llama": Family(_llama),
+    "granite": Family(_granite),
+    "hyperclovax": Family(_hyperclovax),
     "mistral": Family(_mistral),
     "internlm2": Family(_internlm2),
     "phi3": Family(_everywhere, partial_rope=True),

@@ -41,6 +41,8 @@ DECODERS = {
     "cohere": transformers.CohereConfig,
     "cohere2": transformers.Cohere2Config,
     "exaone4": transformers.Exaone4Config,
+    "granite": transformers.GraniteConfig,
+    "hyperclovax": transformers.HyperCLOVAXConfig,
     "opt": transformers.OPTConfig,
     "gpt2": transformers.GPT2Config,
 }
@@ -138,6 +140,8 @@ def decoder(
         given["use_qk_norm"] = pick(rng, False, True)
     if family in ("cohere", "cohere2"):
         given |= cohere_fields(rng, family, given)
+    if family in ("granite", "hyperclovax"):
+        given |= multipliers(rng, family)
     if family == "exaone4":
         given |= exaone4_fields(rng)
     if family == "gemma3":
@@ -274,6 +278,23 @@ def cohere_fields(rng: np.random.Generator, family: str, given: Fields) -> Field
         {},
     )
     return fields | windows | {"num_hidden_layers": layers, "sliding_window": pick(rng, 3, 6)}
+
+
+def multipliers(rng: np.random.Generator, family: str) -> Fields:
+    """Granite's multipliers, and HyperCLOVA X's norms of outputs."""
+    fields = {
+        "embedding_multiplier": pick(rng, 1.0, 3.0, 12.0),
+        "residual_multiplier": pick(rng, 1.0, 0.22, 1.4),
+        "attention_multiplier": pick(rng, 0.0625, 0.3, 1.0),
+        "logits_scaling": pick(rng, 0.125, 1.0, 8.0),
+        "attention_bias": pick(rng, False, True),
+        "mlp_bias": pick(rng, False, True),
+    }
+    if family == "granite":
+        return fields
+    if rng.integers(2):
+        del fields["attention_multiplier"]
+    return fields | {"use_post_norm": pick(rng, False, True)}
 
 
 def exaone4_fields(rng: np.random.Generator) -> Fields:
@@ -728,6 +749,17 @@ def exaone4_5(rng: np.random.Generator, **tokens: int) -> transformers.PreTraine
     }
     return transformers.Exaone4_5_Config(
         text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
+    )
+
+
+def hyperclovax(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """HyperCLOVA X Think: Qwen2.5-VL's tower, whose merger's outputs are as wide as they like."""
+    vision = qwen2_5_vl(rng).vision_config.to_dict() | {"out_hidden_size": between(rng, 10, 40)}
+    return transformers.HyperCLOVAXVisionV2Config(
+        text_config=decoder(rng, "hyperclovax").to_dict(),
+        vision_config=vision,
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
     )
 
 

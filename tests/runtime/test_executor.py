@@ -404,7 +404,9 @@ def test_norms_of_outputs_and_grouped_keys_of_encoders_have_the_gradients_of_one
     config = config_of(units)
     vision = config.model.encoders["vision"]
     grouped = replace(vision, heads=4, width=4 * vision.width, kv_heads=2)
-    llm = replace(config.model.llm, pre_norms=False, post_norms=True)
+    grouped = replace(grouped, connector=replace(vision.connector, output_width=20))
+    scaled = {"residual_scale": 0.3, "embedding_scale": 3.0, "scaled_items": True}
+    llm = replace(config.model.llm, pre_norms=False, post_norms=True, **scaled)
     encoders = config.model.encoders | {"vision": grouped}
     changed = replace(config.model, llm=llm, encoders=encoders)
     assert_same_gradients(replace(config, model=changed), tmp_path, "auto")
