@@ -109,6 +109,8 @@ FAMILIES = {
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
     "gemma2": (transformers.Gemma2Config, {"head_dim": 16}),
     "cohere2": (transformers.Cohere2Config, {"eos_token_id": 2, "num_hidden_layers": 5}),
+    "exaone4": (transformers.Exaone4Config, {"num_hidden_layers": 5}),
+    "hyperclovax": (transformers.HyperCLOVAXConfig, {"residual_multiplier": 0.4}),
     "gpt2": (transformers.GPT2Config, {"bos_token_id": 2, "eos_token_id": 2}),
     "opt": (transformers.OPTConfig, {"ffn_dim": 40, "pad_token_id": 0}),
     "qwen3_5_text": (

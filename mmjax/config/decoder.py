@@ -259,6 +259,10 @@ class DecoderConfig(TowerFacts):
     parallel_mlp: bool = False
     unrotated: tuple[int, ...] = ()  # layers whose attention has no rotary positions (NoPE)
     logit_scale: float = 1.0  # that logits are multiplied by
+    pre_norms: bool = True  # of the inputs of attention and MLP
+    # that the outputs of attention and MLP are multiplied by, before they are added
+    residual_scale: float = 1.0
+    scaled_items: bool = False  # embedding_scale multiplies the tokens of images and clips too
 
     @property
     def window_inputs(self) -> int:
@@ -364,6 +368,7 @@ class DecoderConfig(TowerFacts):
 
 def head_counts(tower: DecoderConfig | Encoder) -> list[int]:
     """List the numbers of heads that tensor parallelism divides: of queries, of keys, and of a delta net's keys."""
+    heads = [tower.heads, tower.key_heads]
     if not tower.is_causal:
-        return [tower.heads]
-    return [tower.heads, tower.kv_heads, *([tower.delta_net.key_heads] if tower.delta_net else [])]
+        return heads
+    return [*heads, *([tower.delta_net.key_heads] if tower.delta_net else [])]

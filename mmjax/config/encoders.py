@@ -183,6 +183,7 @@ class VisionConfig(TowerFacts):
     quantize: Quantization = "none"  # of the linear layers' frozen weights
     # layers whose outputs the connector reads side by side, in this order; (): the last one
     feature_layers: tuple[int, ...] = ()
+    kv_heads: NonNegativeInt = 0  # key and value heads; 0: as many as query heads
 
     @property
     def head_width(self) -> int:
@@ -244,6 +245,7 @@ class VisionConfig(TowerFacts):
     def check(self, where: str) -> None:
         check_remat(where, self)
         divides(where, self.width, "width", self.heads, "heads")
+        divides(where, self.heads, "heads", self.key_heads, "kv_heads")
         head_width = self.width // self.heads
         unit = self.positions.head_unit
         check(

@@ -117,6 +117,7 @@ _CONNECTOR_KEYS = (
     "merger_width",
     "merger_bias",
     "projection",
+    "output_width",
 )
 
 

@@ -250,7 +250,8 @@ def linear_layers(model: ModelConfig) -> Sizes:
         sizes["llm.layers.*.delta_net.output"] = (values, llm.width)
     for name, encoder in model.encoders.items():
         width = encoder.width
-        sizes |= _layer_sizes(name, width, width, width, encoder.mlp_width, gated=encoder.gated)
+        keys = encoder.key_heads * encoder.head_width
+        sizes |= _layer_sizes(name, width, width, keys, encoder.mlp_width, gated=encoder.gated)
         connector = connector_sizes(encoder.connector, merged_width(encoder), llm.width)
         sizes |= {f"{name}.connector.{layer}": size for layer, size in connector.items()}
     for name, generator in model.generators.items():
@@ -271,11 +272,14 @@ def connector_sizes(connector: ConnectorConfig, merged: int, outputs: int) -> Si
     c = connector
     sizes = {"merger": (merged, c.merger_width)} if c.merger_width else {}
     inputs = c.merger_width or merged
+    made = c.output_width or outputs
+    last = {"output": (made, outputs)} if c.output_width else {}
     sizes |= {"projection": (inputs, inputs)} if c.projection else {}
     if not c.mlp_width:
-        return sizes | {"linear": (inputs, outputs)}
+        return sizes | {"linear": (inputs, made)} | last
     gate = {"mlp.gate": (inputs, c.mlp_width)} if c.gated else {}
-    return sizes | gate | {"mlp.up": (inputs, c.mlp_width), "mlp.down": (c.mlp_width, outputs)}
+    mlp = {"mlp.up": (inputs, c.mlp_width), "mlp.down": (c.mlp_width, made)}
+    return sizes | gate | mlp | last
 
 
 def merged_width(encoder: Encoder) -> int:

@@ -84,6 +84,11 @@ class TowerFacts:
     merged_positions: int = 1  # positions of the output that a connector merges into one token
 
     @property
+    def key_heads(self) -> Any:
+        """Return how many heads of keys and values there are; by default as many as of queries."""
+        return getattr(self, "kv_heads", 0) or self.heads
+
+    @property
     def window_positions(self) -> int:
         """Return how many positions of the layers a window has at most."""
         return self.window_inputs
@@ -134,3 +139,5 @@ class ConnectorConfig:
     # a square matrix, a LayerNorm and a GELU between that and the MLP (GLM-4.1V)
     projection: bool = False
     gated: bool = False  # the MLP has a gate
+    # of what the MLP makes, of which a matrix makes the tokens (HyperCLOVA X); 0: there is none
+    output_width: NonNegativeInt = 0

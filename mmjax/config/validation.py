@@ -172,11 +172,12 @@ def _check_item_layout(
     for name, tower in model.item_modules.items():
         if name in towers and tower.is_stack:
             kind = "encoders" if name in model.encoders else "generators"
-            check(
-                tower.heads % tensor == 0,
-                f"{where}.tensor={tensor} does not divide model.{kind}.{name}.heads={tower.heads}; use a divisor of "
-                f"it, or {where}.encoders=data, which cuts no encoder",
-            )
+            for key, count in (("heads", tower.heads), ("kv_heads", tower.key_heads)):
+                check(
+                    count % tensor == 0,
+                    f"{where}.tensor={tensor} does not divide model.{kind}.{name}.{key}={count}; use a divisor of "
+                    f"it, or {where}.encoders=data, which cuts no encoder",
+                )
 
 
 def _check_float8(llm: DecoderConfig) -> None:

@@ -28,6 +28,8 @@ ROPE = (
 )
 # Whose first checkpoints have the fields of their text beside `vision_config`, as older versions
 # read them.
+# Names of parts in checkpoints of before transformers had their classes.
+PART_KINDS = {"exaone4_5_text": "exaone4", "qwen2_5_vl": "qwen2_5_vl_vision"}
 FLAT = ("glm4v", "glm46v")
 
 
@@ -127,6 +129,7 @@ def _completed_part(around: Values, name: str, part: Values, flat: bool, where: 
         values = {**part["missing"], **values}
     # A class of its own takes the part, or the one that the part names.
     kind = part["type"] if part.get("fixed") else values.get("model_type", part["type"])
+    kind = PART_KINDS.get(kind, kind)
     return _completed(values, kind, f"{where}: {name}") if _is_known(kind) else values
 
 

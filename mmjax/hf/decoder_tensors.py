@@ -44,9 +44,12 @@ OUTPUTS = (
     "thinker.lm_head",
     "output",
     "language_model.output",
+    "model.language_model.lm_head",
 )
 # of the outputs of attention and MLP
 GLM_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")
+CLOVAX_NORMS = ("post_norm1", "post_norm2")
+GEMMA_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
 PREDICTING = ("glm4_moe", "glm4v_moe", "glm_ocr")  # have it as a layer behind the last
 
@@ -109,7 +112,11 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     # comes after attention.
     gemma = f"{inner}layers.0.pre_feedforward_layernorm.weight" in folder.tensors
     before_mlp = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
-    post_norms = ("post_attention_layernorm", "post_feedforward_layernorm") if gemma else GLM_NORMS
+    post_norms = next(
+        names
+        for names in (GEMMA_NORMS, CLOVAX_NORMS, GLM_NORMS)
+        if names is GLM_NORMS or f"{inner}layers.0.{names[1]}.weight" in folder.tensors
+    )
     parts = {
         "embed": table(f"{inner}embed_tokens"),
         "layers.*.attention_norm": norm(f"{layer}input_layernorm"),

@@ -228,6 +228,31 @@ def _ernie4_5(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return replace(plain, biases=biases, rope_neighbours=True)
 
 
+def _granite(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    attention = fields.get("attention_multiplier", float, plain.head_width**-0.5)
+    logits = fields.get("logits_scaling", float)
+    if min(attention, logits) <= 0:
+        raise UserError(
+            f"{fields.where}: attention_multiplier={attention} and logits_scaling={logits} must be above 0"
+        )
+    return replace(
+        _llama(fields, plain),
+        embedding_scale=fields.get("embedding_multiplier", float),
+        scaled_items=True,
+        residual_scale=fields.get("residual_multiplier", float),
+        attention_scale=attention,
+        logit_scale=1 / logits,
+    )
+
+
+def _hyperclovax(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    return replace(
+        _granite(fields, plain),
+        post_norms=fields.get("use_post_norm", bool),
+        logit_scale=fields.get("logits_scaling", float),
+    )
+
+
 def _internlm2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return replace(plain, biases=_attention_biases(fields, "bias"))
 
@@ -305,10 +330,24 @@ def _cohere(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 def _cohere2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     period = fields.size("sliding_window_pattern", 4)
-    plain = _cohere(fields, _all_but_every(fields, plain, period))
-    return replace(
-        plain, unrotated=tuple(i for i in range(plain.layers) if i not in plain.windowed)
-    )
+    return _without_rope(_cohere(fields, _all_but_every(fields, plain, period)))
+
+
+def _exaone4(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    plain = replace(plain, qk_norm="head", pre_norms=False, post_norms=True)
+    if fields.get("sliding_window", int, 0) == 0:
+        fields.allow_only("layer_types", ["full_attention"] * plain.layers)
+        return plain
+    # Published configs say the pattern by letters, beside the types of the layers, which alone are read.
+    named = bool(fields.get("layer_types", list[str], []))
+    period = 1 if named else fields.size("sliding_window_pattern")
+    return _without_rope(_all_but_every(fields, plain, period))
+
+
+def _without_rope(plain: DecoderConfig) -> DecoderConfig:
+    """Take RoPE from the layers without a window."""
+    unrotated = tuple(i for i in range(plain.layers) if i not in plain.windowed)
+    return replace(plain, unrotated=unrotated)
 
 
 def _late_windows(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
@@ -350,6 +389,8 @@ FAMILIES = {
     "glm4_moe": Family(_glm4_moe, partial_rope=True),
     "mixtral": Family(_mixtral),
     "llama": Family(_llama),
+    "granite": Family(_granite),
+    "hyperclovax": Family(_hyperclovax),
     "mistral": Family(_mistral),
     "ministral3": Family(_mistral, growing=True),
     "ernie4_5": Family(_ernie4_5),
@@ -358,6 +399,7 @@ FAMILIES = {
     "glm4": Family(_glm4, partial_rope=True),
     "cohere": Family(_cohere, norm_eps="layer_norm_eps"),
     "cohere2": Family(_cohere2, norm_eps="layer_norm_eps"),
+    "exaone4": Family(_exaone4),
     "gemma": Family(_gemma),
     "gemma2": Family(_gemma2, activation="hidden_activation"),
     "gemma3_text": Family(_gemma3, activation="hidden_activation", local_rope=True),

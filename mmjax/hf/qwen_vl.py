@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, dense and with experts: what their configs say, where tensors lie."""
+"""Qwen2-VL to Qwen3.5, EXAONE 4.5 and HyperCLOVA X: what their configs say, where their tensors lie."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from mmjax.hf.decoders import decoder_of, tables_are_tied
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import (
     Layout,
+    LeafTensors,
     TensorNames,
     below,
     convolution,
@@ -40,7 +41,11 @@ NAME = "vision"  # of the encoder
 EPS = 1e-6  # of all norms of the vision tower, written in no config
 # What the tensors of a vision tower begin with, new and old; of Qwen2.5-Omni, whole, inside its
 # thinker.
-VISION_FIRST = ("model.visual.", "visual.", "thinker.model.visual.", "thinker.visual.")
+VISION_FIRST = (
+    *("model.visual.", "visual.", "thinker.model.visual.", "thinker.visual."),
+    "model.vision_model.",
+)
+PROJECTORS = ("model.vision_projector", "model.projector")  # of HyperCLOVA X
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Family:
     """A family of checkpoints."""
 
     decoder: str  # the text decoder that its LLM is
-    sections: tuple[int, ...]
+    sections: tuple[int, ...]  # (): tokens of images have positions as text has
     interleaved: bool
     # of the text's fields, those that the class takes otherwise than a config says
     fixed: Mapping[str, Any]
@@ -56,6 +61,7 @@ class Family:
     mean: tuple[float, ...]  # of its image processor
     std: tuple[float, ...]
     videos: Qwen2Video | Qwen3Video  # where a folder has no video processor
+    projector: bool = False  # a matrix makes the LLM's tokens of what the merger makes
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -70,7 +76,8 @@ def read_family(folder: HfFolder, fields: Fields, family: Family) -> ModelConfig
     """The same of a config of this family."""
     vision = _renamed(fields.inner("vision_config"))
     llm = _llm(fields, family)
-    if (outputs := vision.size("out_hidden_size")) != llm.width:
+    outputs = vision.size("out_hidden_size")
+    if not family.projector and outputs != llm.width:
         raise UserError(
             f"{vision.where}: out_hidden_size={outputs}, but the text's hidden_size is {llm.width}"
         )
@@ -78,7 +85,11 @@ def read_family(folder: HfFolder, fields: Fields, family: Family) -> ModelConfig
     width = vision.size("hidden_size")
     # The MLP of the patch merger has the width of what is merged.
     connector = ConnectorConfig(
-        merge=merge, mlp_width=merge**2 * width, norm_eps=EPS, activation="gelu"
+        merge=merge,
+        mlp_width=merge**2 * width,
+        norm_eps=EPS,
+        activation="gelu",
+        output_width=outputs if family.projector else 0,
     )
     tower = VisionConfig(
         attention="auto",
@@ -126,8 +137,12 @@ def _renamed(vision: Fields) -> Fields:
 
 def _llm(fields: Fields, family: Family) -> DecoderConfig:
     text = fields.inner("text_config")
+    if not family.sections:  # whose class takes a text of any kind
+        text.allow_only("model_type", family.decoder)
     text = replace(text, values={**text.values, **family.fixed, "model_type": family.decoder})
     llm = decoder_of(text, tables_are_tied(fields))
+    if not family.sections:
+        return replace(llm, rope_sections=(), rope_interleaved=False)
     return in_sections(llm, text.where, family.sections, family.interleaved)
 
 
@@ -186,6 +201,15 @@ def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
     )
 
 
+def _exaone4_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
+    return replace(_qwen2_5(vision, plain), kv_heads=vision.size("num_key_value_heads"))
+
+
+def _hyperclovax(vision: Fields, plain: VisionConfig) -> VisionConfig:
+    vision.allow_only("model_type", "qwen2_5_vl_vision")
+    return _qwen2_5(vision, plain)
+
+
 def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
     places = vision.size("num_position_embeddings")
     deep = vision.get("deepstack_visual_indexes", list[int], [])
@@ -235,6 +259,12 @@ FAMILIES = {
     ),
 }
 FAMILIES["qwen2_vl"] = replace(FAMILIES["qwen2_5_vl"], tower=_qwen2)
+FAMILIES["exaone4_5"] = replace(
+    FAMILIES["qwen2_5_vl"], decoder="exaone4", sections=(), tower=_exaone4_5
+)
+FAMILIES["hyperclovax_vision_v2"] = replace(
+    FAMILIES["exaone4_5"], decoder="hyperclovax", tower=_hyperclovax, projector=True
+)
 FAMILIES["qwen3_5"] = replace(
     FAMILIES["qwen3_vl"], decoder="qwen3_5_text", sections=(11, 11, 10), fixed={}, tower=_qwen3_5
 )
@@ -282,11 +312,17 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
             continue
         fused = f"{first}blocks.0.attn.qkv.weight" in folder.tensors
         merger = _merger_parts(mergers, f"{first}merger.ln_q.weight" in folder.tensors)
-        parts |= {name: _vision_parts(first, config, fused), f"{name}.connector": merger}
+        projector = tuple(p for p in PROJECTORS if f"{p}.weight" in folder.tensors)
+        if projector:
+            merger["output"] = linear(projector[0])
+        parts |= {
+            name: _vision_parts(first, config, fused),
+            f"{name}.connector": TensorNames(merger),
+        }
         tower = tuple(
             key for key in folder.tensors if key.startswith(first) and not key.startswith(mergers)
         )
-        prefixes |= {name: tower, f"{name}.connector": mergers}
+        prefixes |= {name: tower, f"{name}.connector": (*mergers, *projector)}
         # The checkpoint has mergers for all of its own deepstack layers, the model perhaps for
         # fewer.
         thinker = folder.config.get("thinker_config", folder.config)  # of an Omni model
@@ -311,17 +347,19 @@ def _vision_parts(first: str, config: VisionConfig, fused: bool) -> TensorNames:
     }
     thirds = {name: linear(f"{layer}.attn.{name[0]}") for name in QKV}  # of Qwen2.5-Omni
     if fused:
-        thirds = fused_parts(linear(f"{layer}.attn.qkv"), **dict.fromkeys(QKV, config.width))
+        keys = config.key_heads * config.head_width
+        widths = {"query": config.width, "key": keys, "value": keys}
+        thirds = fused_parts(linear(f"{layer}.attn.qkv"), **widths)
     parts |= below(ATTENTION, thirds) | linears("layers.*.mlp", f"{layer}.mlp", **mlp)
     return TensorNames(parts)
 
 
-def _merger_parts(mergers: tuple[str, str], numbered: bool) -> TensorNames:
+def _merger_parts(mergers: tuple[str, str], numbered: bool) -> dict[str, LeafTensors]:
     """Locate a patch merger, and those of a deepstack. numbered: the layers of their MLPs have no names (Qwen2-VL)."""
     names = ("ln_q", "mlp.0", "mlp.2") if numbered else ("norm", "linear_fc1", "linear_fc2")
-    parts = {}
+    parts: dict[str, LeafTensors] = {}
     for ours, first in (("", mergers[0]), ("deeper.*.", f"{mergers[1]}*.")):
         parts[f"{ours}norm"] = norm(f"{first}{names[0]}")
         parts[f"{ours}mlp.up"] = linear(f"{first}{names[1]}")
         parts[f"{ours}mlp.down"] = linear(f"{first}{names[2]}")
-    return TensorNames(parts)
+    return parts

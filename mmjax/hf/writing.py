@@ -27,7 +27,9 @@ MOVED = {
     "model.vision_tower.": "model.vision_tower.",
     "model.multi_modal_projector.": "model.multi_modal_projector.",
     "model.audio_tower.": "model.audio_tower.",
-    "model.projector.": "model.projector.",
+    "model.vision_model.": "model.vision_model.",
+    "model.vision_projector": "model.projector",
+    "model.projector": "model.projector",
     "mlp_AR.": "model.projector.",  # PaddleOCR-VL's
     "model.": "model.language_model.",
 }

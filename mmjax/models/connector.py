@@ -66,14 +66,15 @@ class Connector(nnx.Module):
             Linear(features, features, ("mlp", "embed"), rngs) if c.projection else None
         )
         self.projection_norm = LayerNorm(features, TORCH_EPS) if c.projection else None
+        made = c.output_width or outputs
         make_mlp = partial(
-            MLP, features, hidden, outputs, c.activation, rngs, gated=c.gated, biases=c.biases
+            MLP, features, hidden, made, c.activation, rngs, gated=c.gated, biases=c.biases
         )
         self.mlp = make_mlp() if hidden else None
         bias = "down" in c.biases
-        self.linear = (
-            None if hidden else Linear(features, outputs, ("mlp", "embed"), rngs, bias=bias)
-        )
+        self.linear = None if hidden else Linear(features, made, ("mlp", "embed"), rngs, bias=bias)
+        last = partial(Linear, made, outputs, ("mlp", "embed"), rngs, bias=True)
+        self.output = last() if c.output_width else None
         table_axes = axes if c.position_grid else ()
         self.positions = nnx.Dict(
             {AXES[axis]: PositionTable(c.position_grid, outputs, rngs) for axis in table_axes}
@@ -116,6 +117,7 @@ class Connector(nnx.Module):
             else ACTIVATIONS["gelu"](self.projection_norm(self.projection(x)))
         )
         x = self.linear(x) if self.mlp is None else self.mlp(x)
+        x = x if self.output is None else self.output(x)
         # The first member of a group is its top left one, which an image that reaches into the
         # group always has: patch (y, x) = (6, 4) is of the token (3, 2).
         corner = coordinates[:, :: self.group] // self.merge

@@ -179,7 +179,9 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         attention_gate=c.attention_gate,
         delta_net=delta_net if kind.has_delta_net else None,
         experts=partial(Experts, c.experts, c.width, c.activation) if kind.has_experts else None,
+        pre_norms=c.pre_norms,
         post_norms=c.post_norms,
+        residual_scale=c.residual_scale,
         parallel_mlp=c.parallel_mlp,
         scoring=Scoring(c.attention_scale, c.attention_cap),
         rope_neighbours=c.rope_neighbours,
@@ -215,13 +217,19 @@ class Decoder(nnx.Module):
         self.dtype = dtype
 
     def embedded(self, token: Int[Array, "r t"]) -> Float[Array, "r t d"]:
+        c = self.config
+        x = self.embed.embed(token, self.dtype)
         # Gemma's sqrt(width), rounded to the activations' precision as in HF.
-        return scaled(self.embed.embed(token, self.dtype), self.config.embedding_scale)
+        return x if c.scaled_items else scaled(x, c.embedding_scale)
 
     def positioned(
         self, x: Float[Array, "r t d"], position: Int[Array, "r t *n"]
     ) -> Float[Array, "r t d"]:
-        """Add learned positions, where the decoder has them, to tokens at these places of their samples."""
+        """Add learned positions, where the decoder has them, to tokens at these places of their samples.
+
+        With `scaled_items` they are multiplied first, those of images and clips among them.
+        """
+        x = scaled(x, self.config.embedding_scale) if self.config.scaled_items else x
         return (
             x
             if self.positions is None

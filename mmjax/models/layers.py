@@ -277,6 +277,7 @@ class LayerConfig:
     post_norms: bool = False  # of the outputs of attention and MLP
     parallel_mlp: bool = False  # the MLP reads what attention reads
     layer_scale: bool = False  # learned per-channel scales of the same outputs
+    residual_scale: float = 1.0  # that the same outputs are multiplied by
     scoring: Scoring = DEFAULT_SCORING
     window: int = 0  # tokens of a closed window that layers of its tower attend in, at most
     rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 together
@@ -411,6 +412,7 @@ class TransformerLayer(nnx.Module):
         self.mlp = None if b.experts else mlp(rngs)
         self.experts = b.experts and b.experts(rngs)
         self.mlp_after = _post_module(b)
+        self.residual_scale = b.residual_scale
 
     def __call__(
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
@@ -421,7 +423,7 @@ class TransformerLayer(nnx.Module):
         attn_out, layer_cache = mixer(mixer_in, context, past)
         if self.attention_after is not None:
             attn_out = self.attention_after(attn_out)
-        x = x + drop(attn_out, context.dropout, ATTENTION)
+        x = x + self._scaled(drop(attn_out, context.dropout, ATTENTION))
         if self.parallel_mlp:
             mlp_in = mixer_in
         else:
@@ -435,7 +437,14 @@ class TransformerLayer(nnx.Module):
             mlp_out, routing = self.experts(mlp_in, context.mask.sample >= 0)
         if self.mlp_after is not None:
             mlp_out = self.mlp_after(mlp_out)
-        return LayerOutput(x + drop(mlp_out, context.dropout, MLP_SITE), layer_cache, routing)
+        x = x + self._scaled(drop(mlp_out, context.dropout, MLP_SITE))
+        return LayerOutput(x, layer_cache, routing)
+
+    def _scaled(self, out: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        """Multiply by the residual's scale, which is not rounded to the precision of the activations."""
+        if self.residual_scale == 1:
+            return out
+        return (out.astype(jnp.float32) * self.residual_scale).astype(out.dtype)
 
 
 NORMS: dict[str, Callable[..., nnx.Module]] = {
@@ -460,7 +469,7 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
     return LayerConfig(
         width=c.width,
         heads=c.heads,
-        kv_heads=c.heads,
+        kv_heads=c.key_heads,
         head_width=c.head_width,
         mlp_width=c.mlp_width,
         backend=c.attention,

@@ -314,7 +314,11 @@ class VisionEncoder(nnx.Module):
                 window_mask=context.mask._replace(span=window, sees=jnp.zeros_like(window))
             )
         context = context.planned(
-            c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype, self.window
+            c.attention,
+            c.head_width,
+            (c.heads, c.key_heads),
+            self.dtype,
+            self.window,
         )
         if isinstance(c.positions, LearnedGrid | FractionalGrid):
             return context

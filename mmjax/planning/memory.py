@@ -335,7 +335,7 @@ def token_bytes(model: ModelConfig, name: str, batch: DeviceBatch, activation: i
     numbers = (
         2 * model.llm.width + module.merged_positions * module.width + (2 + c.gated) * c.mlp_width
     )
-    numbers += (1 + 3 * c.projection) * c.merger_width
+    numbers += (1 + 3 * c.projection) * c.merger_width + c.output_width
     return row_work(model, batch.shape)[name].tokens * connector_mlps(module) * numbers * activation
 
 

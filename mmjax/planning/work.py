@@ -49,7 +49,7 @@ def layer_sizes(config: Tower) -> LayerSizes:
         return LayerSizes(
             width=c.width,
             queries=c.width,
-            keys=c.width,
+            keys=c.key_heads * c.width / c.heads,
             heads=c.heads,
             mlp=c.mlp_width,
             gated=c.gated,

@@ -166,7 +166,7 @@ def describe_attention(config: Config, layout: RankLayout) -> str:
             continue
         is_encoder = name in config.model.encoders
         window = encoder_layer_config(tower).window if is_encoder else 0
-        heads = (tower.heads, getattr(tower, "kv_heads", tower.heads))
+        heads = (tower.heads, tower.key_heads)
         kernel = describe_kernel(tower.head_width, length, heads, dtype, window)
         backends.append(
             f"{name}: {kernel if chosen_backend(tower.attention) == 'flash' else tower.attention}"

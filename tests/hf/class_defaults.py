@@ -49,7 +49,19 @@ WHOLE = (
         "mistral",
         "phi3",
     ),
-    *("glm4", "gemma", "gemma2", "gemma3_text", "opt", "gpt2", "cohere", "cohere2"),
+    *(
+        "glm4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "opt",
+        "gpt2",
+        "cohere",
+        "cohere2",
+        "exaone4",
+        "granite",
+        "hyperclovax",
+    ),
     *(
         "llava",
         "vipllava",
@@ -82,6 +94,8 @@ WHOLE = (
         "cohere2_vision",
         "qwen2_vl",
         "qwen2_5_vl",
+        "exaone4_5",
+        "hyperclovax_vision_v2",
         "qwen3_vl",
         "qwen3_vl_moe",
         "qwen3_5",
@@ -311,8 +325,12 @@ def _default(field: Field) -> Any:
 
 
 def _takes_null(made: type, name: str) -> bool:
+    own = {}
+    if made is transformers.Exaone4Config and name.startswith("sliding_window"):
+        # Without a window a config says the types of its layers.
+        own["layer_types"] = ["full_attention"] * made().num_hidden_layers
     try:
-        made(**{name: None})
+        made(**own, **{name: None})
     except Exception:  # of any kind: a validator's, or of the arithmetic with it
         return False
     return True

@@ -41,6 +41,9 @@ DECODERS = {
     "glm4_moe": transformers.Glm4MoeConfig,
     "cohere": transformers.CohereConfig,
     "cohere2": transformers.Cohere2Config,
+    "exaone4": transformers.Exaone4Config,
+    "granite": transformers.GraniteConfig,
+    "hyperclovax": transformers.HyperCLOVAXConfig,
     "opt": transformers.OPTConfig,
     "gpt2": transformers.GPT2Config,
     "ernie4_5": transformers.Ernie4_5Config,
@@ -147,6 +150,10 @@ def decoder(
         given["use_bias"] = pick(rng, False, True)
     if family in ("cohere", "cohere2"):
         given |= cohere_fields(rng, family, given)
+    if family in ("granite", "hyperclovax"):
+        given |= multipliers(rng, family)
+    if family == "exaone4":
+        given |= exaone4_fields(rng)
     if family == "gemma3":
         near = {"rope_type": "default", "rope_theta": pick(rng, 100.0, 1e4)}
         given["rope_parameters"] = {
@@ -281,6 +288,36 @@ def cohere_fields(rng: np.random.Generator, family: str, given: Fields) -> Field
         {},
     )
     return fields | windows | {"num_hidden_layers": layers, "sliding_window": pick(rng, 3, 6)}
+
+
+def multipliers(rng: np.random.Generator, family: str) -> Fields:
+    """Granite's multipliers, and HyperCLOVA X's norms of outputs."""
+    fields = {
+        "embedding_multiplier": pick(rng, 1.0, 3.0, 12.0),
+        "residual_multiplier": pick(rng, 1.0, 0.22, 1.4),
+        "attention_multiplier": pick(rng, 0.0625, 0.3, 1.0),
+        "logits_scaling": pick(rng, 0.125, 1.0, 8.0),
+        "attention_bias": pick(rng, False, True),
+        "mlp_bias": pick(rng, False, True),
+    }
+    if family == "granite":
+        return fields
+    if rng.integers(2):
+        del fields["attention_multiplier"]
+    return fields | {"use_post_norm": pick(rng, False, True)}
+
+
+def exaone4_fields(rng: np.random.Generator) -> Fields:
+    """EXAONE 4's layers: with windows and RoPE, or without either; all without windows have RoPE."""
+    layers = between(rng, 1, 6)
+    letters = {"sliding_window_pattern": "LLLG"}
+    windows = pick(
+        rng,
+        {"layer_types": layer_types(rng, layers)} | letters,
+        {"sliding_window_pattern": between(rng, 1, 4)},
+        {"sliding_window": None, "layer_types": ["full_attention"] * layers},
+    )
+    return {"num_hidden_layers": layers, "sliding_window": pick(rng, 3, 6), **windows}
 
 
 def late_windows(rng: np.random.Generator, layers: int) -> Fields:
@@ -730,6 +767,38 @@ def qwen2_5_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrain
     }
     return transformers.Qwen2_5_VLConfig(
         text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
+    )
+
+
+def exaone4_5(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """EXAONE 4.5: Qwen2.5-VL's tower with grouped queries, and plain positions of the tokens of images."""
+    vl = qwen2_5_vl(rng)
+    text = decoder(rng, "exaone4").to_dict()
+    vision = {
+        name: value
+        for name, value in vl.vision_config.to_dict().items()
+        if name not in ("model_type", "rope_parameters", "tokens_per_second")
+    }
+    heads = vision["num_heads"] * pick(rng, 1, 2)
+    vision |= {
+        "num_heads": heads,
+        "hidden_size": heads * 4 * between(rng, 2, 4),
+        "num_key_value_heads": pick(rng, *(n for n in (1, 2, 3, 6) if heads % n == 0)),
+        "out_hidden_size": text["hidden_size"],
+    }
+    return transformers.Exaone4_5_Config(
+        text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
+    )
+
+
+def hyperclovax(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """HyperCLOVA X Think: Qwen2.5-VL's tower, whose merger's outputs are as wide as they like."""
+    vision = qwen2_5_vl(rng).vision_config.to_dict() | {"out_hidden_size": between(rng, 10, 40)}
+    return transformers.HyperCLOVAXVisionV2Config(
+        text_config=decoder(rng, "hyperclovax").to_dict(),
+        vision_config=vision,
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
     )
 
 

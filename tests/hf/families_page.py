@@ -40,6 +40,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     # The tower's default width in transformers is not the text's.
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
+    "exaone4_5": {"vision_config": {"out_hidden_size": 4096}},
     **{kind: {"vision_config": {"out_hidden_size": 4096}} for kind in ("qwen3_vl", "qwen3_5")},
     "qwen2_5_omni": {"thinker_config": {"text_config": {}, "vision_config": {}}},
     "qwen3_asr": {"audio_config": {"output_dim": 4096}, "text_config": {}},

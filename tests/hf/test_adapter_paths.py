@@ -92,7 +92,8 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     **{name: lambda name=name: drawn.cohere_vision(rng(), name, image_token_id=5)
        for name in ("aya_vision", "cohere2_vision")},
     **{name: lambda name=name: getattr(drawn, name)(rng())
-       for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe")},
+       for name in ("qwen2_vl", "qwen2_5_vl", "exaone4_5", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe")},
+    "hyperclovax_vision_v2": lambda: drawn.hyperclovax(rng()),
     **{f"{name}_thinker": lambda name=name: OMNI[name].draw(rng()) for name in OMNI},
     **{name: lambda name=name: OMNI[name].whole[1](thinker_config=OMNI[name].draw(rng()).to_dict(),
                                                    enable_audio_output=False) for name in OMNI},

@@ -76,6 +76,9 @@ YARN = {
     "glm4_moe-1",
     "cohere-0",
     "cohere2-0",
+    "exaone4-0",
+    "granite-0",
+    "hyperclovax-1",
     "opt-0",
     "gpt2-0",
     "ernie4_5-0",
@@ -395,6 +398,11 @@ def test_what_qwen3_5_does_not_support_is_refused_by_field(tmp_path, change, mes
             transformers.MixtralConfig,
             {"num_experts_per_tok": 9},
             r"num_experts_per_tok=9 is not between 1 and",
+        ),
+        (
+            transformers.GraniteConfig,
+            {"logits_scaling": 0.0},
+            r"attention_multiplier=1.0 and logits_scaling=0.0 must be above 0",
         ),
         (
             transformers.CohereConfig,

@@ -138,6 +138,11 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
             transformers.Cohere2Config,
             {"sliding_window": 6, "sliding_window_pattern": 2, "eos_token_id": 2},
         ),
+        (transformers.Exaone4Config, {"sliding_window": 6, "sliding_window_pattern": 2}),
+        (
+            transformers.HyperCLOVAXConfig,
+            {"residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+        ),
     ],
     ids=[
         "gemma2",
@@ -149,6 +154,8 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         "gpt2",
         "gemma3",
         "cohere2",
+        "exaone4",
+        "hyperclovax",
     ],
 )
 def test_a_decoder_writes_what_it_writes_there_beyond_its_windows_too(kind, own, tmp_path):

@@ -203,10 +203,17 @@ def inputs_of(model, folder):
             "input_ids": ids,
             "pixel_values": made["pixel_values"].float(),
             "image_grid_thw": made["image_grid_thw"],
-            "mm_token_type_ids": (ids == IMAGE).int(),
+            **types_of(model, ids),
         }
 
     return inputs
+
+
+def types_of(model, ids):
+    """What tells a model which tokens are an image's, where its positions depend on that."""
+    if model.config.model_type in ("exaone4_5", "hyperclovax_vision_v2"):
+        return {}
+    return {"mm_token_type_ids": (ids == IMAGE).int()}
 
 
 def theirs(inputs):
@@ -226,6 +233,9 @@ def check_positions(model, batch, samples, inputs):
     for number, parts in enumerate(samples):
         given = inputs(parts)
         here = batch.text.position[0][batch.text.owner[0] == number]
+        if here.ndim == 1:  # as text has them
+            np.testing.assert_array_equal(here, np.arange(len(here)))
+            continue
         types = (given["input_ids"] == IMAGE).int()
         there, _ = model.model.get_rope_index(
             given["input_ids"], mm_token_type_ids=types, image_grid_thw=given.get("image_grid_thw")
@@ -236,6 +246,11 @@ def check_positions(model, batch, samples, inputs):
 WHOLE = {
     "qwen2_vl": (drawn.qwen2_vl, transformers.Qwen2VLForConditionalGeneration),
     "qwen2_5_vl": (drawn.qwen2_5_vl, transformers.Qwen2_5_VLForConditionalGeneration),
+    "exaone4_5": (drawn.exaone4_5, transformers.Exaone4_5_ForConditionalGeneration),
+    "hyperclovax_vision_v2": (
+        drawn.hyperclovax,
+        transformers.HyperCLOVAXVisionV2ForConditionalGeneration,
+    ),
     "qwen3_vl": (drawn.qwen3_vl, transformers.Qwen3VLForConditionalGeneration),
     "qwen3_5": (drawn.qwen3_5, transformers.Qwen3_5ForConditionalGeneration),
     "qwen3_vl_moe": (drawn.qwen3_vl_moe, transformers.Qwen3VLMoeForConditionalGeneration),
@@ -244,7 +259,13 @@ WHOLE = {
 
 
 @pytest.mark.default_cases(
-    "qwen2_vl-0", "qwen2_5_vl-0", "qwen3_vl-0", "qwen3_5-0", "qwen3_vl_moe-0"
+    "qwen2_vl-0",
+    "qwen2_5_vl-0",
+    "exaone4_5-1",
+    "hyperclovax_vision_v2-0",
+    "qwen3_vl-0",
+    "qwen3_5-0",
+    "qwen3_vl_moe-0",
 )
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", WHOLE)
@@ -255,6 +276,18 @@ def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
     )
     model.save_pretrained(tmp_path)
     check(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "part"), [("exaone4_5", "text"), ("hyperclovax_vision_v2", "vision")]
+)
+def test_a_part_of_another_kind_is_refused(family, part, tmp_path):
+    draw, _ = WHOLE[family]
+    saved = draw(np.random.default_rng(0), image_token_id=IMAGE, video_token_id=VIDEO).to_dict()
+    saved[f"{part}_config"]["model_type"] = {"text": "qwen3", "vision": "qwen2_vl_vision"}[part]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(UserError, match=f"{part}_config: model_type=.* is not supported"):
+        from_hf(tmp_path)
 
 
 # A delta net's outputs are normed, tiny ones too, so rounding may decide where they point: in ten

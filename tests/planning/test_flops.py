@@ -238,6 +238,14 @@ def parallel(model: ModelConfig) -> ModelConfig:
     return replace(model, llm=replace(llm, parallel_mlp=True, unrotated=(llm.layers - 1,)))
 
 
+def normed_outputs(model: ModelConfig) -> ModelConfig:
+    """Its LLM's norms are of outputs, two heads of its vision encoder share keys, whose connector ends in a matrix."""
+    vision = replace(model.encoders["vision"], heads=4, width=32, kv_heads=2)
+    vision = replace(vision, connector=replace(vision.connector, output_width=20))
+    llm = replace(model.llm, pre_norms=False, post_norms=True)
+    return replace(model, llm=llm, encoders=model.encoders | {"vision": vision})
+
+
 def features(model: ModelConfig) -> ModelConfig:
     """Its connector of images reads two of three layers."""
     read = {"layers": 3, "feature_layers": (2, 0), "head_norm": False}
@@ -248,8 +256,8 @@ def features(model: ModelConfig) -> ModelConfig:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "kind",
-    [lambda model: model, pooled, without_norms, untied, parallel, features],
-    ids=["merged", "pooled", "no norms", "untied", "parallel", "features"],
+    [lambda model: model, pooled, without_norms, untied, parallel, normed_outputs, features],
+    ids=["merged", "pooled", "no norms", "untied", "parallel", "normed outputs", "features"],
 )
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda f: "+".join(sorted(f)) or "nothing")
 def test_needed_is_every_matrix_product_of_the_traced_gradient_where_nothing_is_padded(

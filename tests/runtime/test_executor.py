@@ -394,6 +394,24 @@ def test_parallel_mlps_and_layers_without_rope_have_the_gradients_of_one_program
     assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path, "auto")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "units", ["tensor parallel", "tokens of encoders divided", "all in stages"]
+)
+def test_norms_of_outputs_and_grouped_keys_of_encoders_have_the_gradients_of_one_program(
+    units, tmp_path
+):
+    config = config_of(units)
+    vision = config.model.encoders["vision"]
+    grouped = replace(vision, heads=4, width=4 * vision.width, kv_heads=2)
+    grouped = replace(grouped, connector=replace(vision.connector, output_width=20))
+    scaled = {"residual_scale": 0.3, "embedding_scale": 3.0, "scaled_items": True}
+    llm = replace(config.model.llm, pre_norms=False, post_norms=True, **scaled)
+    encoders = config.model.encoders | {"vision": grouped}
+    changed = replace(config.model, llm=llm, encoders=encoders)
+    assert_same_gradients(replace(config, model=changed), tmp_path, "auto")
+
+
 @pytest.mark.default_cases("all in stages")
 @pytest.mark.parametrize("units", ["all in stages", "tokens of encoders divided", "unequal ranks"])
 def test_connectors_that_read_several_layers_have_the_gradients_of_one_program(units, tmp_path):

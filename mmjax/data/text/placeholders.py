@@ -60,7 +60,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 }
             case "glm46v":
                 return {"image": Placeholder(named.get("image_token", "<|image|>"))}
-            case "qwen2vl" | "qwen25vl":
+            case "qwen2vl" | "qwen25vl" | "exaone45" | "hyperclovaxvisionv2":
                 video = Placeholder(named.get("video_token", "<|video_pad|>"))
                 return {
                     "image": Placeholder(named.get("image_token", "<|image_pad|>")),
