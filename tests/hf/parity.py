@@ -377,6 +377,18 @@ def stored_parameter(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]
     ).reshape(shape)
 
 
+def adamw_there(model: torch.nn.Module) -> torch.optim.AdamW:
+    """Make the optimizer there; as here, decay falls on matrices alone."""
+    groups = [
+        {
+            "params": [p for p in model.parameters() if (p.ndim > 1) == matrices],
+            "weight_decay": 0.1 * matrices,
+        }
+        for matrices in (True, False)
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+
+
 def corrections(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return what routers add to experts' scores when they choose."""
     return [x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]

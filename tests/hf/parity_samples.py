@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from parity import (
     Params,
+    adamw_there,
     compare_gradients,
     forget_longer_texts,
     loaded,
@@ -362,15 +363,7 @@ def check_ten_steps(
     made = packed(config, samples)
     text = made.text
     batch = executor.put(made)
-    # As here, decay falls on matrices alone.
-    groups = [
-        {
-            "params": [p for p in model.parameters() if (p.ndim > 1) == matrices],
-            "weight_decay": 0.1 * matrices,
-        }
-        for matrices in (True, False)
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = adamw_there(model)
     losses = []
     for step in range(10):
         hyper = hyperparameters(run, step)

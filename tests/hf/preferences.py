@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from llava_folder import COLOURS, save_checkpoint, save_questions
+from parity import adamw_there
 from PIL import Image
 from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
@@ -103,14 +104,7 @@ def torch_steps(
     config: Config,
 ) -> list[tuple[float, float]]:
     """Losses and gradient norms of as many updates there; decay falls on matrices alone."""
-    groups = [
-        {
-            "params": [p for p in model.parameters() if (p.ndim > 1) == matrices],
-            "weight_decay": 0.1 * matrices,
-        }
-        for matrices in (True, False)
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = adamw_there(model)
     told = []
     for step, loss_of in enumerate(losses):
         optimizer.zero_grad()
