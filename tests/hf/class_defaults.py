@@ -80,6 +80,7 @@ WHOLE = (
         "janus",
         "paddleocr_vl",
         "video_llama_3",
+        "minicpmv4_6",
         "ernie4_5",
         "lighton_ocr",
         "shieldgemma2",

@@ -64,5 +64,5 @@ def before_encoder(config: ImagePreparation) -> BeforeEncoder:
 
 def sample_video(encoder: VisionConfig, header: VideoHeader) -> SampledVideo:
     """Choose the frames of a video and their size, from its header. Raises BadMedia for a video without any."""
-    token_side = encoder.patch * encoder.connector.merge  # in pixels
+    token_side = encoder.patch * encoder.token_side  # in pixels
     return preparation(encoder.videos).sample(encoder.videos, header, encoder.frames, token_side)
