@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mmjax.config import ConnectorConfig, ModelConfig
+from mmjax.config import AsIs, ConnectorConfig, ModelConfig, Slices
 from mmjax.errors import UserError
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, linears, norm
@@ -36,7 +36,30 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         )
     merged = fields.get("downsample_mode", str) == "16x"
     tower = replace(tower, merge_after=layer + 1 if merged else 0)
-    return ModelConfig(llm, {"vision": with_images(folder, tower)})
+    tower = with_images(folder, tower)
+    # there is no processor: its defaults
+    how = tower.images
+    if isinstance(how, AsIs):
+        how = Slices(unit=tower.patch * tower.token_side, begin="{image}")
+    if isinstance(how, Slices):
+        how = replace(how, **_texts(folder, bool(how.begin)))
+    return ModelConfig(llm, {"vision": replace(tower, images=how)})
+
+
+def _texts(folder: HfFolder, numbered: bool) -> dict[str, str]:
+    """Read what the processor writes around images and slices; the tokenizer names it. numbered: images are."""
+    names = {"begin": "image_start", "end": "image_end"}
+    names |= {"slice_begin": "slice_start", "slice_end": "slice_end"}
+    defaults = ("<image>", "</image>", "<slice>", "</slice>")
+    texts = {
+        ours: folder.special_token(f"{name}_token", default)
+        for (ours, name), default in zip(names.items(), defaults, strict=True)
+    }
+    if numbered:
+        begin = folder.special_token("image_id_start_token", "<image_id>")
+        end = folder.special_token("image_id_end_token", "</image_id>")
+        texts["begin"] = f"{begin}{{image}}{end}{texts['begin']}"
+    return texts
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:

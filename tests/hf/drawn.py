@@ -971,7 +971,7 @@ def video_llama_3(
 
 
 def minicpmv(
-    rng: np.random.Generator, vocab: int = 97, **tokens: int
+    rng: np.random.Generator, vocab: int = 97, **own: Any
 ) -> transformers.PreTrainedConfig:
     """MiniCPM-V 4.6: a SigLIP with a merger behind one of its layers, around a Qwen3.5 or another text."""
     text = (
@@ -989,14 +989,14 @@ def minicpmv(
         "hidden_act": pick(rng, *ACTIVATIONS),
         "layer_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
     }
-    return transformers.MiniCPMV4_6Config(
-        text_config=text,
-        vision_config=vision,
-        insert_layer_id=between(rng, 0, layers - 1),
-        downsample_mode=pick(rng, "16x", "16x", "16x", "4x"),
-        tie_word_embeddings=text.tie_word_embeddings,
-        **tokens,
-    )
+    given = {
+        "text_config": text,
+        "vision_config": vision,
+        "insert_layer_id": between(rng, 0, layers - 1),
+        "downsample_mode": pick(rng, "16x", "16x", "16x", "4x"),
+        "tie_word_embeddings": text.tie_word_embeddings,
+    }
+    return transformers.MiniCPMV4_6Config(**given | own)
 
 
 def audio_tower(rng: np.random.Generator) -> Fields:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import drawn
 import numpy as np
 import pytest
 import torch
 import transformers
-from parity_samples import check_samples, is_text
-from test_qwen_vl import IMAGE, VIDEO, random_whole, samples_of, theirs
+from parity_samples import check_samples, check_ten_steps, is_text
+from test_qwen_vl import GRIDS, IMAGE, SMOOTH, VIDEO, random_whole, samples_of, theirs
 
+from mmjax.config import Slices
+from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 
 
@@ -62,3 +66,54 @@ def test_a_whole_model_is_what_transformers_makes_of_it(seed, tmp_path):
     model = made(seed, tmp_path)
     samples = samples_of(unit_of(tmp_path))
     check_samples(model, tmp_path, samples, theirs(inputs_of(model, tmp_path)))
+
+
+@pytest.mark.exhaustive
+def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
+    rng = np.random.default_rng(0)
+    text = drawn.decoder(rng, "qwen3_5_text", **SMOOTH, tie_word_embeddings=True)
+    model = made(1, tmp_path, text_config=text, downsample_mode="16x")
+    unit = unit_of(tmp_path)
+    samples = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
+    check_ten_steps(model, tmp_path, samples, theirs(inputs_of(model, tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("part", "own", "message"),
+    [
+        ("", {"merger_times": 2}, "merger_times=2 is not supported; known: 1"),
+        ("", {"merge_kernel_size": [4, 1]}, "merge_kernel_size=.* is not supported"),
+        ("", {"downsample_mode": "64x"}, "downsample_mode='64x' is not supported"),
+        ("", {"insert_layer_id": 9}, "insert_layer_id=9 is none of the tower's . layers"),
+        ("vision_config", {"window_kernel_size": [4, 4]}, "window_kernel_size=.* is not supported"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(part, own, message, tmp_path):
+    config = drawn.minicpmv(np.random.default_rng(0)).to_dict()
+    (config[part] if part else config).update(own)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"do_resize": False}, "do_resize=False.*set it to true"),
+        ({"downsample_mode": "64x"}, "downsample_mode='64x': known are 16x, 4x"),
+        ({"downsample_mode": "4x"}, "multiples of 12 pixels, the tower has tokens of 24"),
+    ],
+)
+def test_other_processors_are_refused(own, message, tmp_path):
+    config = drawn.minicpmv(np.random.default_rng(0)).to_dict()
+    config["vision_config"]["patch_size"] = 6
+    config["downsample_mode"] = "16x"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = {"image_processor_type": "MiniCPMV4_6ImageProcessor", "patch_size": 6}
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(said))
+    texts = ("<image_id>{image}</image_id><image>", "</image>", "<slice>", "</slice>")
+    assert from_hf(tmp_path).encoders["vision"].images == Slices(24, 448, 9, *texts)
+    path.write_text(json.dumps(said | own))
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)
