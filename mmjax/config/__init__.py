@@ -72,6 +72,7 @@ from mmjax.config.images import (
     ImagePreparation,
     PanAndScan,
     PixtralResize,
+    Slices,
     SmartResize,
     SplitTiles,
 )

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import test_any_res
 import test_glm4v
+import test_minicpm
 import test_paddleocr
 import test_pixtral
 import test_qwen_vl
@@ -278,6 +279,14 @@ def test_video_llama_writes_what_it_writes_there_after_images_of_several_sizes(t
     unit = 2 * model.config.vision_config.patch_size
     prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
     check(model, tmp_path, prompts, test_video_llama.inputs_of(model, tmp_path))
+
+
+@pytest.mark.exhaustive
+def test_minicpm_writes_what_it_writes_there_after_images_of_several_sizes(tmp_path):
+    model = test_minicpm.made(3, tmp_path)
+    unit = test_minicpm.unit_of(tmp_path)
+    prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
+    check(model, tmp_path, prompts, test_minicpm.inputs_of(model, tmp_path))
 
 
 def glm(family, seed):
