@@ -144,6 +144,14 @@ class ExpertsConfig:
     chosen_groups: PositiveInt = 1
     scale: PositiveFloat = 1.0  # of the weights of a token's experts
     shared_gate: bool = True  # before the expert that sees every token
+    biases: bool = False  # of the router and of the experts' matrices
+    # gpt-oss: gates are cut off above it, and what they multiply on both sides, to which 1 is added; 0:
+    # neither is
+    limit: NonNegativeFloat = 0.0
+    # of the sigmoid in the silu of such gates
+    slope: PositiveFloat = 1.0
+    # what a token's weight of an expert multiplies: what comes out of it, or what goes into it
+    weighted: Literal["outputs", "inputs"] = "outputs"
 
     def check(self, where: str) -> None:
         check(
@@ -153,6 +161,10 @@ class ExpertsConfig:
         check(
             self.per_token <= self.count,
             f"{where}.per_token={self.per_token} is more than count={self.count}; choose at most that",
+        )
+        check(
+            not self.biases or self.weighted == "outputs",
+            f"{where}.weighted=inputs: experts whose inputs are weighed have no biases; use biases=false",
         )
         divides(where, self.count, "count", self.groups, "groups")
         chosen, groups = self.chosen_groups, self.groups
@@ -263,6 +275,8 @@ class DecoderConfig(TowerFacts):
     # that the outputs of attention and MLP are multiplied by, before they are added
     residual_scale: float = 1.0
     scaled_items: bool = False  # embedding_scale multiplies the tokens of images and clips too
+    # attention's softmax has a learned score of each head beside those of the keys (gpt-oss)
+    sinks: bool = False
 
     @property
     def window_inputs(self) -> int:

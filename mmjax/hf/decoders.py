@@ -161,6 +161,24 @@ def _mixtral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return replace(_everywhere(fields, plain), experts=experts)
 
 
+def _gpt_oss(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    experts = _experts(
+        fields,
+        layers=tuple(range(plain.layers)),
+        width=plain.mlp_width,
+        biases=True,
+        limit=fields.get("swiglu_limit", float),
+        slope=fields.get("swiglu_alpha", float),
+    )
+    return replace(
+        _all_but_every(fields, plain, period=2),
+        activation="silu",  # whatever `hidden_act` says
+        biases=_attention_biases(fields),
+        sinks=True,
+        experts=experts,
+    )
+
+
 def _glm4_moe(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     shared = fields.get("n_shared_experts", int)
     width = fields.size("moe_intermediate_size")
@@ -387,6 +405,7 @@ FAMILIES = {
     "qwen3_moe": Family(_qwen3_moe),
     "qwen3_5_moe_text": Family(_qwen3_5_moe, partial_rope=True),
     "glm4_moe": Family(_glm4_moe, partial_rope=True),
+    "gpt_oss": Family(_gpt_oss),
     "mixtral": Family(_mixtral),
     "llama": Family(_llama),
     "granite": Family(_granite),

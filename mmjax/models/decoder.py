@@ -186,6 +186,7 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         scoring=Scoring(c.attention_scale, c.attention_cap),
         rope_neighbours=c.rope_neighbours,
         has_rope=kind.has_rope,
+        sinks=c.sinks,
     )
 
 

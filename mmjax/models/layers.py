@@ -282,6 +282,7 @@ class LayerConfig:
     window: int = 0  # tokens of a closed window that layers of its tower attend in, at most
     rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 together
     has_rope: bool = True  # where the context has rotary positions
+    sinks: bool = False  # a score of each head that attention's softmax has beside the keys'
 
 
 class SelfAttention(nnx.Module):
@@ -315,6 +316,7 @@ class SelfAttention(nnx.Module):
         self.window = b.window
         self.rope_neighbours = b.rope_neighbours
         self.has_rope = b.has_rope
+        self.sinks = nnx.Param(jnp.zeros(b.heads), axes=("heads",)) if b.sinks else None
 
     def __call__(
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
@@ -336,11 +338,12 @@ class SelfAttention(nnx.Module):
             k = rotate(k, context.rotation, self.rope_neighbours)
             if context.rotation.growth is not None:
                 q = q * context.rotation.growth[:, :, None, None].astype(q.dtype)
+        sinks = None if self.sinks is None else self.sinks[...]
         if past is None:
             heads = self.heads, self.kv_heads
             max_block = block_limit(self.backend, self.window, x.shape[1], heads, q.dtype)
             attn_out = attention(
-                q, k, v, context.mask, self.backend, self.scoring, context.plan, max_block
+                q, k, v, context.mask, self.backend, self.scoring, context.plan, max_block, sinks
             )
         else:
             # One token is no block of queries, so the backend does not matter: all scores at once.
@@ -348,7 +351,9 @@ class SelfAttention(nnx.Module):
             # them into the cache.
             keys = jax.lax.dynamic_update_slice_in_dim(past.cache.key, k, past.column, axis=1)
             values = jax.lax.dynamic_update_slice_in_dim(past.cache.value, v, past.column, axis=1)
-            attn_out = dense_attention(q, keys, values, context.mask, past.mask, self.scoring)
+            attn_out = dense_attention(
+                q, keys, values, context.mask, past.mask, self.scoring, sinks
+            )
 
         # With the last product, whose operand is made again from the gate and from attention's
         # output.

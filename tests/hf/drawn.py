@@ -34,6 +34,7 @@ DECODERS = {
     "gemma2": transformers.Gemma2Config,
     "gemma3": transformers.Gemma3TextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "gpt_oss": transformers.GptOssConfig,
     "mixtral": transformers.MixtralConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
@@ -50,7 +51,7 @@ DECODERS = {
 }
 NOT_IN_LLAVA = (
     *("ministral3", "qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "glm4_moe"),
-    *("opt", "gpt2", "ernie4_5"),
+    *("opt", "gpt2", "ernie4_5", "gpt_oss"),
 )
 # as the text of any vision tower
 IN_LLAVA = [name for name in DECODERS if name not in NOT_IN_LLAVA]
@@ -136,6 +137,8 @@ def decoder(
         given |= late_windows(rng, given["num_hidden_layers"])
     if family in ("mixtral", "qwen3_moe"):
         given |= expert_fields(rng, family, given["num_hidden_layers"])
+    if family == "gpt_oss":
+        given |= gpt_oss_fields(rng, given["num_hidden_layers"])
     if family == "phi3":
         given |= phi3_fields(rng, given)
     if family in ("glm4", "glm4_moe"):
@@ -238,6 +241,21 @@ def expert_fields(rng: np.random.Generator, family: str, layers: int) -> Fields:
         "norm_topk_prob": pick(rng, False, True),
     }
     return experts | windows | sparse | width | {"num_experts": count}
+
+
+def gpt_oss_fields(rng: np.random.Generator, layers: int) -> Fields:
+    """gpt-oss's experts, whose gates are cut off, and its windows: in turns, or by name."""
+    windows = pick(rng, {}, {"layer_types": layer_types(rng, layers)})
+    count = between(rng, 2, 6)
+    return windows | {
+        "num_local_experts": count,
+        "num_experts_per_tok": between(rng, 1, count),
+        "swiglu_limit": pick(rng, 0.1, 7.0),
+        "swiglu_alpha": pick(rng, 1.0, 1.702),
+        "sliding_window": pick(rng, 3, 6),
+        "attention_bias": pick(rng, False, True),
+        "pad_token_id": 0,
+    }
 
 
 def grouped_experts(rng: np.random.Generator, layers: int) -> Fields:

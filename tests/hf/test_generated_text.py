@@ -113,7 +113,9 @@ LOCAL = ["sliding_attention", "sliding_attention", "full_attention"]
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
-@pytest.mark.default_cases("gemma2", "llama longrope", "llama dynamic", "opt", "gemma3", "cohere2")
+@pytest.mark.default_cases(
+    "gemma2", "llama longrope", "llama dynamic", "opt", "gemma3", "cohere2", "gpt_oss"
+)
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
@@ -140,6 +142,10 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         ),
         (transformers.Exaone4Config, {"sliding_window": 6, "sliding_window_pattern": 2}),
         (
+            transformers.GptOssConfig,
+            {"head_dim": 12, "sliding_window": 6, "num_local_experts": 3, "num_experts_per_tok": 2},
+        ),
+        (
             transformers.HyperCLOVAXConfig,
             {"residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
         ),
@@ -155,6 +161,7 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         "gemma3",
         "cohere2",
         "exaone4",
+        "gpt_oss",
         "hyperclovax",
     ],
 )

@@ -246,6 +246,11 @@ def normed_outputs(model: ModelConfig) -> ModelConfig:
     return replace(model, llm=llm, encoders=model.encoders | {"vision": vision})
 
 
+def sunk(model: ModelConfig) -> ModelConfig:
+    """Its LLM's attention has sinks."""
+    return replace(model, llm=replace(model.llm, sinks=True))
+
+
 def features(model: ModelConfig) -> ModelConfig:
     """Its connector of images reads two of three layers."""
     read = {"layers": 3, "feature_layers": (2, 0), "head_norm": False}
