@@ -158,6 +158,7 @@ class SmartResize(ImageKind):
         "Glm4vImageProcessor",
         "Glm46VImageProcessor",
         "PaddleOCRVLImageProcessor",
+        "VideoLlama3ImageProcessor",
     )
 
     def check(self, where: str) -> None:
@@ -169,7 +170,8 @@ class SmartResize(ImageKind):
             whole = "images that are not whole merge windows cannot be patched"
             raise fields.refused("do_resize", f"{whole}; set it to true")
         widened = fields.name == "PaddleOCRVLImageProcessor"
-        if widened and fields.count("temporal_patch_size") != 1:
+        still = widened or fields.name == "VideoLlama3ImageProcessor"
+        if still and fields.count("temporal_patch_size") != 1:
             raise fields.refused("temporal_patch_size", "its tower takes still images; set it to 1")
         return cls(
             patch=fields.count("patch_size"),

@@ -16,6 +16,7 @@ from mmjax.config import (
     LearnedGrid,
     ModelConfig,
     PixtralResize,
+    RotaryGrid,
     StretchedGrid,
     VisionConfig,
 )
@@ -176,6 +177,16 @@ def _paddleocr(fields: Fields) -> VisionConfig:
     side = fields.size("image_size") // plain.patch
     theta = axial_theta(fields, plain.width // plain.heads)
     return replace(plain, positions=StretchedGrid(side, theta, filter="bilinear_edges"))
+
+
+def _video_llama_3(fields: Fields) -> VisionConfig:
+    # Its images are of any size, and its class has no field for one.
+    plain = _siglip(
+        replace(
+            fields, values={"image_size": fields.get("patch_size", (int, list)), **fields.values}
+        )
+    )
+    return replace(plain, positions=RotaryGrid(axial_theta(fields, plain.head_width)))
 
 
 def _idefics3(fields: Fields) -> VisionConfig:
@@ -368,6 +379,7 @@ TOWERS_BY_KIND = {
         clip_parts,
         (*POOLING_HEAD, "embeddings.packing_position_embedding.weight"),
     ),
+    "video_llama_3_vision": Tower(_video_llama_3, "embeddings.patch_embedding.weight", clip_parts),
     **dict.fromkeys(
         ("idefics3_vision", "smolvlm_vision"),
         Tower(_idefics3, "embeddings.position_embedding.weight", clip_parts),

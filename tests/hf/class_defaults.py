@@ -80,6 +80,7 @@ WHOLE = (
         "deepseek_vl",
         "janus",
         "paddleocr_vl",
+        "video_llama_3",
         "ernie4_5",
         "lighton_ocr",
         "shieldgemma2",
@@ -127,6 +128,7 @@ IMAGES = {  # by the folder of their model
     "deepseek_vl": ("DeepseekVLImageProcessor",),
     "janus": ("JanusImageProcessor",),
     "paddleocr_vl": ("PaddleOCRVLImageProcessor",),
+    "video_llama_3": ("VideoLlama3ImageProcessor",),
     "cohere2_vision": ("Cohere2VisionImageProcessor",),
 }
 # processors of texts and images whose own fields are read

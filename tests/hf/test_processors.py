@@ -37,6 +37,9 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import (
+    VideoLlama3ImageProcessorPil,
+)
 
 from mmjax.config import DynamicTiles, FixedSize, SmartResize, WhisperMel
 from mmjax.data.media.image_transforms import prepare_image
@@ -121,6 +124,10 @@ PROCESSORS = {
     "PaddleOCRVLImageProcessor": (
         PaddleOCRVLImageProcessorPil,
         {"size": {"shortest_edge": 2048, "longest_edge": 90_000}},
+    ),
+    "VideoLlama3ImageProcessor": (
+        VideoLlama3ImageProcessorPil,
+        {"size": {"shortest_edge": 1024, "longest_edge": 9000}, "merge_size": 2},
     ),
     "Gemma3ImageProcessor": (Gemma3ImageProcessorPil, {"size": {"height": 40, "width": 40}}),
     "GotOcr2ImageProcessor": (
