@@ -20,6 +20,7 @@ from mmjax.hf.layout import (
     norm,
     table,
 )
+from mmjax.hf.lfm2 import lfm2_parts
 from mmjax.hf.names import ATTENTION, GATED_MLP, PROJECTIONS
 
 BODIES = (
@@ -107,6 +108,8 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
         return gpt.gpt_parts(config, folder, inner, output)
     if f"{inner}tok_embeddings.weight" in folder.tensors:
         return internlm2_parts(config, inner, output)
+    if f"{inner}embedding_norm.weight" in folder.tensors:
+        return lfm2_parts(config, inner, output)
     layer = f"{inner}layers.*."
     # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2 and 3, where it
     # comes after attention.

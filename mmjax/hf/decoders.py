@@ -7,7 +7,7 @@ from typing import Any
 
 from mmjax.config import Biased, DecoderConfig, DeltaNetConfig, ExpertsConfig
 from mmjax.errors import UserError
-from mmjax.hf import gpt
+from mmjax.hf import gpt, lfm2
 from mmjax.hf.class_defaults import class_rule
 from mmjax.hf.folder import Fields
 from mmjax.hf.names import ACTIVATIONS, QKV
@@ -61,7 +61,7 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
         rope_interleaved=rope.interleaved,
         window_rope_theta=rope.window_theta,
         norm_eps=fields.get(family.norm_eps, float),
-        activation=fields.choice(family.activation, ACTIVATIONS),
+        activation=fields.choice(family.activation, ACTIVATIONS) if family.activation else "silu",
         tied=fields.get("tie_word_embeddings", bool) if tied is None else tied,
     )
     if rope.growth:
@@ -410,6 +410,7 @@ FAMILIES = {
     "llama": Family(_llama),
     "granite": Family(_granite),
     "hyperclovax": Family(_hyperclovax),
+    "lfm2": Family(lfm2.adapt, activation="", norm_eps="norm_eps"),
     "mistral": Family(_mistral),
     "ministral3": Family(_mistral, growing=True),
     "ernie4_5": Family(_ernie4_5),

@@ -272,6 +272,7 @@ class LayerConfig:
     attention_gate: bool = False  # beside the queries of each head
     # makes what takes the place of attention
     delta_net: Callable[[nnx.Rngs], nnx.Module] | None = None
+    convolution: Callable[[nnx.Rngs], nnx.Module] | None = None  # the same
     experts: Callable[[nnx.Rngs], nnx.Module] | None = None  # makes what takes the place of the MLP
     pre_norms: bool = True  # of the inputs of attention and MLP
     post_norms: bool = False  # of the outputs of attention and MLP
@@ -398,7 +399,7 @@ class LayerOutput(NamedTuple):
 
 
 class TransformerLayer(nnx.Module):
-    """Attention or a gated delta net, then an MLP or experts, each between its norms added to the residual stream.
+    """Attention, a delta net or a convolution, then an MLP or experts, each between its norms added to the stream.
 
     The MLP or the experts read the stream behind attention, or what attention reads (`parallel_mlp`).
     """
@@ -406,8 +407,10 @@ class TransformerLayer(nnx.Module):
     def __init__(self, block: LayerConfig, rngs: nnx.Rngs):
         b = block
         self.attention_norm = b.norm(b.width) if b.pre_norms else None
-        self.attention = None if b.delta_net else SelfAttention(b, rngs)
+        other = b.delta_net or b.convolution
+        self.attention = None if other else SelfAttention(b, rngs)
         self.delta_net = b.delta_net and b.delta_net(rngs)
+        self.convolution = b.convolution and b.convolution(rngs)
         self.attention_after = _post_module(b)
         self.parallel_mlp = b.parallel_mlp
         self.mlp_norm = b.norm(b.width) if b.pre_norms and not b.parallel_mlp else None
@@ -423,7 +426,7 @@ class TransformerLayer(nnx.Module):
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
     ) -> LayerOutput:
         """Apply the layer, on the cache of `past` if given; return the tokens' cache entries too."""
-        mixer = self.attention if self.delta_net is None else self.delta_net
+        mixer = self.attention or self.delta_net or self.convolution
         mixer_in = x if self.attention_norm is None else self.attention_norm(x)
         attn_out, layer_cache = mixer(mixer_in, context, past)
         if self.attention_after is not None:

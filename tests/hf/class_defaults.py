@@ -62,6 +62,7 @@ WHOLE = (
         "granite",
         "hyperclovax",
         "gpt_oss",
+        "lfm2",
     ),
     *(
         "llava",

@@ -115,7 +115,7 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
 @pytest.mark.default_cases(
-    "gemma2", "llama longrope", "llama dynamic", "opt", "gemma3", "cohere2", "gpt_oss"
+    "gemma2", "llama longrope", "llama dynamic", "opt", "gemma3", "cohere2", "gpt_oss", "lfm2"
 )
 @pytest.mark.parametrize(
     ("kind", "own"),
@@ -143,6 +143,10 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         ),
         (transformers.Exaone4Config, {"sliding_window": 6, "sliding_window_pattern": 2}),
         (
+            transformers.Lfm2Config,
+            {"full_attn_idxs": [1], "conv_bias": True, "pad_token_id": 0, "conv_L_cache": 4},
+        ),
+        (
             transformers.GptOssConfig,
             {"head_dim": 12, "sliding_window": 6, "num_local_experts": 3, "num_experts_per_tok": 2},
         ),
@@ -162,6 +166,7 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         "gemma3",
         "cohere2",
         "exaone4",
+        "lfm2",
         "gpt_oss",
         "hyperclovax",
     ],

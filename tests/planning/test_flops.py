@@ -18,6 +18,7 @@ from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import (
     AudioConfig,
     ConnectorConfig,
+    ConvolutionConfig,
     DecoderConfig,
     DeltaNetConfig,
     ExpertsConfig,
@@ -246,9 +247,10 @@ def normed_outputs(model: ModelConfig) -> ModelConfig:
     return replace(model, llm=llm, encoders=model.encoders | {"vision": vision})
 
 
-def sunk(model: ModelConfig) -> ModelConfig:
-    """Its LLM's attention has sinks."""
-    return replace(model, llm=replace(model.llm, sinks=True))
+def convolved(model: ModelConfig) -> ModelConfig:
+    """Its LLM has a convolution in place of attention in its last layer, and sinks in the others."""
+    convolution = ConvolutionConfig((model.llm.layers - 1,))
+    return replace(model, llm=replace(model.llm, sinks=True, convolution=convolution))
 
 
 def features(model: ModelConfig) -> ModelConfig:
@@ -261,8 +263,14 @@ def features(model: ModelConfig) -> ModelConfig:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "kind",
-    [lambda model: model, pooled, without_norms, untied, parallel, normed_outputs, features],
-    ids=["merged", "pooled", "no norms", "untied", "parallel", "normed outputs", "features"],
+    [
+        *(lambda model: model, pooled, without_norms, untied, parallel, normed_outputs, features),
+        convolved,
+    ],
+    ids=[
+        *("merged", "pooled", "no norms", "untied", "parallel", "normed outputs", "features"),
+        "convolved",
+    ],
 )
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda f: "+".join(sorted(f)) or "nothing")
 def test_needed_is_every_matrix_product_of_the_traced_gradient_where_nothing_is_padded(
