@@ -73,6 +73,7 @@ from mmjax.config.images import (
     ImagePreparation,
     PanAndScan,
     PixtralResize,
+    Slices,
     SmartResize,
     SplitTiles,
 )

@@ -98,7 +98,8 @@ def _periods(kinds: Sequence[Hashable]) -> list[tuple[int, int, int]]:
 class LayerStacks(nnx.Module):
     """A tower's layers, in stacks. `make(i, rngs)` builds a layer like layer i, a `TransformerLayer`.
 
-    windowed: indices of the layers that attend under the context's `window_mask`.
+    windowed: indices of the layers that attend under the context's `window_mask`. merge_after:
+    layers whose last one merges positions; 0: none does.
     """
 
     def __init__(
@@ -107,10 +108,12 @@ class LayerStacks(nnx.Module):
         plan: tuple[LayerStack, ...],
         rngs: nnx.Rngs,
         windowed: tuple[int, ...] = (),
+        merge_after: int = 0,
     ):
         key = rngs.params()
         self.plan = plan
         self.windowed = windowed
+        self.merge_after = merge_after
         # Gradient accumulators of scanned stacks by name, as `seed_accumulators` wants them; set by
         # `models.model`.
         self.accumulators: dict[str, Any] = nnx.data({})
@@ -131,7 +134,7 @@ class LayerStacks(nnx.Module):
         start: int = 0,
         stop: int | None = None,
         add: Sequence[Float[Array, "b t d"]] = (),
-    ) -> Float[Array, "b t d"]:
+    ) -> Float[Array, "b s d"]:
         """Apply layers `start` to `stop` (default: all), adding `add[n]` to the output of layer `start + n`.
 
         Raises ValueError where `start` and `stop` are not borders of stacks, or `add` reaches into
@@ -178,8 +181,10 @@ class LayerStacks(nnx.Module):
                     for name in run.parts
                     if self.accumulators.get(name)
                 }
+                merged = 0 < self.merge_after <= run.start
+                of_run = context.behind_merger() if merged else context._replace(merged=None)
                 x, layer_cache, sums, routings = apply_stack(
-                    stored, run, x, context, self.windowed, with_kv, past, sums
+                    stored, run, x, of_run, self.windowed, with_kv, past, sums
                 )
                 self.accumulators.update(sums)
                 self.routings.extend(routings)
@@ -211,7 +216,7 @@ class LayerStacks(nnx.Module):
         layers: Sequence[int],
         start: int = 0,
         stop: int | None = None,
-    ) -> list[Float[Array, "b t d"]]:
+    ) -> list[Float[Array, "b s d"]]:
         """Apply layers `start` to `stop`; return the outputs of `layers` (ascending), then that of the last layer.
 
         Raises ValueError where these are not the last layers of stacks.

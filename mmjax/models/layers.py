@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import MaskSpec
 from mmjax.config import Activation, AudioConfig, Biased, VisionConfig
+from mmjax.config.towers import INNER_MERGE
 from mmjax.kernels.window_attention import MixedPlan, WindowPlan, plan_windows
 from mmjax.models.attention import (
     Backend,
@@ -50,6 +51,14 @@ class Context(NamedTuple):
     # int32 [B, T] of layers that read tokens in order, where samples may have branches:
     # `token_paths.paths_of`
     path: Array | None = None
+    # of the layers behind a merger inside the tower; dropped there as before it
+    merged: Context | None = None
+
+    def behind_merger(self) -> Context:
+        """Return the context of the layers behind a merger, whose positions are dropped as the first that each has."""
+        merged = INNER_MERGE**2
+        dropout = self.dropout and self.dropout._replace(key=self.dropout.key[:, ::merged])
+        return self.merged._replace(dropout=dropout)
 
     def planned(
         self,
@@ -274,6 +283,9 @@ class LayerConfig:
     delta_net: Callable[[nnx.Rngs], nnx.Module] | None = None
     convolution: Callable[[nnx.Rngs], nnx.Module] | None = None  # the same
     experts: Callable[[nnx.Rngs], nnx.Module] | None = None  # makes what takes the place of the MLP
+    merger: Callable[[nnx.Rngs], nnx.Module] | None = (
+        None  # makes what merges its output's positions
+    )
     pre_norms: bool = True  # of the inputs of attention and MLP
     post_norms: bool = False  # of the outputs of attention and MLP
     parallel_mlp: bool = False  # the MLP reads what attention reads
@@ -421,6 +433,7 @@ class TransformerLayer(nnx.Module):
         self.experts = b.experts and b.experts(rngs)
         self.mlp_after = _post_module(b)
         self.residual_scale = b.residual_scale
+        self.merger = b.merger and b.merger(rngs)
 
     def __call__(
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
@@ -446,6 +459,8 @@ class TransformerLayer(nnx.Module):
         if self.mlp_after is not None:
             mlp_out = self.mlp_after(mlp_out)
         x = x + self._scaled(drop(mlp_out, context.dropout, MLP_SITE))
+        if self.merger is not None:
+            x = self.merger(x, context.mask)
         return LayerOutput(x, layer_cache, routing)
 
     def _scaled(self, out: Float[Array, "b t d"]) -> Float[Array, "b t d"]:

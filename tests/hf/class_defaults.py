@@ -82,6 +82,7 @@ WHOLE = (
         "janus",
         "paddleocr_vl",
         "video_llama_3",
+        "minicpmv4_6",
         "ernie4_5",
         "lighton_ocr",
         "shieldgemma2",
@@ -130,6 +131,7 @@ IMAGES = {  # by the folder of their model
     "janus": ("JanusImageProcessor",),
     "paddleocr_vl": ("PaddleOCRVLImageProcessor",),
     "video_llama_3": ("VideoLlama3ImageProcessor",),
+    "minicpmv4_6": ("MiniCPMV4_6ImageProcessor",),
     "cohere2_vision": ("Cohere2VisionImageProcessor",),
 }
 # processors of texts and images whose own fields are read
