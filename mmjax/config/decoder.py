@@ -132,6 +132,18 @@ class ConvolutionConfig:
         )
 
 
+@dataclass(frozen=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention (MLA): keys and values of all heads are made of a latent, and positions are apart.
+
+    RoPE turns the last `rotary_width` channels of a head's query, and a key of as many that all heads share.
+    """
+
+    key_rank: PositiveInt  # channels of the latent of keys and values
+    value_width: PositiveInt  # channels per head of values
+    query_rank: NonNegativeInt = 0  # channels of a latent of queries; 0: there is none
+
+
 # times what an even router gives a device: what it takes at once; the rest takes another turn
 EXPERT_ROOM = 1.25
 
@@ -155,7 +167,7 @@ class ExpertsConfig:
     # a number for each expert is added to its score when experts are chosen; it is not trained
     correction: bool = False
     groups: PositiveInt = 1  # of consecutive experts
-    # that a token's experts are of: those with the largest sums of their two best scores
+    # that a token's experts are of: those with the largest sums of their best scores
     chosen_groups: PositiveInt = 1
     scale: PositiveFloat = 1.0  # of the weights of a token's experts
     shared_gate: bool = True  # before the expert that sees every token
@@ -165,8 +177,7 @@ class ExpertsConfig:
     limit: NonNegativeFloat = 0.0
     # of the sigmoid in the silu of such gates
     slope: PositiveFloat = 1.0
-    # what a token's weight of an expert multiplies: what comes out of it, or what goes into it
-    weighted: Literal["outputs", "inputs"] = "outputs"
+    group_best: PositiveInt = 2  # scores of a group that are added up when groups are chosen
 
     def check(self, where: str) -> None:
         check(
@@ -177,17 +188,18 @@ class ExpertsConfig:
             self.per_token <= self.count,
             f"{where}.per_token={self.per_token} is more than count={self.count}; choose at most that",
         )
-        check(
-            not self.biases or self.weighted == "outputs",
-            f"{where}.weighted=inputs: experts whose inputs are weighed have no biases; use biases=false",
-        )
         divides(where, self.count, "count", self.groups, "groups")
         chosen, groups = self.chosen_groups, self.groups
         reach = chosen * (self.count // groups)
         check(
             groups == 1
-            or (chosen <= groups and self.per_token <= reach and self.count >= 2 * groups),
-            f"{where}.chosen_groups={chosen} of groups={groups} have {reach} experts; a group needs 2 at least, and "
+            or (
+                chosen <= groups
+                and self.per_token <= reach
+                and self.count >= self.group_best * groups
+            ),
+            f"{where}.chosen_groups={chosen} of groups={groups} have {reach} experts; a group needs "
+            f"group_best={self.group_best} at least, and "
             f"per_token={self.per_token} as many as the chosen have",
         )
 
@@ -295,6 +307,8 @@ class DecoderConfig(TowerFacts):
     sinks: bool = False
     # in place of attention in some layers; none: there is none
     convolution: ConvolutionConfig | None = None
+    # multi-head latent attention in place of grouped-query attention
+    latent: LatentAttentionConfig | None = None
 
     @property
     def window_inputs(self) -> int:
@@ -310,6 +324,11 @@ class DecoderConfig(TowerFacts):
     def rotary_pairs(self) -> int:
         """Return the channel pairs of a head that RoPE turns."""
         return (self.rotary_width or self.head_width) // 2
+
+    @property
+    def value_width(self) -> int:
+        """Return the channels of a head's values."""
+        return self.latent.value_width if self.latent else self.head_width
 
     @property
     def delta_layers(self) -> tuple[bool, ...]:
@@ -375,6 +394,27 @@ class DecoderConfig(TowerFacts):
             f"{where}.biases has {listed(biased)}, and all layers have experts, whose matrices have none; leave it out",
         )
         check_windows(where, self)
+        if self.latent:
+            self._check_latent(where, self.latent)
+
+    def _check_latent(self, where: str, latent: LatentAttentionConfig) -> None:
+        heads, keys = self.heads, self.kv_heads
+        check(
+            keys == heads,
+            f"{where}.kv_heads={keys}: latent attention makes keys of each of heads={heads}; use as many",
+        )
+        values, width = latent.value_width, self.head_width
+        check(
+            values <= width,
+            f"{where}.latent.value_width={values} is more than head_width={width}; use at most that",
+        )
+        check(
+            self.qk_norm == "none"
+            and not self.attention_gate
+            and not self.sinks
+            and "value" not in self.biases,
+            f"{where}.latent: latent attention has no qk_norm, attention_gate, sinks or bias of values; leave them out",
+        )
 
     def _check_learned_positions(self, where: str) -> None:
         positions, first = self.learned_positions, self.first_position

@@ -173,19 +173,20 @@ def _tiles(
 def attention(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t m h"],
-    v: Float[Array, "b t m h"],
+    v: Float[Array, "b t m w"],
     mask: MaskSpec,
     backend: Backend,
     scoring: Scoring = DEFAULT_SCORING,
     plan: Plan | None = None,
     max_block: int = MAX_BLOCK,
     sinks: Float[Array, " n"] | None = None,
-) -> Float[Array, "b t n h"]:
+) -> Float[Array, "b t n w"]:
     """Compute self-attention of `n` query heads over `m` key-value heads (n a multiple of m).
 
     A query that may attend nothing gets 0. plan: that of `plan_attention` for the same dtype and
     `max_block`, else it is made here. `flash` runs as a kernel on GPUs, on Hopper as one of its
-    own, and interpreted elsewhere. Where keys arrive over the context axis, `dense` is `blockwise`.
+    own, and interpreted elsewhere, with values padded to the width of keys, which they do not exceed. Where keys
+    arrive over the context axis, `dense` is `blockwise`.
     sinks: a score of each head that takes part in the softmax, and has no value.
     Raises ValueError for an unknown backend, and where m does not divide n.
     """
@@ -198,6 +199,10 @@ def attention(
         raise ValueError(f"{heads[0]} query heads are no multiple of {heads[1]} key-value heads")
     form = _context_form(q.shape[1], heads)
     flash = chosen_backend(backend) == "flash"
+    if flash and (extra := k.shape[3] - v.shape[3]):
+        padded = jnp.pad(v, [(0, 0)] * 3 + [(0, extra)])
+        out = attention(q, k, padded, mask, backend, scoring, plan, max_block, sinks)
+        return out[..., :-extra]
     if plan is None and (flash or form == "gather"):
         plan = plan_attention(mask, backend, q.shape[3], heads, q.dtype, max_block)
     if flash:
@@ -207,10 +212,10 @@ def attention(
     # Five ways: keys arrive over the context axis; the kernel of windows, alone or in turns with one
     # by lists; the Hopper kernel; the Triton kernel; XLA operations. All but the first run on whole
     # rows, perhaps with part of the heads ("heads").
-    extra = () if sinks is None else (sinks,)
+    of_heads = () if sinks is None else (sinks,)
     kernel = _flash_kernel(scores, plan) if flash else _blockwise_kernel(max_block, scoring)
     if form == "gather":
-        return _per_device(partial(_attend_in_pieces, kernel), q, k, v, plan, *extra)
+        return _per_device(partial(_attend_in_pieces, kernel), q, k, v, plan, *of_heads)
     if sinks is not None and backend != "dense":
         function = partial(_attend_with_sinks, kernel)
         tokens = plan if flash else mask
@@ -233,9 +238,9 @@ def attention(
         function, tokens = partial(_dense_rows, scoring=scoring), mask
         # Plain products over whole rows: the partitioner shards them by itself.
         if form is None:
-            return function(q, k, v, tokens, *extra)
+            return function(q, k, v, tokens, *of_heads)
     function = partial(attend_by_heads, function) if form else function
-    return _per_device(function, q, k, v, tokens, *extra)
+    return _per_device(function, q, k, v, tokens, *of_heads)
 
 
 def _attend_in_pieces(

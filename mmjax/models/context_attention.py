@@ -170,11 +170,11 @@ def _slices(attended: Bool[Array, "b h x"], size: int) -> Slices:
 def attend_in_pieces(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t m h"],
-    v: Float[Array, "b t m h"],
+    v: Float[Array, "b t m w"],
     plan: ContextPlan,
     kernel: Kernel,
     sinks: Float[Array, " n"] | None = None,
-) -> Float[Array, "b t n h"]:
+) -> Float[Array, "b t n w"]:
     """Attend from the device's tokens to the whole row, its keys and values arriving piece by piece.
 
     A plan of one piece is of a device that has whole rows. sinks: a score of each head that takes
@@ -188,10 +188,10 @@ def attend_by_heads(
     function: Callable[..., Array],
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t m h"],
-    v: Float[Array, "b t m h"],
+    v: Float[Array, "b t m w"],
     mask: Any,
     *sinks: Float[Array, " n"],
-) -> Float[Array, "b t n h"]:
+) -> Float[Array, "b t n w"]:
     """Call `function(q, k, v, mask, *sinks)` with some of the heads and all tokens of the row; mask: of all tokens."""
     # Over c devices, [B, T / c, N, H] -> [B, T, N / c, H] and back.
     exchange = partial(lax.all_to_all, axis_name=CONTEXT, tiled=True)

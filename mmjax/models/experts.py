@@ -135,9 +135,6 @@ class ExpertMLP(NamedTuple):
         """Compute the hidden layer of copies of tokens in float32, in proportion to their shares."""
         c = self.config
         gated, raised = gated.astype(jnp.float32), raised.astype(jnp.float32)
-        if c.weighted == "inputs":
-            # Matrices without biases give as many times the output of as many times the input.
-            gated, raised, share = gated * share, raised * share, 1.0
         if c.limit:
             gated = jnp.minimum(gated, c.limit)
             raised = jnp.clip(raised, -c.limit, c.limit) + 1

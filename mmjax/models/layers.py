@@ -279,6 +279,8 @@ class LayerConfig:
     # of the concatenated queries, or keys, of all heads
     width_norm: Callable[[int], nnx.Module] | None = None
     attention_gate: bool = False  # beside the queries of each head
+    # makes attention of another kind of a layer's config
+    attention: Callable[[LayerConfig, nnx.Rngs], nnx.Module] | None = None
     # makes what takes the place of attention
     delta_net: Callable[[nnx.Rngs], nnx.Module] | None = None
     convolution: Callable[[nnx.Rngs], nnx.Module] | None = None  # the same
@@ -420,7 +422,7 @@ class TransformerLayer(nnx.Module):
         b = block
         self.attention_norm = b.norm(b.width) if b.pre_norms else None
         other = b.delta_net or b.convolution
-        self.attention = None if other else SelfAttention(b, rngs)
+        self.attention = None if other else (b.attention or SelfAttention)(b, rngs)
         self.delta_net = b.delta_net and b.delta_net(rngs)
         self.convolution = b.convolution and b.convolution(rngs)
         self.attention_after = _post_module(b)
