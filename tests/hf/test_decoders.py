@@ -70,6 +70,8 @@ YARN = {
     "gemma2-1",
     "gemma3-0",
     "qwen3_5_text-0",
+    "gpt_oss-0",
+    "lfm2-0",
     "mixtral-0",
     "qwen3_moe-2",
     "glm4-0",

@@ -152,7 +152,15 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
 @pytest.mark.default_cases(
-    "gemma2", "llama longrope", "llama dynamic", "opt", "gemma3", "cohere2", "mistral4"
+    "gemma2",
+    "llama longrope",
+    "llama dynamic",
+    "opt",
+    "gemma3",
+    "cohere2",
+    "mistral4",
+    "gpt_oss",
+    "lfm2",
 )
 @pytest.mark.parametrize(
     ("kind", "own"),
@@ -180,6 +188,14 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         ),
         (transformers.Exaone4Config, {"sliding_window": 6, "sliding_window_pattern": 2}),
         (
+            transformers.Lfm2Config,
+            {"full_attn_idxs": [1], "conv_bias": True, "pad_token_id": 0, "conv_L_cache": 4},
+        ),
+        (
+            transformers.GptOssConfig,
+            {"head_dim": 12, "sliding_window": 6, "num_local_experts": 3, "num_experts_per_tok": 2},
+        ),
+        (
             transformers.HyperCLOVAXConfig,
             {"residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
         ),
@@ -197,6 +213,8 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         "gemma3",
         "cohere2",
         "exaone4",
+        "lfm2",
+        "gpt_oss",
         "hyperclovax",
         "deepseek_v3",
         "mistral4",
