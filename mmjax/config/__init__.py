@@ -29,10 +29,12 @@ from mmjax.config.data import (
     Tokens,
 )
 from mmjax.config.decoder import (
+    ConvolutionConfig,
     DecoderConfig,
     DeltaNetConfig,
     DynamicRope,
     ExpertsConfig,
+    LatentAttentionConfig,
     LinearRope,
     Llama3Rope,
     LongRope,

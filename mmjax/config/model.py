@@ -226,9 +226,21 @@ def linear_layers(model: ModelConfig) -> Sizes:
     query_width = llm.heads * llm.head_width
     key_width = llm.kv_heads * llm.head_width
     sizes = _layer_sizes("llm", llm.width, query_width, key_width, llm.mlp_width, gated=llm.gated)
+    if c := llm.latent:
+        sizes = {name: size for name, size in sizes.items() if ".attention." not in name}
+        rotary = 2 * llm.rotary_pairs
+        of_heads = llm.head_width - rotary + c.value_width
+        attention = {
+            "query": (c.query_rank or llm.width, query_width),
+            "latent": (llm.width, c.key_rank + rotary),
+            "key_value": (c.key_rank, llm.heads * of_heads),
+            "output": (llm.heads * c.value_width, llm.width),
+        }
+        attention |= {"query_down": (llm.width, c.query_rank)} if c.query_rank else {}
+        sizes |= {f"llm.layers.*.attention.{name}": size for name, size in attention.items()}
     if llm.attention_gate:
         sizes["llm.layers.*.attention.query"] = (llm.width, 2 * query_width)
-    if all(llm.delta_layers):
+    if llm.attention_layers == 0:
         sizes = {name: size for name, size in sizes.items() if ".attention." not in name}
     if all(llm.expert_layers):
         sizes = {name: size for name, size in sizes.items() if ".mlp." not in name}
@@ -248,6 +260,9 @@ def linear_layers(model: ModelConfig) -> Sizes:
             f"llm.layers.*.delta_net.{name}": (llm.width, count) for name, count in outputs.items()
         }
         sizes["llm.layers.*.delta_net.output"] = (values, llm.width)
+    if llm.convolution:
+        parts = ("gate", "output_gate", "value", "output")
+        sizes |= {f"llm.layers.*.convolution.{name}": (llm.width, llm.width) for name in parts}
     for name, encoder in model.encoders.items():
         width = encoder.width
         keys = encoder.key_heads * encoder.head_width
@@ -407,11 +422,11 @@ def layer_count(model: ModelConfig, name: str) -> int:
     if module != "llm":
         return model.towers[module].layers
     layers = model.llm.layers
-    delta = sum(model.llm.delta_layers)
     sparse = sum(model.llm.expert_layers)
     return {
-        "delta_net": delta,
-        "attention": layers - delta,
+        "delta_net": sum(model.llm.delta_layers),
+        "convolution": sum(model.llm.convolution_layers),
+        "attention": model.llm.attention_layers,
         "experts": sparse,
         "mlp": layers - sparse,
     }[path[1]]

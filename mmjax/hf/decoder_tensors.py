@@ -20,6 +20,7 @@ from mmjax.hf.layout import (
     norm,
     table,
 )
+from mmjax.hf.lfm2 import lfm2_parts
 from mmjax.hf.names import ATTENTION, GATED_MLP, PROJECTIONS
 
 BODIES = (
@@ -51,7 +52,12 @@ GLM_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")
 CLOVAX_NORMS = ("post_norm1", "post_norm2")
 GEMMA_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
-PREDICTING = ("glm4_moe", "glm4v_moe", "glm_ocr")  # have it as a layer behind the last
+PREDICTING = (
+    "glm4_moe",
+    "glm4v_moe",
+    "glm_ocr",
+    "deepseek_v3",
+)  # have it as a layer behind the last
 
 
 def find_decoder(folder: HfFolder) -> tuple[str, str]:
@@ -107,6 +113,8 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
         return gpt.gpt_parts(config, folder, inner, output)
     if f"{inner}tok_embeddings.weight" in folder.tensors:
         return internlm2_parts(config, inner, output)
+    if f"{inner}embedding_norm.weight" in folder.tensors:
+        return lfm2_parts(config, inner, output)
     layer = f"{inner}layers.*."
     # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2 and 3, where it
     # comes after attention.
@@ -121,6 +129,7 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
         "embed": table(f"{inner}embed_tokens"),
         "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
         **linears(ATTENTION, f"{layer}self_attn", **PROJECTIONS, output="o_proj"),
+        ATTENTION: {"sinks": TensorSlice(f"{layer}self_attn.sinks")},
         "layers.*.attention.query_norm": norm(f"{layer}self_attn.q_norm"),
         "layers.*.attention.key_norm": norm(f"{layer}self_attn.k_norm"),
         "layers.*.attention_after": norm(f"{layer}{post_norms[0]}"),
@@ -139,11 +148,26 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
             linear(f"{layer}mlp.gate_up_proj"), gate=config.mlp_width, up=config.mlp_width
         )
         parts |= below("layers.*.mlp", gates)
+    if config.latent:
+        parts |= _latent_parts(config, layer)
     if config.delta_net:
         parts |= _delta_parts(config.delta_net, layer)
     if config.experts:
         parts |= _expert_parts(config.experts, layer, folder)
     return TensorNames(parts)
+
+
+def _latent_parts(config: DecoderConfig, layer: str) -> dict[str, LeafTensors]:
+    """Locate the parameters of latent attention."""
+    hf_layer = f"{layer}self_attn"
+    ranked = bool(config.latent.query_rank)
+    names = {"query": "q_b_proj" if ranked else "q_proj", "query_down": "q_a_proj"}
+    names |= {"latent": "kv_a_proj_with_mqa", "key_value": "kv_b_proj", "output": "o_proj"}
+    return {
+        **linears(ATTENTION, hf_layer, **names),
+        f"{ATTENTION}.query_latent_norm": norm(f"{hf_layer}.q_a_layernorm"),
+        f"{ATTENTION}.latent_norm": norm(f"{hf_layer}.kv_a_layernorm"),
+    }
 
 
 def _delta_parts(config: DeltaNetConfig, layer: str) -> dict[str, LeafTensors]:
@@ -181,6 +205,8 @@ def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[s
     """
     experts = "layers.*.experts"
     first = layer.replace("*", str(config.layers[0]))
+    if f"{first}mlp.router.weight" in folder.tensors:
+        return below(experts, _biased_expert_parts(config, f"{layer}mlp"))
     mixtral = f"{first}block_sparse_moe.gate.weight" in folder.tensors
     block = f"{layer}block_sparse_moe" if mixtral else f"{layer}mlp"
     names = {"gate": "w1", "up": "w3", "down": "w2"} if mixtral else GATED_MLP
@@ -210,3 +236,16 @@ def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[s
                 f"{block}.experts.gate_up_proj[#]", order, experts=True, **cut
             )
     return parts | {f"{experts}.{ours}": {"weight": part} for ours, part in slices.items()}
+
+
+def _biased_expert_parts(config: ExpertsConfig, block: str) -> dict[str, LeafTensors]:
+    """Locate gpt-oss's experts: all of a layer fused, stored [in, out], columns of gate and up taking turns."""
+    parts: dict[str, LeafTensors] = {"router": linear(f"{block}.router")}
+    columns = {"gate": (0, 2 * config.width, 2), "up": (1, 2 * config.width, 2), "down": None}
+    for ours, cut in columns.items():
+        key = f"{block}.experts.{'gate_up_proj' if cut else 'down_proj'}"
+        parts[ours] = {
+            "weight": TensorSlice(f"{key}[#]", columns=cut, experts=True),
+            "bias": TensorSlice(f"{key}_bias", columns=cut),
+        }
+    return parts

@@ -20,7 +20,9 @@ from mmjax.kernels.token_paths import paths_of
 from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up
 from mmjax.models.experts import Experts
+from mmjax.models.gated_convolution import GatedConvolution
 from mmjax.models.gated_delta_net import GatedDeltaNet
+from mmjax.models.latent_attention import LatentAttention
 from mmjax.models.layer_stacks import LayerStacks
 from mmjax.models.layers import (
     NORMS,
@@ -162,6 +164,7 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
     """Describe a decoder's layers of a kind."""
     c = config
     delta_net = partial(GatedDeltaNet, c.delta_net, c.width, c.norm_eps, c.activation)
+    latent = partial(LatentAttention, c.latent, 2 * c.rotary_pairs)
     return LayerConfig(
         width=c.width,
         heads=c.heads,
@@ -177,7 +180,11 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         if c.qk_norm == "head"
         else None,
         attention_gate=c.attention_gate,
+        attention=latent if c.latent else None,
         delta_net=delta_net if kind.has_delta_net else None,
+        convolution=partial(GatedConvolution, c.convolution, c.width)
+        if kind.has_convolution
+        else None,
         experts=partial(Experts, c.experts, c.width, c.activation) if kind.has_experts else None,
         pre_norms=c.pre_norms,
         post_norms=c.post_norms,
@@ -186,6 +193,7 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         scoring=Scoring(c.attention_scale, c.attention_cap),
         rope_neighbours=c.rope_neighbours,
         has_rope=kind.has_rope,
+        sinks=c.sinks,
     )
 
 

@@ -49,6 +49,7 @@ def route(
     x: Float[Array, "n d"],
     weight: Float[Array, "d e"],
     correction: Float[Array, " e"] | None,
+    bias: Float[Array, " e"] | None,
     valid: Bool[Array, " n"],
     config: ExpertsConfig,
 ) -> tuple[Routes, Routing]:
@@ -61,6 +62,7 @@ def route(
     logits = jnp.matmul(
         x.astype(jnp.float32), weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
+    logits = logits if bias is None else logits + bias.astype(jnp.float32)
     probability = jax.nn.softmax(logits)
     scores = probability if config.scores == "softmax" else jax.nn.sigmoid(logits)
     choice = scores if correction is None else scores + correction
@@ -87,7 +89,7 @@ def _of_chosen_groups(scores: Float[Array, "n e"], config: ExpertsConfig) -> Flo
     if config.groups == 1:
         return scores
     grouped = scores.reshape(len(scores), config.groups, -1)
-    best = jax.lax.top_k(grouped, 2)[0].sum(-1)
+    best = jax.lax.top_k(grouped, config.group_best)[0].sum(-1)
     _, chosen = jax.lax.top_k(best, config.chosen_groups)
     is_chosen = (chosen[..., None] == jnp.arange(config.groups)).any(1)
     return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(scores.shape)

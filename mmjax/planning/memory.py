@@ -289,15 +289,15 @@ def muon_update_bytes(
 
 
 def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int) -> float:
-    """Count a device's bytes for each position of a generated row: keys and values of the layers with attention."""
-    return (
-        2
-        * (llm.layers - sum(llm.delta_layers))
-        * llm.kv_heads
-        * llm.head_width
-        * activation
-        / sharding.llm
-    )
+    """Count a device's bytes for each position of a generated row: keys and values of the layers with attention.
+
+    Of latent attention the latents, which every device has.
+    """
+    if llm.latent:  # that all heads share
+        numbers = llm.latent.key_rank + 2 * llm.rotary_pairs
+    else:
+        numbers = 2 * llm.kv_heads * llm.head_width / sharding.llm
+    return llm.attention_layers * numbers * activation
 
 
 def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:

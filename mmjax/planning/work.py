@@ -34,7 +34,7 @@ class LayerSizes(NamedTuple):
     """Widths of a transformer layer, of layers of several kinds the mean: what devices exchange and XLA gathers."""
 
     width: int
-    queries: float  # inputs of the last matrix before the MLP: heads * head width
+    queries: float  # inputs of the last matrix before the MLP: heads * width of values
     keys: float
     heads: float  # of attention
     mlp: float  # of all experts that a position takes
@@ -55,15 +55,19 @@ def layer_sizes(config: Tower) -> LayerSizes:
             gated=c.gated,
             cross=c.cross_width,
         )
-    # (queries, keys, heads) of attention, and of a delta net (0 heads, as it has no scores),
-    # weighed by their shares of the layers; the width of the MLP likewise.
-    attention = np.array([c.heads * c.head_width, c.kv_heads * c.head_width, c.heads], float)
+    # (queries, keys, heads) of attention, and of a delta net or a convolution (0 heads, as
+    # they have no scores), weighed by their shares of the layers; the width of the MLP likewise. Of keys and values of
+    # different widths the mean.
+    keys = c.kv_heads * (c.head_width + c.value_width) / 2
+    attention = np.array([c.heads * c.value_width, keys, c.heads], float)
     share = sum(c.delta_layers) / max(1, c.layers)
     if net := c.delta_net:
         of_net = np.array(
             [net.value_heads * net.value_width, net.key_heads * net.key_width, 0], float
         )
         attention += (of_net - attention) * share
+    of_convolution = np.array([c.width, c.width, 0], float)
+    attention += (of_convolution - attention) * sum(c.convolution_layers) / max(1, c.layers)
     mlp = float(c.mlp_width)
     if experts := c.experts:
         sparse = experts.per_token * experts.width + experts.shared_width

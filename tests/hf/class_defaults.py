@@ -61,6 +61,8 @@ WHOLE = (
         "exaone4",
         "granite",
         "hyperclovax",
+        "gpt_oss",
+        "lfm2",
     ),
     *(
         "llava",
@@ -89,6 +91,9 @@ WHOLE = (
         "glm4v_moe",
         "glm4_moe",
         "ministral3",
+        "mistral4",
+        "deepseek_v2",
+        "deepseek_v3",
     ),
     *(
         "paligemma",
@@ -285,6 +290,8 @@ def _add(configs: dict[str, Any], kind: str, nulls: bool) -> None:
     )
     if rope := getattr(made(), "rope_parameters", None):
         entry["rope"] = rope
+        if rope.get("rope_type", "default") != "default" and _says_theta(made):
+            entry["own_theta"] = True
     parts = {}
     for name, spec in made.sub_configs_defaults.items():
         if name not in PARTS or (kind, name) in UNREAD_PARTS:
@@ -299,6 +306,11 @@ def _add(configs: dict[str, Any], kind: str, nulls: bool) -> None:
         entry["parts"] = parts
     if "text_config" in parts:
         entry |= _text_rules(made, parts["text_config"]["type"])
+
+
+def _says_theta(made: type) -> bool:
+    """Return whether a class that says its RoPE takes no `rope_theta` from beside it."""
+    return made(rope_theta=2.0).rope_parameters.get("rope_theta") != 2.0
 
 
 def _is_merged(made: type, name: str, defaults: dict[str, Any]) -> bool:

@@ -31,10 +31,12 @@ from mmjax.batch import FIRST_BRANCH_BIT, Microbatch
 from mmjax.config import (
     AdamW,
     Config,
+    ConvolutionConfig,
     CrossEntropy,
     DeltaNetConfig,
     ExpertsConfig,
     FractionalGrid,
+    LatentAttentionConfig,
     LoraConfig,
     LossConfig,
     MeshConfig,
@@ -187,6 +189,15 @@ def with_delta_nets(config: Config) -> Config:
     return replace(config, model=replace(config.model, llm=llm))
 
 
+def with_latent_attention(config: Config) -> Config:
+    """The same with latent attention, and rows that sequence parallelism divides."""
+    llm = config.model.llm
+    latent = LatentAttentionConfig(key_rank=12, value_width=6, query_rank=10)
+    llm = replace(llm, latent=latent, kv_heads=llm.heads, rotary_width=4)
+    batch = replace(config.batch, alignment=16)
+    return replace(config, batch=batch, model=replace(config.model, llm=llm))
+
+
 def deepstack_config_of(units: str, **changes: Any) -> Config:
     """The model with four vision layers, of which three are taken out, the first stage's last and the last among them.
 
@@ -308,6 +319,24 @@ def test_gradients_of_an_llm_with_experts_are_those_of_one_program(units, tmp_pa
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("units", ["tensor parallel", "context, interleaved"])
+def test_gradients_of_an_llm_with_convolutions_are_those_of_one_program(units, tmp_path):
+    config = config_of(units)
+    llm = replace(config.model.llm, convolution=ConvolutionConfig((0, 1, 3), biased=True))
+    assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path)
+
+
+@pytest.mark.default_cases("experts, all axes")
+@pytest.mark.parametrize("units", ["experts, all axes", "context", "tensor parallel"])
+def test_gradients_of_sinks_and_biased_experts_are_those_of_one_program(units, tmp_path):
+    config = with_experts(config_of(units))
+    llm = config.model.llm
+    experts = replace(llm.experts, shared_width=0, biases=True, limit=0.5, slope=1.7)
+    llm = replace(llm, sinks=True, attention="auto", experts=experts)
+    assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "units", ["unequal ranks", "tensor parallel", "context", "context, interleaved"]
 )
@@ -316,6 +345,12 @@ def test_gradients_of_an_llm_with_delta_nets_are_those_of_one_program(units, tmp
     batch = load_steps(config, tmp_path, 1)[0][0]
     assert (batch.text.kind >> FIRST_BRANCH_BIT).max() > 1  # a second question
     assert_same_gradients(config, tmp_path)
+
+
+@pytest.mark.default_cases("tensor parallel")
+@pytest.mark.parametrize("units", ["unequal ranks", "tensor parallel", "context", "tokens divided"])
+def test_gradients_of_an_llm_with_latent_attention_are_those_of_one_program(units, tmp_path):
+    assert_same_gradients(with_latent_attention(config_of(units)), tmp_path)
 
 
 @pytest.mark.default_cases("by module-auto-True-none-1-0.1")
