@@ -205,6 +205,11 @@ def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[s
     """
     experts = "layers.*.experts"
     first = layer.replace("*", str(config.layers[0]))
+    if f"{first}mlp.experts.gate_up_proj_blocks" in folder.tensors:
+        raise UserError(
+            f"{folder.path}: experts in MXFP4 ({first}mlp.experts.gate_up_proj_blocks) are not read; save it once in "
+            "bfloat16 (transformers: `Mxfp4Config(dequantize=True)`)"
+        )
     if f"{first}mlp.router.weight" in folder.tensors:
         return below(experts, _biased_expert_parts(config, f"{layer}mlp"))
     mixtral = f"{first}block_sparse_moe.gate.weight" in folder.tensors
