@@ -894,11 +894,18 @@ def hyperclovax(rng: np.random.Generator, **tokens: int) -> transformers.PreTrai
     )
 
 
-def qwen3_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+def cosmos3_omni(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """Cosmos 3's reasoner, a Qwen3-VL."""
+    return qwen3_vl(rng, transformers.Cosmos3OmniConfig, **tokens)
+
+
+def qwen3_vl(
+    rng: np.random.Generator, kind: type = transformers.Qwen3VLConfig, **tokens: int
+) -> transformers.PreTrainedConfig:
     """Qwen3-VL: a table of positions that is stretched, features of several layers added to the text's."""
     text = qwen_text(rng, interleaved=True)
     vision = qwen3_tower(rng, text["hidden_size"])
-    return transformers.Qwen3VLConfig(
+    return kind(
         text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
     )
 
@@ -999,6 +1006,7 @@ def glm4v(rng: np.random.Generator, family: str, **tokens: int) -> transformers.
         "glm4v_moe": transformers.Glm4vMoeConfig,
         "glm4v": transformers.Glm4vConfig,
         "glm46v": transformers.Glm46VConfig,
+        "glmga": transformers.GlmgaConfig,
         "glm_ocr": transformers.GlmOcrConfig,
     }[family]
     return kind(
