@@ -86,6 +86,7 @@ WHOLE = (
         "minicpmv4_6",
         "ernie4_5",
         "lighton_ocr",
+        "lfm2_vl",
         "shieldgemma2",
         "glm_ocr",
         "glm4v_moe",
@@ -111,7 +112,15 @@ WHOLE = (
         "qwen3_5_moe",
     ),
     *("qwen2_5_omni", "qwen3_omni_moe", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
-    *("clip", "clip_vision_model", "siglip", "siglip_vision_model", "pixtral", "internvl_vision"),
+    *(
+        "clip",
+        "clip_vision_model",
+        "siglip",
+        "siglip_vision_model",
+        "siglip2_vision_model",
+        "pixtral",
+        "internvl_vision",
+    ),
     *("dinov2", "dinov2_with_registers", "qwen2_audio", "qwen2_audio_encoder", "whisper"),
     *("qwen3_asr", "voxtral", "glmasr"),
 )
@@ -139,6 +148,7 @@ IMAGES = {  # by the folder of their model
     "video_llama_3": ("VideoLlama3ImageProcessor",),
     "minicpmv4_6": ("MiniCPMV4_6ImageProcessor",),
     "cohere2_vision": ("Cohere2VisionImageProcessor",),
+    "lfm2_vl": ("Lfm2VlImageProcessor",),
 }
 # processors of texts and images whose own fields are read
 AROUND = {"pixtral": "PixtralProcessor", "aya_vision": "AyaVisionProcessor"}

@@ -86,6 +86,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "paddleocr_vl": lambda: drawn.paddleocr_vl(rng(), image_token_id=5),
     "video_llama_3": lambda: drawn.video_llama_3(rng(), 64, image_token_id=5),
     "minicpmv4_6": lambda: drawn.minicpmv(rng(), 64, image_token_id=5, video_token_id=6),
+    "lfm2_vl": lambda: drawn.lfm2_vl(rng(), image_token_id=5),
     "janus": lambda: drawn.janus(rng(), image_token_id=5),
     "gemma3": lambda: drawn.gemma3(rng(), image_token_index=5),
     "shieldgemma2": lambda: drawn.shieldgemma2(rng(), image_token_index=5),

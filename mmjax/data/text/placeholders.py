@@ -45,7 +45,15 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return {"image": Placeholder(named.get("image_token", "<|IMAGE_PLACEHOLDER|>"))}
             case "lightonocr" | "videollama3" | "minicpmv46":
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>"))}
-            case "llava" | "llavanext" | "llavanextvideo" | "vipllava" | "idefics3" | "smolvlm":
+            case (
+                "llava"
+                | "llavanext"
+                | "llavanextvideo"
+                | "vipllava"
+                | "idefics3"
+                | "smolvlm"
+                | "lfm2vl"
+            ):
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
             case "paligemma":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
