@@ -37,7 +37,9 @@ from mmjax.config.decoder import (
     Llama3Rope,
     LongRope,
     PlainRope,
+    ProportionalRope,
     RopeScaling,
+    TokenInputsConfig,
     YarnRope,
 )
 from mmjax.config.encoders import (

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.config import Activation, ExpertsConfig
 from mmjax.kernels.grouped_matmul import grouped_matmul, takes
-from mmjax.models.expert_routing import Routes, Routing, route
+from mmjax.models.expert_routing import RouterArrays, Routes, Routing, route
 from mmjax.models.layers import ACTIVATIONS, MLP
 from mmjax.models.linear import Linear
 from mmjax.models.matmul import looped_matmul
@@ -41,15 +41,22 @@ class ExpertMatrices(nnx.Module):
 class Router(nnx.Module):
     """One vector for each expert, whose product with a token is the expert's logit, and perhaps a correction of it."""
 
-    def __init__(self, inputs: int, count: int, correction: bool, rngs: nnx.Rngs):
+    def __init__(
+        self, inputs: int, count: int, correction: bool, rngs: nnx.Rngs, *, scaled: bool = False
+    ):
         weight = jax.random.normal(rngs.params(), (inputs, count), jnp.float32) * inputs**-0.5
         self.weight = nnx.Param(weight, axes=("embed", None))
         # Experts are chosen by it, and that has no gradient.
         self.correction = nnx.Param(jnp.zeros(count), axes=(None,)) if correction else None
+        # of what it reads, what experts read, and the weights of each expert
+        self.input_scale = nnx.Param(jnp.ones(inputs), axes=(None,)) if scaled else None
+        self.expert_input_scale = nnx.Param(jnp.ones(inputs), axes=(None,)) if scaled else None
+        self.share_scale = nnx.Param(jnp.ones(count), axes=(None,)) if scaled else None
 
-    def arrays(self) -> tuple[Array, Array | None]:
-        """Return the vectors and the correction."""
-        return self.weight[...], None if self.correction is None else self.correction[...]
+    def arrays(self) -> RouterArrays:
+        """Return the vectors, the correction and the scales."""
+        parameters = (getattr(self, name) for name in RouterArrays._fields)
+        return RouterArrays(*(None if x is None else x[...] for x in parameters))
 
 
 class Experts(nnx.Module):
@@ -57,7 +64,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ExpertsConfig, width: int, activation: Activation, rngs: nnx.Rngs):
         c = config
-        self.router = Router(width, c.count, c.correction, rngs)
+        self.router = Router(width, c.count, c.correction, rngs, scaled=c.beside_mlp)
         self.gate = ExpertMatrices(c.count, width, c.width, INTO, rngs)
         self.up = ExpertMatrices(c.count, width, c.width, INTO, rngs)
         self.down = ExpertMatrices(c.count, c.width, width, OUT, rngs)
@@ -76,10 +83,12 @@ class Experts(nnx.Module):
         layout = ExpertLayout.of(x.shape, self.gate.weight.shape)
 
         def on_device(
-            x: Array, valid: Array, router: tuple[Array, Array | None], *matrices: Array
+            x: Array, valid: Array, router: RouterArrays, *matrices: Array
         ) -> tuple[Array, Routing]:
             tokens = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
-            routes, routing = route(tokens, *router, valid.reshape(len(tokens)), c)
+            routes, routing = route(tokens, router, valid.reshape(len(tokens)), c)
+            if router.expert_input_scale is not None:
+                tokens = tokens * router.expert_input_scale.astype(tokens.dtype)
             # Sums over the tokens of all devices; turns are a number that all have in common.
             routing = layout.add_up(routing)._replace(turns=routing.turns)
             if layout.devices == 1:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from mmjax.config import Remat
 from mmjax.models.expert_routing import Routing
-from mmjax.models.kv_cache import KVCacheView
+from mmjax.models.kv_cache import KeyValue, KVCacheView
 from mmjax.models.layers import Context
 from mmjax.models.parameter_keys import ParameterKeys
 from mmjax.models.stack_scan import KVCache, LayerStack, apply_stack
@@ -98,7 +98,8 @@ def _periods(kinds: Sequence[Hashable]) -> list[tuple[int, int, int]]:
 class LayerStacks(nnx.Module):
     """A tower's layers, in stacks. `make(i, rngs)` builds a layer like layer i, a `TransformerLayer`.
 
-    windowed: indices of the layers that attend under the context's `window_mask`.
+    windowed: indices of the layers that attend under the context's `window_mask`. key_sources:
+    those, each a stack of its own, whose keys and values layers behind them share.
     """
 
     def __init__(
@@ -107,10 +108,14 @@ class LayerStacks(nnx.Module):
         plan: tuple[LayerStack, ...],
         rngs: nnx.Rngs,
         windowed: tuple[int, ...] = (),
+        key_sources: tuple[int, ...] = (),
     ):
         key = rngs.params()
         self.plan = plan
         self.windowed = windowed
+        self.key_sources = key_sources
+        # keys and values of those that have run, by field of the context
+        self.shared: dict[str, KeyValue] = nnx.data({})
         # Gradient accumulators of scanned stacks by name, as `seed_accumulators` wants them; set by
         # `models.model`.
         self.accumulators: dict[str, Any] = nnx.data({})
@@ -178,13 +183,24 @@ class LayerStacks(nnx.Module):
                     for name in run.parts
                     if self.accumulators.get(name)
                 }
+                is_source = run.start in self.key_sources
                 x, layer_cache, sums, routings = apply_stack(
-                    stored, run, x, context, self.windowed, with_kv, past, sums
+                    stored,
+                    run,
+                    x,
+                    context._replace(**self.shared),
+                    self.windowed,
+                    with_kv or is_source,
+                    past,
+                    sums,
                 )
+                if is_source:
+                    self._share(run, layer_cache, past)
                 self.accumulators.update(sums)
                 self.routings.extend(routings)
                 if with_kv:
-                    cache |= layer_cache
+                    # layers that share keys have nothing to keep
+                    cache |= {name: kept for name, kept in layer_cache.items() if kept is not None}
                 # `add` has an entry for each of the LLM's first layers; `Model.build` made each of
                 # those a stack of its own.
                 if run.start - start < len(add):
@@ -194,6 +210,12 @@ class LayerStacks(nnx.Module):
                         )
                     x = x + add[run.start - start]
         return x, cache
+
+    def _share(self, run: LayerStack, cache: KVCache, past: KVCacheView | None) -> None:
+        """Keep the keys and values of a layer for those that share them, the ones before new tokens among them."""
+        ((name, new),) = cache.items()
+        whole = new if past is None else past.cache[name].updated(new, past.column)
+        self.shared["window_shared" if run.start in self.windowed else "shared"] = whole
 
     @property
     def routing(self) -> Routing | None:

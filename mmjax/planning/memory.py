@@ -290,14 +290,7 @@ def muon_update_bytes(
 
 def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int) -> float:
     """Count a device's bytes for each position of a generated row: keys and values of the layers with attention."""
-    return (
-        2
-        * (llm.layers - sum(llm.delta_layers))
-        * llm.kv_heads
-        * llm.head_width
-        * activation
-        / sharding.llm
-    )
+    return 2 * sum(llm.key_channels) * activation / sharding.llm
 
 
 def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:

@@ -57,16 +57,19 @@ def layer_sizes(config: Tower) -> LayerSizes:
         )
     # (queries, keys, heads) of attention, and of a delta net (0 heads, as it has no scores),
     # weighed by their shares of the layers; the width of the MLP likewise.
-    attention = np.array([c.heads * c.head_width, c.kv_heads * c.head_width, c.heads], float)
+    keys = sum(c.key_channels) / max(1, c.layers - sum(c.delta_layers))
+    attention = np.array([c.heads * c.mean_head_width, keys, c.heads], float)
     share = sum(c.delta_layers) / max(1, c.layers)
     if net := c.delta_net:
         of_net = np.array(
             [net.value_heads * net.value_width, net.key_heads * net.key_width, 0], float
         )
         attention += (of_net - attention) * share
-    mlp = float(c.mlp_width)
+    wide = (c.shared_mlp_width or c.mlp_width) - c.mlp_width
+    mlp = c.mlp_width + wide * c.shared_layers / max(1, c.layers)
     if experts := c.experts:
         sparse = experts.per_token * experts.width + experts.shared_width
+        sparse += mlp * experts.beside_mlp
         mlp += (sparse - mlp) * sum(c.expert_layers) / max(1, c.layers)
     queries, keys, heads = attention.tolist()
     return LayerSizes(
@@ -101,7 +104,7 @@ def _mean_pairs(config: Tower, pairs: Any, window_pairs: Callable[[int], Any]) -
     if not config.windowed:
         return pairs
     in_windows = window_pairs(config.window_positions)
-    return pairs + (in_windows - pairs) * len(config.windowed) / config.layers
+    return pairs + (in_windows - pairs) * config.windowed_share
 
 
 def useful_work(

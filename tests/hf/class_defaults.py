@@ -54,6 +54,7 @@ WHOLE = (
         "gemma",
         "gemma2",
         "gemma3_text",
+        "gemma4_text",
         "opt",
         "gpt2",
         "cohere",

@@ -69,6 +69,8 @@ YARN = {
     "gemma2-0",
     "gemma2-1",
     "gemma3-0",
+    "gemma4_text-0",
+    "gemma4_text-1",
     "qwen3_5_text-0",
     "mixtral-0",
     "qwen3_moe-2",

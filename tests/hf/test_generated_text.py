@@ -110,10 +110,30 @@ LONG |= {
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 LOCAL = ["sliding_attention", "sliding_attention", "full_attention"]
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": [*LOCAL, *LOCAL],
+    "head_dim": 12,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 6,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 5,
+    "vocab_size_per_layer_input": 97,
+}
+EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 12,
+}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
-@pytest.mark.default_cases("gemma2", "llama longrope", "llama dynamic", "opt", "gemma3", "cohere2")
+@pytest.mark.default_cases(
+    "gemma2", "llama longrope", "llama dynamic", "opt", "gemma3", "gemma4", "cohere2"
+)
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
@@ -134,6 +154,11 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
             transformers.Gemma3TextConfig,
             {"head_dim": 20, "sliding_window": 6, "layer_types": LOCAL},
         ),
+        (transformers.Gemma4TextConfig, GEMMA4),
+        (
+            transformers.Gemma4TextConfig,
+            GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0} | EXPERTS,
+        ),
         (
             transformers.Cohere2Config,
             {"sliding_window": 6, "sliding_window_pattern": 2, "eos_token_id": 2},
@@ -153,6 +178,8 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         "opt",
         "gpt2",
         "gemma3",
+        "gemma4",
+        "gemma4 experts",
         "cohere2",
         "exaone4",
         "hyperclovax",

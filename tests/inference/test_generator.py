@@ -14,7 +14,7 @@ from commands import TINY_MEDIA
 from decoding_reference import greedy_tokens
 
 from mmjax.batch import Microbatch, TextBatch
-from mmjax.config import Config, DeltaNetConfig, LoraConfig, MeshConfig
+from mmjax.config import Config, DeltaNetConfig, LoraConfig, MeshConfig, TokenInputsConfig
 from mmjax.config.loading import copy_config, load
 from mmjax.inference.evaluation import evaluation_sources
 from mmjax.inference.generator import Generator, Sampling
@@ -71,7 +71,8 @@ def generator(model: Model, source, mesh: MeshConfig | None = None, **own) -> Ge
 
 @pytest.mark.default_cases("windows and caps")
 @pytest.mark.parametrize(
-    "change", ["plain", "windows and caps", "adapters", "blockwise, scanned with a border"]
+    "change",
+    ["plain", "windows and caps", "adapters", "blockwise, scanned with a border", "shared keys"],
 )
 def test_the_cache_gives_what_a_full_forward_pass_for_every_token_gives(few, change):
     config, source = few
@@ -110,6 +111,19 @@ def changed(config: Config, how: str):
             llm = replace(
                 llm, layers=4, parallel_mlp=True, window=5, windowed=(0, 1, 3), unrotated=(2,)
             )
+        case "shared keys":
+            llm = replace(
+                llm,
+                layers=6,
+                window=5,
+                windowed=(0, 2, 4),
+                full_head_width=2 * llm.head_width,
+                keys_as_values=True,
+                shared_layers=3,
+                value_norm=True,
+                token_inputs=TokenInputsConfig(6, llm.vocab),
+                output_scales=True,
+            )
         case "delta nets":
             llm = replace(llm, delta_net=DeltaNetConfig((0,), 2, 2, 8, 12))
         case "adapters":
@@ -120,7 +134,7 @@ def changed(config: Config, how: str):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("change", ["plain", "delta nets", "parallel, without rope"])
+@pytest.mark.parametrize("change", ["plain", "delta nets", "parallel, without rope", "shared keys"])
 @pytest.mark.parametrize("where", MESHES)
 def test_a_mesh_writes_what_one_device_writes(few, where, change):
     (mesh, sampling), (config, source) = MESHES[where], few
