@@ -201,7 +201,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
             *(f"mmjax.{part}" for part in ("balance", "batch", "hub")),
             *BASE,
         ),
-        frozenset({"jax", "numpy", "rapidfuzz", "PIL"}),
+        frozenset({"jax", "numpy", "rapidfuzz", "PIL", "soundfile", "torch", "transformers"}),
     ),
     "training": May(
         (
@@ -248,6 +248,9 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "wandb": ("mmjax.training.metrics_log",),
     "huggingface_hub": ("mmjax.hub",),
     "av": ("mmjax.data.media.video_header",),
+    # a process of its own, with which a checkpoint is compared
+    "torch": ("mmjax.inference.transformers_answer", "mmjax.benchmarks.peer_trainer"),
+    "transformers": ("mmjax.inference.transformers_answer", "mmjax.benchmarks.peer_trainer"),
     "pillow_heif": ("mmjax.data.media.decode_images",),
 }
 

@@ -14,6 +14,7 @@ from mmjax.config.ranges import (
     PositiveInt,
 )
 from mmjax.config.towers import (
+    INNER_MERGE,
     Activation,
     Attention,
     Biased,
@@ -184,6 +185,24 @@ class VisionConfig(TowerFacts):
     # layers whose outputs the connector reads side by side, in this order; (): the last one
     feature_layers: tuple[int, ...] = ()
     kv_heads: NonNegativeInt = 0  # key and value heads; 0: as many as query heads
+    # layers before a merger inside the tower, of 2 x 2 patches, which attend each other before
+    # (MiniCPM-V); 0: there is none
+    merge_after: NonNegativeInt = 0
+
+    @property
+    def pool(self) -> int:
+        """Return how many patches become one position of the last layer: those of the merger inside the tower."""
+        return self.inner_merge**2
+
+    @property
+    def inner_merge(self) -> int:
+        """Return how many patches per axis the merger inside the tower makes one position; 1 without it."""
+        return INNER_MERGE if self.merge_after else 1
+
+    @property
+    def token_side(self) -> int:
+        """Return how many patches per axis become one token of the LLM."""
+        return self.connector.merge * self.inner_merge
 
     @property
     def head_width(self) -> int:
@@ -286,6 +305,16 @@ class VisionConfig(TowerFacts):
             not self.feature_layers or not self.head_norm,
             f"{where}.head_norm=true is of the last layer, and feature_layers={listed(self.feature_layers)} are "
             "read as they are; use head_norm=false",
+        )
+        check(
+            self.merge_after <= self.layers,
+            f"{where}.merge_after={self.merge_after}: there are {self.layers} layers; use at most so many",
+        )
+        alone = not (self.class_token or self.windowed or self.deepstack or self.feature_layers)
+        check(
+            not self.merge_after or (alone and isinstance(self.positions, FractionalGrid)),
+            f"{where}.merge_after={self.merge_after}: it goes with fractional positions, and without class_token, "
+            "windowed, deepstack and feature_layers; leave them out",
         )
         for name in ("mean", "std"):
             length = len(getattr(self, name))

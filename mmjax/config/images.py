@@ -158,6 +158,7 @@ class SmartResize(ImageKind):
         "Glm4vImageProcessor",
         "Glm46VImageProcessor",
         "PaddleOCRVLImageProcessor",
+        "VideoLlama3ImageProcessor",
     )
 
     def check(self, where: str) -> None:
@@ -169,7 +170,8 @@ class SmartResize(ImageKind):
             whole = "images that are not whole merge windows cannot be patched"
             raise fields.refused("do_resize", f"{whole}; set it to true")
         widened = fields.name == "PaddleOCRVLImageProcessor"
-        if widened and fields.count("temporal_patch_size") != 1:
+        still = widened or fields.name == "VideoLlama3ImageProcessor"
+        if still and fields.count("temporal_patch_size") != 1:
             raise fields.refused("temporal_patch_size", "its tower takes still images; set it to 1")
         return cls(
             patch=fields.count("patch_size"),
@@ -511,6 +513,64 @@ class PanAndScan(ImageKind):
         )
 
 
+@dataclass(frozen=True)
+class Slices(ImageKind):
+    """The whole image, then slices of an enlarged one where it is large, all in whole tokens, as for MiniCPM-V."""
+
+    unit: PositiveInt = 56  # pixels per side of an LLM token
+    side: PositiveInt = 448  # of a square that has about as many pixels as each item
+    max_slices: PositiveInt = 9  # per image; 1: the whole image alone
+    begin: str = ""  # text before the whole image, with {image} for its number in its sample
+    end: str = ""  # text behind the whole image
+    slice_begin: str = ""  # text before each slice
+    slice_end: str = ""  # text behind each slice
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["slices"] = "slices"
+
+    hf_processors = ("MiniCPMV4_6ImageProcessor",)
+
+    @property
+    def writes_texts(self) -> bool:
+        """Return whether text is written between an image's tokens."""
+        return bool(self.begin or self.end or self.slice_begin or self.slice_end)
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> Slices:
+        if not fields.flag("do_resize"):
+            raise fields.refused(
+                "do_resize", "images that are not whole tokens cannot be merged; set it to true"
+            )
+        sides = {"16x": 4, "4x": 2}  # patches of a token
+        if (mode := fields.text("downsample_mode")) not in sides:
+            raise fields.refused("downsample_mode", f"known are {', '.join(sides)}")
+        return cls(
+            unit=fields.count("patch_size") * sides[mode],
+            side=fields.count("scale_resolution"),
+            max_slices=fields.count("max_slice_nums") if fields.flag("slice_mode") else 1,
+            begin="{image}" if fields.flag("use_image_id") else "",
+            filter=fields.filter(),
+        )
+
+    def fitted(self, where: str, patch: int, merge: int, positions: str) -> Slices:
+        if self.unit != patch * merge and positions == "fractional":
+            raise UserError(
+                f"{where}: it makes images in multiples of {self.unit} pixels, the tower has tokens of "
+                f"{patch * merge}; make patch_size and downsample_mode the same"
+            )
+        return self
+
+    def without_tokens(self) -> Slices:
+        return replace(self, begin="", end="", slice_begin="", slice_end="")
+
+
 ImagePreparation = (
-    AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes | PixtralResize | SplitTiles | PanAndScan
+    AsIs
+    | FixedSize
+    | SmartResize
+    | DynamicTiles
+    | AnyRes
+    | PixtralResize
+    | SplitTiles
+    | PanAndScan
+    | Slices
 )

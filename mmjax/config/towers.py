@@ -28,6 +28,7 @@ TowerRemat = Literal["auto", "none", "products", "attention_mlp", "attention", "
 Quantization = Literal["none", "int8", "fp8", "nf4"]
 
 
+INNER_MERGE = 2  # neighbours per axis that a merger inside a vision tower makes one position
 MAX_LAYERS = 10_000  # the remat policy of each layer is planned by itself
 MAX_MERGE = 1024  # neighbours per axis; an image's token merges their square
 LayerCount = Annotated[int, at_least(1), at_most(MAX_LAYERS)]
@@ -76,6 +77,8 @@ class TowerFacts:
     feature_layers: tuple[int, ...] = ()
     windowed: tuple[int, ...] = ()  # layers that attend within windows
     window_inputs: int = 0  # inputs that such a window has at most
+    # layers before a merger inside the tower, which the others see fewer positions behind; 0: none
+    merge_after: int = 0
     gated: bool = False  # the MLP has a gate
     parallel_mlp: bool = False  # the MLP reads what attention reads
     cross_width: int = 0  # channels of attention to a condition

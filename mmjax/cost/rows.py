@@ -30,6 +30,7 @@ class Row:
     amounts: Mapping[str, int]  # of work, by unit
     primes: Mapping[str, int]  # factors of what grows with the length, the images or the blocks
     unit: str = "positions"  # of what grows with the length
+    pair_share: float = 1.0  # of the row's pairs, those of layers that have fewer positions
 
     def rate_of(self, count: float, unit: str) -> tuple[str, float]:
         """Return the unit that a count grows with, and the count per unit. unit: the one of the row's length."""
@@ -78,7 +79,7 @@ def row_of(model: ModelConfig, tower: str) -> Row:
     # An encoder takes rows of whole strides and windows, here in whole blocks of attention too.
     stride = config.stride
     multiple = config.window_inputs or 1
-    length = math.lcm(stride * MAX_BLOCK, config.shortest_row, multiple) * PRIME
+    length = math.lcm(stride * config.pool * MAX_BLOCK, config.shortest_row, multiple) * PRIME
     positions = length // stride
     amounts = {
         "positions": positions,
@@ -133,7 +134,7 @@ def count_cost(
     needs: dict[str, float] = {}
     for x in operations:
         if x.of_pair:
-            place, rate = UNITS.index("pairs"), x.count
+            place, rate = UNITS.index("pairs"), x.count * row.pair_share
         else:
             name, rate = row.rate_of(x.count, unit(x))
             place, rate = UNITS.index(name), rate / layers

@@ -189,6 +189,11 @@ class _Tower:
         )
         passed, self.reached = self._reached()
         self.passed, self.structure = jax.tree.flatten(passed)
+        config = key.model.towers[self.name]
+        self.merge_after = config.merge_after
+        self.merged = (
+            config.pool if config.merge_after else 1
+        )  # positions that become one inside it
 
     def _reached(self) -> tuple[Any, list[bool]]:
         """Return the inputs of the layers, and for each of these arrays whether it needs a gradient."""
@@ -239,9 +244,27 @@ class _Tower:
                     nnx.graphdef(self.layers.runs[name]),
                     tuple(leaves.items()),
                     self._windows(run, name),
+                    self._is_behind_merger(numbers[0]),
                 )
                 kinds |= dict.fromkeys(numbers, first.setdefault(kind, numbers[0]))
         return tuple(kinds[number] for number in sorted(kinds))
+
+    def _is_behind_merger(self, number: int) -> bool:
+        return 0 < self.merge_after <= number
+
+    def _at(self, number: int) -> tuple[list[Any], Any, list[bool]]:
+        """Return the arrays that a layer takes, their structure, and which of them need a gradient."""
+        if not self.merge_after:
+            return self.passed, self.structure, self.reached
+        x, context = jax.tree.unflatten(self.structure, range(len(self.passed)))
+        behind = self._is_behind_merger(number)
+        context = context.merged if behind else context._replace(merged=None)
+        numbers, structure = jax.tree.flatten((x, context))
+        passed = [self.passed[n] for n in numbers]
+        if behind:
+            rows, length, width = passed[0].shape
+            passed[0] = jax.ShapeDtypeStruct((rows, length // self.merged, width), passed[0].dtype)
+        return passed, structure, [self.reached[n] for n in numbers]
 
     def _windows(self, run: LayerStack, name: str) -> tuple[bool, ...]:
         """Return what a part of a stack computes: layers without a window (False), with one (True), or both."""
@@ -272,6 +295,7 @@ class _Tower:
             x = x + trained.get("passed", 0)
             for array, reached in zip(passed[1:], self.reached[1:], strict=True):
                 x = x + array.sum().astype(x.dtype) if reached else x
+            x = x[:, :: self.merged] if self.merge_after else x
             return _after(module, self.name, x, context, inputs), passed
 
         program = trace_passes(around, trained, (self.model.abstract, self.inputs))
@@ -313,9 +337,10 @@ class _Tower:
             path: leaf if unscanned else jax.ShapeDtypeStruct((MANY, *leaf.shape), leaf.dtype)
             for path, leaf in leaves.items()
         }
-        inputs_reached = {n: leaf for n, leaf in enumerate(self.passed) if self.reached[n]}
+        passed, structure, reached = self._at(number)
+        inputs_reached = {n: leaf for n, leaf in enumerate(passed) if reached[n]}
         if not unscanned and (inputs_reached or trained_paths):
-            inputs_reached |= {0: self.passed[0]}  # what the layer before has made
+            inputs_reached |= {0: passed[0]}  # what the layer before has made
         trained = {
             "params": {path: stacked[path] for path in trained_paths},
             "passed": inputs_reached,
@@ -327,23 +352,36 @@ class _Tower:
         windows = self._windows(run, name)
         windowed = tuple(range(0, layers, len(windows))) if True in windows else ()
 
+        def apply(stack: LayerStack, params: Any, x: Any, context: Any) -> Any:
+            module = nnx.merge(graph, nnx.State(nnx.traversals.unflatten_mapping(params)))
+            stored = dict.fromkeys(stack.parts, module)
+            return apply_stack(stored, stack, x, context, windowed, False, None, {})[0]
+
         def of_layers(trained: Any, rest: Any) -> Any:
             params, passed = rest
             x, context = jax.tree.unflatten(
-                self.structure, list((dict(enumerate(passed)) | trained["passed"]).values())
+                structure, list((dict(enumerate(passed)) | trained["passed"]).values())
             )
             if context is not None and context.token_inputs is not None:
                 of_all = (layers, *context.token_inputs.shape[1:])
                 token_inputs = jnp.broadcast_to(context.token_inputs[:1], of_all)
                 context = context._replace(token_inputs=token_inputs)
-            module = nnx.merge(
-                graph, nnx.State(nnx.traversals.unflatten_mapping(params | trained["params"]))
-            )
-            stored = dict.fromkeys(stack.parts, module)
-            return apply_stack(stored, stack, x, context, windowed, False, None, {})[0], None
+            params = params | trained["params"]
+            if unscanned or number + 1 != self.merge_after:
+                return apply(stack, params, x, context), None
 
-        program = trace_passes(of_layers, trained, (stacked, self.passed))
-        cost = count_cost(list_operations(program), self.row, self._unit, layers)
+            # A layer that merges positions makes fewer than it takes: each stands for those that it
+            # was made of, so that there is a scan of such layers.
+            def merging(x: Any, params: Any) -> Any:
+                merged = apply(LayerStack(0, 1, policy), params, x, context)
+                return jnp.repeat(merged, self.merged, axis=1), None
+
+            return jax.lax.scan(merging, x, params)
+
+        program = trace_passes(of_layers, trained, (stacked, passed))
+        behind = self._is_behind_merger(number)
+        row = replace(self.row, pair_share=1 / self.merged**2) if behind else self.row
+        cost = count_cost(list_operations(program), row, self._unit, layers)
         for saved in _saved_arrays(program):
             # [MANY, ...]: of one layer, in bytes for each unit of what it grows with.
             unit, rate = self.row.rate_of(saved.size // MANY, "positions")

@@ -80,18 +80,10 @@ def _aya_texts(folder: HfFolder) -> dict[str, str]:
 
 def _cohere2_texts(folder: HfFolder) -> dict[str, str]:
     """Read what Command A Vision's processor writes around an image and behind its tiles; the tokenizer names them."""
-    tokenizer = read_json(folder.path / "tokenizer_config.json", {})
-    extra = tokenizer.get("extra_special_tokens")
-    named = tokenizer | (extra if isinstance(extra, dict) else {})
-
-    def token(name: str, default: str) -> str:
-        written = named.get(name) or default
-        return written["content"] if isinstance(written, dict) else written
-
     return {
-        "begin": token("boi_token", "<|START_OF_IMG|>"),
-        "tile_end": token("img_line_break_token", "<|IMG_LINE_BREAK|>"),
-        "end": token("eoi_token", "<|END_OF_IMG|>"),
+        "begin": folder.special_token("boi_token", "<|START_OF_IMG|>"),
+        "tile_end": folder.special_token("img_line_break_token", "<|IMG_LINE_BREAK|>"),
+        "end": folder.special_token("eoi_token", "<|END_OF_IMG|>"),
     }
 
 

@@ -134,6 +134,14 @@ class HfFolder:
             return Fields(generator_config(self.config, str(self.config[CLASS_NAME])), where)
         return Fields(complete_config(self.config, where), where)
 
+    def special_token(self, name: str, default: str) -> str:
+        """Return the text of a special token of the folder's tokenizer, by its name there."""
+        tokenizer = read_json(self.path / "tokenizer_config.json", {})
+        extra = tokenizer.get("extra_special_tokens")
+        named = tokenizer | (extra if isinstance(extra, dict) else {})
+        written = named.get(name) or default
+        return written["content"] if isinstance(written, dict) else written
+
     @property
     def has_weights(self) -> bool:
         """Return whether there are any: a config alone can be planned with."""

@@ -1,4 +1,4 @@
-"""LLaVA-1.5, -NeXT, -OneVision, ViP-LLaVA, Pixtral, DeepSeek-VL, Janus: a tower, an MLP on each patch, a decoder."""
+"""LLaVA-1.5 to -OneVision, ViP-LLaVA, Pixtral, DeepSeek-VL, Janus, VideoLLaMA 3: a tower, an MLP, a decoder."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mmjax.config import (
     DecoderConfig,
     LearnedGrid,
     ModelConfig,
+    SmartResize,
     UniformVideo,
     VisionConfig,
 )
@@ -21,9 +22,15 @@ from mmjax.hf.class_defaults import processor_defaults
 from mmjax.hf.decoder_tensors import decoder_parts, find_decoder
 from mmjax.hf.decoders import decoder_of, tables_are_tied
 from mmjax.hf.folder import Fields, HfFolder, note
-from mmjax.hf.layout import Layout, TensorNames, TensorSlice, linear, norm
+from mmjax.hf.layout import Layout, TensorNames, TensorSlice, linear, linears, norm
 from mmjax.hf.names import ACTIVATIONS
-from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_videos
+from mmjax.hf.processors import (
+    CLIP_MEAN,
+    CLIP_STD,
+    has_processor,
+    read_image_processing,
+    read_videos,
+)
 from mmjax.hf.vision import (
     find_tower,
     kind_of,
@@ -203,6 +210,29 @@ def janus_layout(folder: HfFolder, model: ModelConfig) -> Layout:
             f"{folder.path}: tensors of making images are not read; an export copies them as they are"
         )
     return replace(whole, unused=(*whole.unused, *(f"{first}*" for first in MAKES_IMAGES)))
+
+
+def read_video_llama(folder: HfFolder, fields: Fields) -> ModelConfig:
+    """The model that reads images and texts of a VideoLLaMA 3, whose image processor says how patches are merged."""
+    llm = text_of(fields)
+    merge = 1
+    if has_processor(folder.path):
+        how, *_, file = read_image_processing(folder.path)
+        merge = how.merge if isinstance(how, SmartResize) else 1
+        if merge > 2:  # a bilinear interpolation, which is the mean of so many alone
+            raise UserError(f"{file}: merge_size={merge} is not supported; known: 1, 2")
+    connector = ConnectorConfig(
+        merge=merge, merging="mean", mlp_width=llm.width, norm="none", activation="gelu"
+    )
+    vision = vision_of(fields.inner("vision_config"), -1, True, connector)
+    return ModelConfig(llm, {"vision": with_images(folder, vision)})
+
+
+def video_llama_layout(folder: HfFolder, model: ModelConfig) -> Layout:
+    """Locate the tensors of such a checkpoint."""
+    projector = find_projector(folder, "readout.0")
+    parts = linears("mlp", f"{projector}readout", up="0", down="2")
+    return whole_layout(folder, model, TensorNames(parts), projector)
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:

@@ -16,6 +16,7 @@ from mmjax.config import (
     LearnedGrid,
     ModelConfig,
     PixtralResize,
+    RotaryGrid,
     StretchedGrid,
     VisionConfig,
 )
@@ -31,6 +32,7 @@ from mmjax.hf.vision_tensors import (
     clip_parts,
     dinov2_parts,
     intern_parts,
+    minicpm_parts,
     open_intern_parts,
     pixtral_parts,
 )
@@ -176,6 +178,16 @@ def _paddleocr(fields: Fields) -> VisionConfig:
     side = fields.size("image_size") // plain.patch
     theta = axial_theta(fields, plain.width // plain.heads)
     return replace(plain, positions=StretchedGrid(side, theta, filter="bilinear_edges"))
+
+
+def _video_llama_3(fields: Fields) -> VisionConfig:
+    # Its images are of any size, and its class has no field for one.
+    plain = _siglip(
+        replace(
+            fields, values={"image_size": fields.get("patch_size", (int, list)), **fields.values}
+        )
+    )
+    return replace(plain, positions=RotaryGrid(axial_theta(fields, plain.head_width)))
 
 
 def _idefics3(fields: Fields) -> VisionConfig:
@@ -368,10 +380,12 @@ TOWERS_BY_KIND = {
         clip_parts,
         (*POOLING_HEAD, "embeddings.packing_position_embedding.weight"),
     ),
+    "video_llama_3_vision": Tower(_video_llama_3, "embeddings.patch_embedding.weight", clip_parts),
     **dict.fromkeys(
         ("idefics3_vision", "smolvlm_vision"),
         Tower(_idefics3, "embeddings.position_embedding.weight", clip_parts),
     ),
+    "minicpmv4_6_vision": Tower(_idefics3, "embeddings.position_embedding.weight", minicpm_parts),
     "pixtral": Tower(_pixtral, "patch_conv.weight", pixtral_parts),
     "dinov2": Tower(_dinov2, "embeddings.cls_token", dinov2_parts, MASK_TOKEN),
     "dinov2_with_registers": Tower(
@@ -395,7 +409,7 @@ def with_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
     # (x * rescale - mean) / std = (x / 255 - mean / (255 * rescale)) / (std / (255 * rescale)).
     mean, std = (tuple(x / (255 * rescale) for x in numbers) for numbers in (mean, std))
     where = f"{file} does not go with {folder.path / 'config.json'}"
-    how = how.fitted(where, vision.patch, vision.connector.merge, vision.positions.kind)
+    how = how.fitted(where, vision.patch, vision.token_side, vision.positions.kind)
     _check_item_size(where, how.item_size, vision)
     return replace(vision, images=how, mean=mean, std=std)
 

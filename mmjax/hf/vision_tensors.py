@@ -42,6 +42,18 @@ def clip_parts(config: VisionConfig, prefix: str, output: str = "out_proj") -> T
     )
 
 
+def minicpm_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    """Name the tensors of MiniCPM-V's towers, whose merger stands behind one of the layers."""
+    ours, merger = "layers.*.merger", f"{prefix}vit_merger"
+    parts = {
+        f"{ours}.attention_norm": norm(f"{merger}.layer_norm1"),
+        **linears(f"{ours}.attention", f"{merger}.self_attn", **PROJECTIONS, output="out_proj"),
+        f"{ours}.mlp_norm": norm(f"{merger}.pre_norm"),
+        **linears(f"{ours}.mlp", merger, up="linear_1", down="linear_2"),
+    }
+    return TensorNames({**clip_parts(config, prefix).by_module, **parts})
+
+
 def pixtral_parts(config: VisionConfig, prefix: str) -> TensorNames:
     """Name the tensors of Pixtral."""
     layer = f"{prefix}transformer.layers.*."

@@ -250,7 +250,7 @@ class Decoder(nnx.Module):
             plan,
             rngs,
             config.windowed,
-            config.key_sources,
+            key_sources=config.key_sources,
         )
         self.head = DecoderHead(config, rngs)
         self.config = config

@@ -98,8 +98,9 @@ def _periods(kinds: Sequence[Hashable]) -> list[tuple[int, int, int]]:
 class LayerStacks(nnx.Module):
     """A tower's layers, in stacks. `make(i, rngs)` builds a layer like layer i, a `TransformerLayer`.
 
-    windowed: indices of the layers that attend under the context's `window_mask`. key_sources:
-    those, each a stack of its own, whose keys and values layers behind them share.
+    windowed: indices of the layers that attend under the context's `window_mask`. merge_after:
+    layers whose last one merges positions; 0: none does. key_sources: those, each a stack of its
+    own, whose keys and values layers behind them share.
     """
 
     def __init__(
@@ -108,11 +109,13 @@ class LayerStacks(nnx.Module):
         plan: tuple[LayerStack, ...],
         rngs: nnx.Rngs,
         windowed: tuple[int, ...] = (),
+        merge_after: int = 0,
         key_sources: tuple[int, ...] = (),
     ):
         key = rngs.params()
         self.plan = plan
         self.windowed = windowed
+        self.merge_after = merge_after
         self.key_sources = key_sources
         # keys and values of those that have run, by field of the context
         self.shared: dict[str, KeyValue] = nnx.data({})
@@ -136,7 +139,7 @@ class LayerStacks(nnx.Module):
         start: int = 0,
         stop: int | None = None,
         add: Sequence[Float[Array, "b t d"]] = (),
-    ) -> Float[Array, "b t d"]:
+    ) -> Float[Array, "b s d"]:
         """Apply layers `start` to `stop` (default: all), adding `add[n]` to the output of layer `start + n`.
 
         Raises ValueError where `start` and `stop` are not borders of stacks, or `add` reaches into
@@ -183,12 +186,14 @@ class LayerStacks(nnx.Module):
                     for name in run.parts
                     if self.accumulators.get(name)
                 }
+                merged = 0 < self.merge_after <= run.start
+                of_run = context.behind_merger() if merged else context._replace(merged=None)
                 is_source = run.start in self.key_sources
                 x, layer_cache, sums, routings = apply_stack(
                     stored,
                     run,
                     x,
-                    context._replace(**self.shared),
+                    of_run._replace(**self.shared),
                     self.windowed,
                     with_kv or is_source,
                     past,
@@ -233,7 +238,7 @@ class LayerStacks(nnx.Module):
         layers: Sequence[int],
         start: int = 0,
         stop: int | None = None,
-    ) -> list[Float[Array, "b t d"]]:
+    ) -> list[Float[Array, "b s d"]]:
         """Apply layers `start` to `stop`; return the outputs of `layers` (ascending), then that of the last layer.
 
         Raises ValueError where these are not the last layers of stacks.

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import MaskSpec
 from mmjax.config import Activation, AudioConfig, Biased, VisionConfig
+from mmjax.config.towers import INNER_MERGE
 from mmjax.kernels.window_attention import MixedPlan, WindowPlan, plan_windows
 from mmjax.models.attention import (
     Backend,
@@ -55,6 +56,14 @@ class Context(NamedTuple):
     window_shared: KeyValue | None = None
     # [L, B, T, P] of tokens, for every layer; in a layer its own
     token_inputs: Array | None = None
+    # of the layers behind a merger inside the tower; dropped there as before it
+    merged: Context | None = None
+
+    def behind_merger(self) -> Context:
+        """Return the context of the layers behind a merger, whose positions are dropped as the first that each has."""
+        merged = INNER_MERGE**2
+        dropout = self.dropout and self.dropout._replace(key=self.dropout.key[:, ::merged])
+        return self.merged._replace(dropout=dropout)
 
     def planned(
         self,
@@ -303,6 +312,9 @@ class LayerConfig:
     # of both have norms before they are added
     experts_beside: bool = False
     norm_eps: float = 1e-6  # of that norm
+    merger: Callable[[nnx.Rngs], nnx.Module] | None = (
+        None  # makes what merges its output's positions
+    )
     pre_norms: bool = True  # of the inputs of attention and MLP
     post_norms: bool = False  # of the outputs of attention and MLP
     parallel_mlp: bool = False  # the MLP reads what attention reads
@@ -502,6 +514,7 @@ class TransformerLayer(nnx.Module):
         self.residual_scale = b.residual_scale
         self.token_input = TokenInput(b, rngs) if b.token_width else None
         self.output_scale = OutputScale() if b.output_scale else None
+        self.merger = b.merger and b.merger(rngs)
 
     def __call__(
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
@@ -535,6 +548,8 @@ class TransformerLayer(nnx.Module):
             x = x + self.token_input(x, context.token_inputs)
         if self.output_scale is not None:
             x = self.output_scale(x)
+        if self.merger is not None:
+            x = self.merger(x, context.mask)
         return LayerOutput(x, layer_cache, routing)
 
     def _scaled(self, out: Float[Array, "b t d"]) -> Float[Array, "b t d"]:

@@ -115,6 +115,8 @@ class Model:
             borders = [i + 1 for i in layers if i + 1 < c.layers]
             if name == "llm":
                 borders += [i for i in c.stack_borders if 0 < i < c.layers]
+            if c.merge_after:  # whose last layer is one of a kind
+                borders += [i for i in (c.merge_after - 1, c.merge_after) if 0 < i < c.layers]
             if c.is_generator and c.frozen and c.layers > 1:
                 # of the first layer a gradient needs less than a scan computes for all
                 borders.append(1)

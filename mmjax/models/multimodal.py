@@ -137,7 +137,7 @@ class MultimodalModel(nnx.Module):
 
     def layer_outputs(
         self, name: str, x: Float[Array, "r l w"], context: Context, layers: range
-    ) -> dict[int, Float[Array, "r l w"]]:
+    ) -> dict[int, Float[Array, "r m w"]]:
         """Apply layers of an encoder; return, by number, the outputs that connectors read, and that of the last one."""
         tower = self.encoders[name]
         read = {*self.connectors[name].deepstack, *tower.config.feature_layers} & {*layers}

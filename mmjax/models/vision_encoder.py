@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -13,14 +14,17 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
-from mmjax.batch import ROW, ItemBatch
+from mmjax.batch import ROW, ItemBatch, MaskSpec
 from mmjax.config import AlternatingGrid, FractionalGrid, LearnedGrid, StretchedGrid, VisionConfig
 from mmjax.kernels.masks import encoder_mask
 from mmjax.models.layer_stacks import LayerStacks
 from mmjax.models.layers import (
+    MLP,
     NORMS,
     Context,
+    LayerNorm,
     PositionTable,
+    SelfAttention,
     TransformerLayer,
     encoder_layer_config,
 )
@@ -260,13 +264,48 @@ def take_groups(x: Shaped[Array, "r l *w"], order: Int[Array, "r g"]) -> Shaped[
     return take(x_groups, order).reshape(x.shape)
 
 
+class WindowMerger(nnx.Module):
+    """Make one position of 2 x 2 patches inside a tower: they attend each other, then an MLP is added to their mean."""
+
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
+        c = config
+        norm = partial(LayerNorm, eps=c.norm_eps)
+        self.attention_norm = norm(c.width)
+        self.attention = SelfAttention(
+            replace(encoder_layer_config(c), backend="dense", window=0), rngs
+        )
+        self.mlp_norm = norm(c.pool * c.width)
+        self.mlp = MLP(
+            c.pool * c.width,
+            c.pool * c.mlp_width,
+            c.width,
+            "gelu_tanh",
+            rngs,
+            biases=("up", "down"),
+        )
+        self.size = c.pool
+
+    def __call__(self, x: Float[Array, "r l d"], mask: MaskSpec) -> Float[Array, "r m d"]:
+        rows, length, width = x.shape
+        # Positions are in merge order: the patches of a window follow each other, and are a row of
+        # attention.
+        windows = lambda y: y.reshape(rows * length // self.size, self.size, *y.shape[2:])  # noqa: E731
+        attn_out, _ = self.attention(
+            windows(self.attention_norm(x)), Context(jax.tree.map(windows, mask))
+        )
+        x = (windows(x) + attn_out).reshape(rows, length // self.size, self.size, width)
+        joined = x.reshape(rows, length // self.size, self.size * width)
+        return self.mlp(self.mlp_norm(joined)) + x.mean(2)
+
+
 class VisionEncoder(nnx.Module):
     """embed -> layers -> head over patches in merge order: the members of each merge group are contiguous.
 
     A group at an image's edge may hold padded patches (item -1): they attend nothing, and nothing
     attends them. In an encoder with a class token, an image's last groups hold it (row and column
     -1), registers and padding. Where layers have windows, what they compute is in window order
-    (`Windows`), from `embedded` to `restored`.
+    (`Windows`), from `embedded` to `restored`. Behind a merger inside the tower (`merge_after`) a
+    position stands for 2 x 2 patches.
     """
 
     def __init__(
@@ -275,9 +314,12 @@ class VisionEncoder(nnx.Module):
         c = config
         self.embed = PatchEmbedding(c, rngs)
         block = encoder_layer_config(c)
-        self.layers = LayerStacks(
-            lambda _, rngs: TransformerLayer(block, rngs), plan, rngs, c.windowed
-        )
+        merging = replace(block, merger=partial(WindowMerger, c))
+
+        def make(number: int, rngs: nnx.Rngs) -> TransformerLayer:
+            return TransformerLayer(merging if number + 1 == c.merge_after else block, rngs)
+
+        self.layers = LayerStacks(make, plan, rngs, c.windowed, c.merge_after)
         self.head = NORMS[c.head_norm_kind](c.width, c.norm_eps) if c.head_norm else None
         self.config = c
         self.window = block.window
@@ -313,13 +355,11 @@ class VisionEncoder(nnx.Module):
             context = context._replace(
                 window_mask=context.mask._replace(span=window, sees=jnp.zeros_like(window))
             )
-        context = context.planned(
-            c.attention,
-            c.head_width,
-            (c.heads, c.key_heads),
-            self.dtype,
-            self.window,
-        )
+        heads = c.head_width, (c.heads, c.key_heads)
+        context = context.planned(c.attention, *heads, self.dtype, self.window)
+        if c.merge_after:
+            merged = Context(encoder_mask(ordered.item[:, :: c.pool]))
+            context = context._replace(merged=merged.planned(c.attention, *heads, self.dtype))
         if isinstance(c.positions, LearnedGrid | FractionalGrid):
             return context
         alternating = isinstance(c.positions, AlternatingGrid)
@@ -343,4 +383,6 @@ class VisionEncoder(nnx.Module):
 
     def places(self, items: ItemBatch) -> tuple[Int[Array, "r l"], Int[Array, "r l 3"]]:
         """Return item and coordinates of every output position."""
-        return items.item, items.coordinates
+        c = self.config
+        merges = jnp.array([1, c.inner_merge, c.inner_merge])  # t, y, x
+        return items.item[:, :: c.pool], items.coordinates[:, :: c.pool] // merges

@@ -125,7 +125,7 @@ def useful_work(
         # layers, and the silence behind a clip, which does not.
         output_item = np.where(batch.coordinates[..., ROW] >= 0, batch.item, -1)
         layer_item = batch.item
-        if encoder.stride > 1:
+        if encoder.stride > 1 or encoder.pool > 1:
             # The convolutions keep one frame of each position, pooling the last position of each
             # group.
             layer_item = output_item[:, :: encoder.stride]

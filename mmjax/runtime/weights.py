@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ from mmjax.models.model import Model, module_of, parameter_group
 from mmjax.models.quantization import Quantized, parameter_shapes, quantize
 
 Index = tuple[slice, ...]
+# The part of a checkpoint and our shape, of each layer of a stack, and of each expert; else a
+# single one.
+Layers = list[tuple[TensorSlice, tuple[int, ...]]]
 
 CHUNK = 2**24  # bytes of a matrix that are read, and transposed, at a time
 
@@ -43,13 +48,21 @@ def modules_by_folder(config: ModelConfig) -> dict[Path, list[str]]:
     return dict(modules)
 
 
-def load_pretrained(model: Model, shardings: Params) -> Params:
-    """Load the parameters of all modules that have a folder, as nested dicts, into these shardings.
+@dataclass(frozen=True)
+class FolderSources:
+    """Locations of the parameters of a folder's modules, and tensors that are missing, of another shape, or of nobody.
 
-    Frozen modules are in the model's precision or quantised, others in float32. Raises UserError
-    naming tensors that are missing, unexpected or of another shape.
+    parameters: the layers of each parameter, a quantised one's by the path of both of its parts.
+    problems: one line each.
     """
-    loaded: Params = {}
+
+    folder: HfFolder
+    parameters: Mapping[tuple[str, ...], Layers]
+    problems: Sequence[str]
+
+
+def folder_sources(model: Model) -> Iterator[FolderSources]:
+    """Yield each folder that modules are loaded from, without reading a weight. Raises UserError where one is none."""
     folders = [
         (HfFolder.open(path), names) for path, names in modules_by_folder(model.config).items()
     ]
@@ -58,14 +71,35 @@ def load_pretrained(model: Model, shardings: Params) -> Params:
     ]
     for folder, modules in folders:
         layout = layout_of(folder, model.config)
-        sources = _sources(model, folder, {module: layout.modules[module] for module in modules})
-        read = {split_entry(part.key)[0] for layers in sources.values() for part, _ in layers}
+        named = {module: layout.modules[module] for module in modules}
+        parameters = _locate_parameters(model, folder, named)
+        problems = []
+        for part, shape in chain.from_iterable(parameters.values()):
+            try:
+                check_fits(folder, part, shape)
+            except UserError as error:
+                problems.append(str(error))
+        read = {split_entry(part.key)[0] for layers in parameters.values() for part, _ in layers}
         if unexpected := layout.unexpected_tensors(folder, read, modules):
-            raise UserError(
+            problems.append(
                 f"{folder.path} has {len(unexpected)} tensors that this model lacks, such as {unexpected[0]}: its "
                 "config.json does not describe its weights"
             )
-        for names, layers in sources.items():
+        yield FolderSources(folder, parameters, tuple(dict.fromkeys(problems)))
+
+
+def load_pretrained(model: Model, shardings: Params) -> Params:
+    """Load the parameters of all modules that have a folder, as nested dicts, into these shardings.
+
+    Frozen modules are in the model's precision or quantised, others in float32. Raises UserError
+    naming a tensor that is missing, unexpected or of another shape.
+    """
+    loaded: Params = {}
+    for sources in folder_sources(model):
+        if sources.problems:
+            raise UserError(sources.problems[0])
+        folder = sources.folder
+        for names, layers in sources.parameters.items():
             like = leaf_at(model.abstract, names)
             layout = leaf_at(shardings, names)
             parent = loaded
@@ -92,18 +126,10 @@ def _vae_folder(config: ModelConfig, name: str) -> HfFolder:
     return folder
 
 
-# The part of a checkpoint and our shape, of each layer of a stack, and of each expert; else a
-# single one.
-Layers = list[tuple[TensorSlice, tuple[int, ...]]]
-
-
-def _sources(
+def _locate_parameters(
     model: Model, folder: HfFolder, modules: Mapping[str, TensorNames]
 ) -> dict[tuple[str, ...], Layers]:
-    """Find every parameter of these modules in the folder, a quantised one by the path of both of its parts.
-
-    Raises UserError for one that is missing.
-    """
+    """Locate every parameter of these modules in the folder. Raises UserError for one that has no place there."""
     sources = {}
     for names, full_shape in parameter_shapes(model.abstract).items():
         if (module := parameter_group(names)) not in modules:
@@ -122,8 +148,6 @@ def _sources(
             if (part := modules[module].find(path)) is None:
                 raise UserError(f"{folder.path}: nothing there is {'.'.join(path)} of {module}")
             layers += part.split(shape)
-        for single in layers:
-            check_fits(folder, *single)
         sources[names] = layers
     return sources
 

@@ -80,6 +80,8 @@ WHOLE = (
         "deepseek_vl",
         "janus",
         "paddleocr_vl",
+        "video_llama_3",
+        "minicpmv4_6",
         "ernie4_5",
         "lighton_ocr",
         "shieldgemma2",
@@ -127,6 +129,8 @@ IMAGES = {  # by the folder of their model
     "deepseek_vl": ("DeepseekVLImageProcessor",),
     "janus": ("JanusImageProcessor",),
     "paddleocr_vl": ("PaddleOCRVLImageProcessor",),
+    "video_llama_3": ("VideoLlama3ImageProcessor",),
+    "minicpmv4_6": ("MiniCPMV4_6ImageProcessor",),
     "cohere2_vision": ("Cohere2VisionImageProcessor",),
 }
 # processors of texts and images whose own fields are read

@@ -360,6 +360,8 @@ INERT_IN = {
         kind: {"tie_word_embeddings"}
         for kind in ("shieldgemma2", "paddleocr_vl", "paddleocr_vl_text")
     },
+    "minicpmv4_6": {"drop_vision_last_layer", "image_size"},  # which its class does not read
+    "minicpmv4_6_vision": {"insert_layer_id"},  # the class around it has the word on it
     "whisper": OF_DECODER,
     "paligemma": {"hidden_size", "vocab_size"},
     # The second is read of a dynamic RoPE, which Gemma 3 says by type of layer.

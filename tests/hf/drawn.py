@@ -997,6 +997,59 @@ def paddleocr_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTra
     )
 
 
+def video_llama_3(
+    rng: np.random.Generator, vocab: int = 97, **tokens: int
+) -> transformers.PreTrainedConfig:
+    """VideoLLaMA 3: a SigLIP with 2D RoPE for images of any size, around any text."""
+    text = any_decoder(rng, vocab)
+    heads = pick(rng, 1, 2, 3)
+    vision = {
+        "num_hidden_layers": between(rng, 1, 4),
+        "hidden_size": heads * 4 * between(rng, 3, 5),
+        "intermediate_size": between(rng, 20, 60),
+        "num_attention_heads": heads,
+        "patch_size": between(rng, 3, 6),
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "layer_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
+        "rope_parameters": {"rope_type": "axial", "rope_theta": pick(rng, 1e4, 100.0)},
+    }
+    return transformers.VideoLlama3Config(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=text.tie_word_embeddings,
+        **tokens,
+    )
+
+
+def minicpmv(
+    rng: np.random.Generator, vocab: int = 97, **own: Any
+) -> transformers.PreTrainedConfig:
+    """MiniCPM-V 4.6: a SigLIP with a merger behind one of its layers, around a Qwen3.5 or another text."""
+    text = (
+        any_decoder(rng, vocab) if pick(rng, False, True) else decoder(rng, "qwen3_5_text", vocab)
+    )
+    heads, patch = pick(rng, 1, 2, 3), between(rng, 2, 5)
+    layers = between(rng, 1, 6)
+    vision = {
+        "num_hidden_layers": layers,
+        "hidden_size": heads * between(rng, 6, 12),
+        "intermediate_size": between(rng, 20, 60),
+        "num_attention_heads": heads,
+        "image_size": patch * between(rng, 2, 9) + between(rng, 0, patch - 1),
+        "patch_size": patch,
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "layer_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
+    }
+    given = {
+        "text_config": text,
+        "vision_config": vision,
+        "insert_layer_id": between(rng, 0, layers - 1),
+        "downsample_mode": pick(rng, "16x", "16x", "16x", "4x"),
+        "tie_word_embeddings": text.tie_word_embeddings,
+    }
+    return transformers.MiniCPMV4_6Config(**given | own)
+
+
 def audio_tower(rng: np.random.Generator) -> Fields:
     """Whisper's encoder, and Qwen2-Audio's, for windows of one or two seconds."""
     heads = pick(rng, 1, 2, 3, 4)

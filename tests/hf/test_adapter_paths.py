@@ -83,6 +83,8 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "lighton_ocr": lambda: drawn.lighton_ocr(rng(), image_token_id=5),
     "deepseek_vl": lambda: drawn.deepseek_vl(rng(), image_token_id=5),
     "paddleocr_vl": lambda: drawn.paddleocr_vl(rng(), image_token_id=5),
+    "video_llama_3": lambda: drawn.video_llama_3(rng(), 64, image_token_id=5),
+    "minicpmv4_6": lambda: drawn.minicpmv(rng(), 64, image_token_id=5, video_token_id=6),
     "janus": lambda: drawn.janus(rng(), image_token_id=5),
     "gemma3": lambda: drawn.gemma3(rng(), image_token_index=5),
     "shieldgemma2": lambda: drawn.shieldgemma2(rng(), image_token_index=5),

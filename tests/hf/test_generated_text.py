@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import test_any_res
 import test_glm4v
+import test_minicpm
 import test_pixtral
+import test_video_llama
 import torch
 import transformers
 from parity import loaded, random_model
@@ -285,6 +287,22 @@ def test_pixtral_and_mistral3_write_what_they_write_there_after_images_of_severa
     rows = family != "lighton_ocr"
     of = lambda prompt: test_pixtral.inputs_of(prompt, processor, unit, rows)  # noqa: E731
     check(model, tmp_path, test_pixtral.samples(unit), of, test_pixtral.TOKENS)
+
+
+@pytest.mark.exhaustive
+def test_video_llama_writes_what_it_writes_there_after_images_of_several_sizes(tmp_path):
+    model = test_video_llama.made(2, tmp_path, 2)
+    unit = 2 * model.config.vision_config.patch_size
+    prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
+    check(model, tmp_path, prompts, test_video_llama.inputs_of(model, tmp_path))
+
+
+@pytest.mark.exhaustive
+def test_minicpm_writes_what_it_writes_there_after_images_of_several_sizes(tmp_path):
+    model = test_minicpm.made(3, tmp_path)
+    unit = test_minicpm.unit_of(tmp_path)
+    prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
+    check(model, tmp_path, prompts, test_minicpm.inputs_of(model, tmp_path))
 
 
 def glm(family, seed):

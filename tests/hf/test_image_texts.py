@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import drawn
 import numpy as np
 import pytest
 from checkpoints import byte_level, save
@@ -17,9 +18,13 @@ from transformers import (
     Cohere2VisionProcessor,
     Idefics3Processor,
     JanusProcessor,
+    MiniCPMV4_6Processor,
     SmolVLMProcessor,
 )
 from transformers.models.janus.image_processing_pil_janus import JanusImageProcessorPil
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
+    MiniCPMV4_6ImageProcessorPil,
+)
 
 from mmjax.config import (
     ChatFormat,
@@ -36,6 +41,7 @@ from mmjax.data.sample import Item, Text
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.opening import open_conversations
 from mmjax.data.text.load_chat import load_chat
+from mmjax.hf.families import from_hf
 
 SIZES = ((33, 50), (20, 90), (64, 40))  # of images, in pixels
 PIXTRAL = ("<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
@@ -80,6 +86,16 @@ JANUS_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'user' %}{{ '<|User|>' }}{% for part in message.content %}"
     "{{ part.text if part.type == 'text' else '<image_placeholder>' }}{% endfor %}{{ '\n\n' }}"
     "{% else %}{{ message.content + '<eos>' }}{% endif %}{% endfor %}"
+)
+
+
+MINICPM_NAMES = (
+    *("image_token", "video_token", "image_start_token", "image_end_token"),
+    *("slice_start_token", "slice_end_token", "image_id_start_token", "image_id_end_token"),
+)
+MINICPM = (
+    *("<|image_pad|>", "<|video_pad|>", "<image>", "</image>", "<slice>", "</slice>"),
+    *("<image_id>", "</image_id>", "<|User|>", "<eos>"),
 )
 
 
@@ -215,6 +231,45 @@ def test_januss_images_and_texts_begin_and_end_as_its_processor_writes_them(
     ids, weights = ids_and_weights(source, encoder, tokenizer.convert_tokens_to_ids(JANUS[0]))
     assert ids == list(wanted)
     assert source.facts(0).text_tokens + 4 * 3 == len(ids)
+    assert tokenizer.decode(np.array(ids)[weights > 0]) == "A cat.<eos>Two dogs.<eos>"
+
+
+@pytest.mark.parametrize("options", [{}, {"use_image_id": False, "downsample_mode": "4x"}])
+def test_minicpms_images_are_numbered_and_sliced_as_its_processor_writes_them(
+    options: dict, tmp_path: Path
+) -> None:
+    named = dict(zip(MINICPM_NAMES, MINICPM, strict=False))
+    template = JANUS_TEMPLATE.replace("<image_placeholder>", MINICPM[0])
+    save(tmp_path, byte_level(MINICPM), template, eos_token=MINICPM[-1], **named)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, extra_special_tokens=named)
+    own = {"patch_size": 2, "scale_resolution": 20, "max_slice_nums": 6, **options}
+    images = MiniCPMV4_6ImageProcessorPil(**own)
+    config = drawn.minicpmv(np.random.default_rng(0), image_token_id=0, video_token_id=1).to_dict()
+    config["vision_config"]["patch_size"] = 2
+    config["downsample_mode"] = own.get("downsample_mode", "16x")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    images.save_pretrained(tmp_path)
+    talk = conversation(tmp_path)
+    encoder = from_hf(tmp_path).encoders["vision"]
+    source = source_of(tmp_path, encoder, talk)
+    text = tokenizer.apply_chat_template(talk, tokenize=False)
+    pictures = [Image.open(tmp_path / f"{number}.png") for number in range(3)]
+    there = SimpleNamespace(**named, slice_mode=True)
+    made = images(pictures)
+    divisor = {"image_token_divisor": encoder.token_side**2}
+    written = [
+        MiniCPMV4_6Processor.replace_image_token(there, made, n, **divisor) for n in range(3)
+    ]
+    if own.get("use_image_id", True):
+        written = MiniCPMV4_6Processor._prepend_local_ids(there, [text], written, MINICPM[0])
+    for one in written:
+        text = text.replace(MINICPM[0], one.replace(MINICPM[0], "<tile>"), 1)
+    wanted = tokenizer(text.replace("<tile>", MINICPM[0]), add_special_tokens=False)["input_ids"]
+    ids, weights = ids_and_weights(source, encoder, tokenizer.convert_tokens_to_ids(MINICPM[0]))
+    assert ids == wanted
+    facts = source.facts(0)
+    assert facts.text_tokens + sum(item_size(encoder, s).tokens for _, s in facts.items) == len(ids)
+    assert len(facts.items) > 9
     assert tokenizer.decode(np.array(ids)[weights > 0]) == "A cat.<eos>Two dogs.<eos>"
 
 

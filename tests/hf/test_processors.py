@@ -30,6 +30,9 @@ from transformers.models.llava_next.image_processing_pil_llava_next import (
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
     LlavaOnevisionImageProcessorPil,
 )
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
+    MiniCPMV4_6ImageProcessorPil,
+)
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
     PaddleOCRVLImageProcessorPil,
 )
@@ -37,8 +40,11 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import (
+    VideoLlama3ImageProcessorPil,
+)
 
-from mmjax.config import DynamicTiles, FixedSize, SmartResize, WhisperMel
+from mmjax.config import DynamicTiles, FixedSize, Slices, SmartResize, WhisperMel
 from mmjax.data.media.image_transforms import prepare_image
 from mmjax.data.media.patches import patchify
 from mmjax.data.media.preparations import before_encoder
@@ -122,6 +128,14 @@ PROCESSORS = {
         PaddleOCRVLImageProcessorPil,
         {"size": {"shortest_edge": 2048, "longest_edge": 90_000}},
     ),
+    "VideoLlama3ImageProcessor": (
+        VideoLlama3ImageProcessorPil,
+        {"size": {"shortest_edge": 1024, "longest_edge": 9000}, "merge_size": 2},
+    ),
+    "MiniCPMV4_6ImageProcessor": (
+        MiniCPMV4_6ImageProcessorPil,
+        {"patch_size": 4, "scale_resolution": 48, "max_slice_nums": 6},
+    ),
     "Gemma3ImageProcessor": (Gemma3ImageProcessorPil, {"size": {"height": 40, "width": 40}}),
     "GotOcr2ImageProcessor": (
         GotOcr2ImageProcessorPil,
@@ -156,6 +170,12 @@ def check(folder: Path, processor: Any) -> None:
             expected = expected.reshape(len(made), 3, -1, how.patch, how.patch)[:, :, 0].transpose(
                 0, 2, 3, 1
             )
+        elif isinstance(how, Slices):
+            patch = processor.patch_size
+            items = prepare_image(before_encoder(how), picture(*shape))
+            made = np.concatenate([patchify(item, patch, 1) for item in items])
+            made = made.reshape(-1, patch, patch, 3)
+            expected = expected.reshape(3, patch, len(made), patch).transpose(2, 1, 3, 0)
         else:
             made = np.stack(prepare_image(before_encoder(how), picture(*shape)))
             expected = expected.reshape(-1, *expected.shape[-3:]).transpose(0, 2, 3, 1)
@@ -256,6 +276,8 @@ def test_fields_that_are_missing_or_null_are_the_processors_own_defaults(name, s
             PAN | {"pan_and_scan_min_crop_size": 30, "pan_and_scan_max_num_crops": 2},
         ),
         ("Gemma3ImageProcessor", PAN | {"pan_and_scan_min_ratio_to_activate": 1.5, "resample": 3}),
+        ("MiniCPMV4_6ImageProcessor", {"downsample_mode": "4x", "scale_resolution": 100}),
+        ("MiniCPMV4_6ImageProcessor", {"slice_mode": False, "use_image_id": False}),
         ("GotOcr2ImageProcessor", {"size": 44}),
         ("Cohere2VisionImageProcessor", {"size": 44, "crop_to_patches": False}),
         ("GotOcr2ImageProcessor", {"size": 44, "crop_to_patches": True, "max_patches": 1}),

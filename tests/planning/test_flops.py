@@ -21,6 +21,7 @@ from mmjax.config import (
     DecoderConfig,
     DeltaNetConfig,
     ExpertsConfig,
+    FractionalGrid,
     LogMel,
     LoraConfig,
     ModelConfig,
@@ -264,30 +265,29 @@ def features(model: ModelConfig) -> ModelConfig:
     return replace(model, encoders=model.encoders | {"vision": vision})
 
 
+def merging(model: ModelConfig) -> ModelConfig:
+    """Its vision encoder merges patches behind two of its four layers."""
+    changes = {"layers": 4, "merge_after": 2, "positions": FractionalGrid(3)}
+    vision = replace(model.encoders["vision"], **changes)
+    vision = replace(vision, connector=replace(vision.connector, merge=1))
+    return replace(model, encoders=model.encoders | {"vision": vision})
+
+
+KINDS = {
+    "merged": lambda model: model,
+    "pooled": pooled,
+    "no norms": without_norms,
+    "untied": untied,
+    "parallel": parallel,
+    "normed outputs": normed_outputs,
+    "features": features,
+    "merger inside": merging,
+    "sharing": sharing,
+}
+
+
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        lambda model: model,
-        pooled,
-        without_norms,
-        untied,
-        parallel,
-        normed_outputs,
-        features,
-        sharing,
-    ],
-    ids=[
-        "merged",
-        "pooled",
-        "no norms",
-        "untied",
-        "parallel",
-        "normed outputs",
-        "features",
-        "sharing",
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda f: "+".join(sorted(f)) or "nothing")
 def test_needed_is_every_matrix_product_of_the_traced_gradient_where_nothing_is_padded(
     frozen: frozenset[str], kind: Callable[[ModelConfig], ModelConfig]

@@ -34,6 +34,7 @@ from mmjax.config import (
     CrossEntropy,
     DeltaNetConfig,
     ExpertsConfig,
+    FractionalGrid,
     LoraConfig,
     LossConfig,
     MeshConfig,
@@ -436,6 +437,20 @@ def test_connectors_that_read_several_layers_have_the_gradients_of_one_program(u
     vision = encoders["vision"]
     read = {"feature_layers": (1, 0, 1), "head_norm": False}
     encoders["vision"] = replace(vision, layers=2, **read)
+    config = replace(config, model=replace(config.model, encoders=encoders))
+    assert_same_gradients(config, tmp_path, "auto")
+
+
+@pytest.mark.default_cases("all in stages-none")
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    "units", ["all in stages", "tokens of encoders divided", "unequal ranks", "tensor parallel"]
+)
+def test_a_merger_inside_a_tower_has_the_gradients_of_one_program(units, remat, tmp_path):
+    config = config_of(units, dropout=0.2, remat=remat)
+    encoders = dict(config.model.encoders)
+    merger = {"merge_after": 1, "positions": FractionalGrid(3), "layers": 4}
+    encoders["vision"] = replace(encoders["vision"], **merger)
     config = replace(config, model=replace(config.model, encoders=encoders))
     assert_same_gradients(config, tmp_path, "auto")
 

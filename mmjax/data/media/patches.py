@@ -146,7 +146,7 @@ def _(encoder: VisionConfig, size: tuple[int, ...]) -> ItemSize:
         )
         raise ValueError(f"an item of size {size} is of a video, and the encoder takes {takes}")
     size = size[-2:]
-    merge = encoder.connector.merge
+    merge = encoder.token_side
     height, width = patch_grid(encoder, size)
     _check_grid(encoder, size, height, width)
     _check_squares(encoder, size, height, width)
@@ -162,7 +162,7 @@ def _(encoder: VisionConfig, size: tuple[int, ...]) -> ItemSize:
 def token_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int, int]:
     """Return times, rows and columns of the LLM's tokens of an image, or temporal patch, of (..., height, width)."""
     rows, columns = (
-        -(-patches // encoder.connector.merge) for patches in patch_grid(encoder, size[-2:])
+        -(-patches // encoder.token_side) for patches in patch_grid(encoder, size[-2:])
     )
     return 1, rows, columns
 
@@ -196,7 +196,7 @@ def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width
 
 
 def _check_squares(encoder: VisionConfig, size: tuple[int, ...], height: int, width: int) -> None:
-    merge = encoder.connector.merge
+    merge = encoder.token_side
     # Mistral 3 drops what is no whole window behind its tower, which has seen it, and Idefics3
     # refuses it.
     if encoder.positions.counts == "squares" and (height % merge or width % merge):
@@ -227,7 +227,8 @@ def _(encoder: VisionConfig, array: np.ndarray) -> ItemInput:
     rows, columns = patch_grid(encoder, frames.shape[1:3])
     frames = frames[:, : rows * encoder.patch, : columns * encoder.patch]
     # In a patch: frame, row, column, channel.
-    parts = [to_patches(frame, encoder.patch, encoder.connector.merge) for frame in frames]
+    merges = encoder.connector.merge, encoder.inner_merge
+    parts = [to_patches(frame, encoder.patch, *merges) for frame in frames]
     # A still image is repeated where the batch has room for the frames of videos.
     repeats = encoder.patch_values // (len(frames) * encoder.patch**2 * encoder.channels)
     if repeats * len(frames) * encoder.patch**2 * encoder.channels != encoder.patch_values:
@@ -240,20 +241,20 @@ def _(encoder: VisionConfig, array: np.ndarray) -> ItemInput:
     return _with_own_tokens(item, encoder) if encoder.class_token else item
 
 
-def to_patches(image: np.ndarray, patch: int, merge: int) -> ItemInput:
+def to_patches(image: np.ndarray, patch: int, merge: int, inner: int = 1) -> ItemInput:
     """Cut a uint8 `[H, W, C]` image into patches in merge order: values uint8 `[n, patch * patch * C]`.
 
     The image is padded with black (0) to whole patches, and the grid to whole merge x merge
     windows; a patch without a pixel of the image is not valid. Windows follow each other row by
     row, and so do the patches inside a window: with merge 2 a grid of 2 x 4 patches has the order 0
-    1 4 5, 2 3 6 7.
+    1 4 5, 2 3 6 7. With inner > 1 a window has merge x merge windows of inner x inner patches.
     """
     height, width, _ = image.shape
-    coordinates, valid = _merge_order(-(-height // patch), -(-width // patch), merge)
-    return ItemInput(patchify(image, patch, merge), coordinates, valid)
+    coordinates, valid = _merge_order(-(-height // patch), -(-width // patch), merge, inner)
+    return ItemInput(patchify(image, patch, merge, inner), coordinates, valid)
 
 
-def patchify(image: np.ndarray, patch: int, merge: int) -> np.ndarray:
+def patchify(image: np.ndarray, patch: int, merge: int, inner: int = 1) -> np.ndarray:
     """Cut a uint8 `[H, W, C]` image into patches `[n, patch * patch * C]`, ordered and padded as in `to_patches`.
 
     Within a patch: row, column, channel.
@@ -265,13 +266,14 @@ def patchify(image: np.ndarray, patch: int, merge: int) -> np.ndarray:
     if image.size == 0:
         raise ValueError(f"an image of shape {image.shape} is empty")
     height, width, channels = image.shape
-    window = patch * merge
+    window = patch * merge * inner
     # -height % window is what is missing to a multiple: -10 % 28 = 18.
     if height % window or width % window:
         image = np.pad(image, ((0, -height % window), (0, -width % window), (0, 0)))
     rows, columns = (side // window for side in image.shape[:2])
-    windows = image.reshape(rows, merge, patch, columns, merge, patch, channels).transpose(
-        0, 3, 1, 4, 2, 5, 6
+    sides = merge, inner, patch
+    windows = image.reshape(rows, *sides, columns, *sides, channels).transpose(
+        0, 4, 1, 5, 2, 6, 3, 7, 8
     )
     return windows.reshape(-1, patch * patch * channels)
 
@@ -286,13 +288,17 @@ def _with_own_tokens(item: ItemInput, encoder: VisionConfig) -> ItemInput:
 
 
 @functools.lru_cache(maxsize=1024)
-def _merge_order(height: int, width: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
+def _merge_order(
+    height: int, width: int, merge: int, inner: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """Return coordinates int32 `[n, 3]` and validity `[n]` of a patch grid in merge order; read-only, since cached."""
-    rows, columns = (-(-side // merge) for side in (height, width))  # of windows
-    grid = np.zeros((rows * merge, columns * merge, 3), np.int32)
-    grid[..., ROW] = np.arange(rows * merge)[:, None]
-    grid[..., COLUMN] = np.arange(columns * merge)
-    windows = grid.reshape(rows, merge, columns, merge, 3).transpose(0, 2, 1, 3, 4)
+    window = merge * inner
+    rows, columns = (-(-side // window) for side in (height, width))  # of windows
+    grid = np.zeros((rows * window, columns * window, 3), np.int32)
+    grid[..., ROW] = np.arange(rows * window)[:, None]
+    grid[..., COLUMN] = np.arange(columns * window)
+    windows = grid.reshape(rows, merge, inner, columns, merge, inner, 3)
+    windows = windows.transpose(0, 3, 1, 4, 2, 5, 6)
     coordinates = np.ascontiguousarray(windows.reshape(-1, 3))
     valid = (coordinates[:, ROW] < height) & (coordinates[:, COLUMN] < width)
     # lru_cache returns the same arrays to all callers.

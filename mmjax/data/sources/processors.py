@@ -103,6 +103,13 @@ class MediaItems(NamedTuple):
             return [self.encoder] * (len(self.texts) - 1)
         return [self.encoder] if self.tokens is not None else [name for name, _ in self.items]
 
+    def numbered(self, number: int) -> MediaItems:
+        """Return the items of the image of this number in its sample, which the text before it may name."""
+        if not self.texts or "{image}" not in self.texts[0]:
+            return self
+        first, *others = self.texts
+        return self._replace(texts=(first.replace("{image}", str(number)), *others))
+
     def count(self, encoders: ItemModules) -> int:
         """Count the LLM tokens."""
         if self.tokens is not None:
@@ -311,7 +318,13 @@ class SampleMedia:
         """Compute the items of every medium of a sample. Raises BadMedia."""
         sizes = _with_own_sound(self._sizes(sample))
         images = sum(kind == "image" for kind, _ in sizes)
-        return [self._processors.items(kind, size, images) for kind, size in sizes]
+        media = [self._processors.items(kind, size, images) for kind, size in sizes]
+        number = 0
+        for place, (kind, _) in enumerate(sizes):
+            if kind == "image":
+                media[place] = media[place].numbered(number)
+                number += 1
+        return media
 
     def facts(
         self, sample: int, text_tokens: int, branches: tuple[int, ...] | None = None

@@ -43,7 +43,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 }
             case "paddleocrvl":
                 return {"image": Placeholder(named.get("image_token", "<|IMAGE_PLACEHOLDER|>"))}
-            case "lightonocr":
+            case "lightonocr" | "videollama3" | "minicpmv46":
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>"))}
             case "llava" | "llavanext" | "llavanextvideo" | "vipllava" | "idefics3" | "smolvlm":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}

@@ -25,6 +25,7 @@ from mmjax.data.media.preparations import (
     pixtral_resize,
     qwen2_video,
     qwen3_video,
+    slices,
     smart_resize,
     split_tiles,
     uniform_video,
@@ -44,6 +45,7 @@ KINDS = {
         pixtral_resize,
         qwen2_video,
         qwen3_video,
+        slices,
         smart_resize,
         split_tiles,
         uniform_video,
@@ -64,5 +66,5 @@ def before_encoder(config: ImagePreparation) -> BeforeEncoder:
 
 def sample_video(encoder: VisionConfig, header: VideoHeader) -> SampledVideo:
     """Choose the frames of a video and their size, from its header. Raises BadMedia for a video without any."""
-    token_side = encoder.patch * encoder.connector.merge  # in pixels
+    token_side = encoder.patch * encoder.token_side  # in pixels
     return preparation(encoder.videos).sample(encoder.videos, header, encoder.frames, token_side)

@@ -1,0 +1,119 @@
+"""MiniCPM-V computes what transformers computes of packed images of any size and text, and learns the same."""
+
+from __future__ import annotations
+
+import json
+
+import drawn
+import numpy as np
+import pytest
+import torch
+import transformers
+from parity_samples import check_samples, check_ten_steps, is_text
+from test_qwen_vl import GRIDS, IMAGE, SMOOTH, VIDEO, random_whole, samples_of, theirs
+
+from mmjax.config import Slices
+from mmjax.errors import UserError
+from mmjax.hf.families import from_hf
+
+
+def made(seed, folder, **own):
+    """A random model in a folder."""
+    config = drawn.minicpmv(
+        np.random.default_rng(seed), image_token_id=IMAGE, video_token_id=VIDEO, **own
+    )
+    model = random_whole(config, transformers.MiniCPMV4_6ForConditionalGeneration)
+    model.save_pretrained(folder)
+    return model
+
+
+def inputs_of(model, folder):
+    """What transformers' model takes for a sample: patches side by side, and the sizes of their grids."""
+    vision = from_hf(folder).encoders["vision"]
+    side, merge = vision.patch, vision.token_side
+
+    def inputs(parts):
+        tokens, patches, grids = [], [], []
+        for part in parts:
+            if is_text(part):
+                tokens += part.tolist()
+                continue
+            rows, columns = part.shape[0] // side, part.shape[1] // side
+            tokens += [IMAGE] * (rows * columns // merge**2)
+            pixels = ((part / 255 - vision.mean) / vision.std).transpose(2, 0, 1)
+            cut = pixels.reshape(3, rows, side, columns, side).transpose(0, 2, 1, 3, 4)
+            patches.append(cut.reshape(3, side, -1))
+            grids.append([rows, columns])
+        given = {"input_ids": torch.tensor([tokens])}
+        if grids:
+            pixels = np.concatenate(patches, axis=-1)[None]
+            given["pixel_values"] = torch.tensor(pixels, dtype=torch.float32)
+            given["target_sizes"] = torch.tensor(grids, dtype=torch.int32)
+        return given
+
+    return inputs
+
+
+def unit_of(folder):
+    """The side of a token in pixels."""
+    vision = from_hf(folder).encoders["vision"]
+    return vision.patch * vision.token_side
+
+
+@pytest.mark.default_cases("0")
+@pytest.mark.parametrize("seed", range(12))
+def test_a_whole_model_is_what_transformers_makes_of_it(seed, tmp_path):
+    model = made(seed, tmp_path)
+    samples = samples_of(unit_of(tmp_path))
+    check_samples(model, tmp_path, samples, theirs(inputs_of(model, tmp_path)))
+
+
+@pytest.mark.exhaustive
+def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
+    rng = np.random.default_rng(0)
+    text = drawn.decoder(rng, "qwen3_5_text", **SMOOTH, tie_word_embeddings=True)
+    model = made(1, tmp_path, text_config=text, downsample_mode="16x")
+    unit = unit_of(tmp_path)
+    samples = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
+    check_ten_steps(model, tmp_path, samples, theirs(inputs_of(model, tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("part", "own", "message"),
+    [
+        ("", {"merger_times": 2}, "merger_times=2 is not supported; known: 1"),
+        ("", {"merge_kernel_size": [4, 1]}, "merge_kernel_size=.* is not supported"),
+        ("", {"downsample_mode": "64x"}, "downsample_mode='64x' is not supported"),
+        ("", {"insert_layer_id": 9}, "insert_layer_id=9 is none of the tower's . layers"),
+        ("vision_config", {"window_kernel_size": [4, 4]}, "window_kernel_size=.* is not supported"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(part, own, message, tmp_path):
+    config = drawn.minicpmv(np.random.default_rng(0)).to_dict()
+    (config[part] if part else config).update(own)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"do_resize": False}, "do_resize=False.*set it to true"),
+        ({"downsample_mode": "64x"}, "downsample_mode='64x': known are 16x, 4x"),
+        ({"downsample_mode": "4x"}, "multiples of 12 pixels, the tower has tokens of 24"),
+    ],
+)
+def test_other_processors_are_refused(own, message, tmp_path):
+    config = drawn.minicpmv(np.random.default_rng(0)).to_dict()
+    config["vision_config"]["patch_size"] = 6
+    config["downsample_mode"] = "16x"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = {"image_processor_type": "MiniCPMV4_6ImageProcessor", "patch_size": 6}
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(said))
+    texts = ("<image_id>{image}</image_id><image>", "</image>", "<slice>", "</slice>")
+    assert from_hf(tmp_path).encoders["vision"].images == Slices(24, 448, 9, *texts)
+    path.write_text(json.dumps(said | own))
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)
