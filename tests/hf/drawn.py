@@ -224,6 +224,21 @@ def gemma4_text(rng: np.random.Generator, vocab: int) -> Fields:
     }
 
 
+def gemma4(
+    rng: np.random.Generator, vocab: int = 97, **tokens: int
+) -> transformers.PreTrainedConfig:
+    """Gemma 4 with a tiny tower of images."""
+    vision = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "head_dim": 8}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 12}
+    return transformers.Gemma4Config(
+        text_config=gemma4_text(rng, vocab)
+        | {"use_bidirectional_attention": pick(rng, None, "vision")},
+        vision_config=vision,
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
+    )
+
+
 def learned_positions(rng: np.random.Generator, family: str, vocab: int) -> Fields:
     """OPT or GPT-2, with odd heads as well."""
     heads = pick(rng, 1, 2, 3)

@@ -87,6 +87,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "minicpmv4_6": lambda: drawn.minicpmv(rng(), 64, image_token_id=5, video_token_id=6),
     "janus": lambda: drawn.janus(rng(), image_token_id=5),
     "gemma3": lambda: drawn.gemma3(rng(), image_token_index=5),
+    "gemma4": lambda: drawn.gemma4(rng(), image_token_id=5, video_token_id=6, audio_token_id=7),
     "shieldgemma2": lambda: drawn.shieldgemma2(rng(), image_token_index=5),
     "paligemma": lambda: drawn.paligemma(rng(), image_token_index=5),
     "vipllava": lambda: around("vipllava", CLIP, vision_feature_layer=[-1, 1]),

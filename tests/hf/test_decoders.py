@@ -96,6 +96,17 @@ def test_a_decoder_is_what_transformers_makes_of_it(family, seed, tmp_path):
     check_text(model, tmp_path, samples, 40)
 
 
+@pytest.mark.default_cases("0")
+@pytest.mark.parametrize("seed", range(6))
+def test_the_text_of_gemma4_is_read_and_its_towers_are_named_and_left(seed, tmp_path, capsys):
+    rng = np.random.default_rng(seed)
+    config = drawn.gemma4(rng, image_token_id=95, video_token_id=96, audio_token_id=94)
+    model = random_model(config, transformers.Gemma4ForConditionalGeneration)
+    model.save_pretrained(tmp_path)
+    check_text(model, tmp_path, [rng.integers(1, 94, n) for n in (19, 7, 11, 1)], 40)
+    assert "images, videos and clips are not supported" in capsys.readouterr().err
+
+
 def saved(tmp_path, kind=transformers.Qwen2Config, dtype=torch.float32, shard="5GB", **own):
     model = random_model(kind(**COMMON | own)).to(dtype)
     model.save_pretrained(tmp_path, max_shard_size=shard)
