@@ -375,7 +375,7 @@ FAULTS = (
     Fault(
         "NaN where a query has nothing to attend",
         "models/blockwise_attention.py",
-        "out / jnp.where(total == 0, 1, total)).reshape(b, t, n, h)",
+        "out / jnp.where(total == 0, 1, total)).reshape(b, t, n, w)",
         "out / total).reshape(b, t, n, h)",
         (
             "models/test_attention.py::test_a_query_that_sees_nothing_gets_zeros_and_passes_no_gradient",

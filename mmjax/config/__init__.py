@@ -33,6 +33,7 @@ from mmjax.config.decoder import (
     DeltaNetConfig,
     DynamicRope,
     ExpertsConfig,
+    LatentAttentionConfig,
     LinearRope,
     Llama3Rope,
     LongRope,

@@ -136,6 +136,18 @@ class TokenInputsConfig:
     vocab: PositiveInt  # tokens of their table; 0 stands for images, clips and padding, and is not trained
 
 
+@dataclass(frozen=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention (MLA): keys and values of all heads are made of a latent, and positions are apart.
+
+    RoPE turns the last `rotary_width` channels of a head's query, and a key of as many that all heads share.
+    """
+
+    key_rank: PositiveInt  # channels of the latent of keys and values
+    value_width: PositiveInt  # channels per head of values
+    query_rank: NonNegativeInt = 0  # channels of a latent of queries; 0: there is none
+
+
 # times what an even router gives a device: what it takes at once; the rest takes another turn
 EXPERT_ROOM = 1.25
 
@@ -159,10 +171,11 @@ class ExpertsConfig:
     # a number for each expert is added to its score when experts are chosen; it is not trained
     correction: bool = False
     groups: PositiveInt = 1  # of consecutive experts
-    # that a token's experts are of: those with the largest sums of their two best scores
+    # that a token's experts are of: those with the largest sums of their best scores
     chosen_groups: PositiveInt = 1
     scale: PositiveFloat = 1.0  # of the weights of a token's experts
     shared_gate: bool = True  # before the expert that sees every token
+    group_best: PositiveInt = 2  # scores of a group that are added up when groups are chosen
     # Gemma 4's: beside the MLP, with learned scales of what the router and the experts read, and of
     # what an expert weighs
     beside_mlp: bool = False
@@ -181,8 +194,13 @@ class ExpertsConfig:
         reach = chosen * (self.count // groups)
         check(
             groups == 1
-            or (chosen <= groups and self.per_token <= reach and self.count >= 2 * groups),
-            f"{where}.chosen_groups={chosen} of groups={groups} have {reach} experts; a group needs 2 at least, and "
+            or (
+                chosen <= groups
+                and self.per_token <= reach
+                and self.count >= self.group_best * groups
+            ),
+            f"{where}.chosen_groups={chosen} of groups={groups} have {reach} experts; a group needs "
+            f"group_best={self.group_best} at least, and "
             f"per_token={self.per_token} as many as the chosen have",
         )
 
@@ -287,6 +305,8 @@ class DecoderConfig(TowerFacts):
     # that the outputs of attention and MLP are multiplied by, before they are added
     residual_scale: float = 1.0
     scaled_items: bool = False  # embedding_scale multiplies the tokens of images and clips too
+    # multi-head latent attention in place of grouped-query attention
+    latent: LatentAttentionConfig | None = None
     full_head_width: NonNegativeInt = (
         0  # channels per head of layers without a window; 0: as others
     )
@@ -317,6 +337,11 @@ class DecoderConfig(TowerFacts):
     def rotary_pairs(self) -> int:
         """Return the channel pairs of a head that RoPE turns."""
         return (self.rotary_width or self.head_width) // 2
+
+    @property
+    def value_width(self) -> int:
+        """Return the channels of a head's values."""
+        return self.latent.value_width if self.latent else self.head_width
 
     @property
     def delta_layers(self) -> tuple[bool, ...]:
@@ -418,6 +443,24 @@ class DecoderConfig(TowerFacts):
             f"{where}.biases has {listed(biased)}, and all layers have experts, whose matrices have none; leave it out",
         )
         check_windows(where, self)
+        if self.latent:
+            self._check_latent(where, self.latent)
+
+    def _check_latent(self, where: str, latent: LatentAttentionConfig) -> None:
+        heads, keys = self.heads, self.kv_heads
+        check(
+            keys == heads,
+            f"{where}.kv_heads={keys}: latent attention makes keys of each of heads={heads}; use as many",
+        )
+        values, width = latent.value_width, self.head_width
+        check(
+            values <= width,
+            f"{where}.latent.value_width={values} is more than head_width={width}; use at most that",
+        )
+        check(
+            self.qk_norm == "none" and not self.attention_gate and "value" not in self.biases,
+            f"{where}.latent: latent attention has no qk_norm, no attention_gate and no bias of values; leave them out",
+        )
 
     def _check_shared(self, where: str) -> None:
         shared = range(self.layers - self.shared_layers, self.layers)

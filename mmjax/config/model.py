@@ -227,6 +227,18 @@ def linear_layers(model: ModelConfig) -> Sizes:
     query_width = llm.heads * llm.head_width
     key_width = llm.kv_heads * llm.head_width
     sizes = _layer_sizes("llm", llm.width, query_width, key_width, llm.mlp_width, gated=llm.gated)
+    if c := llm.latent:
+        sizes = {name: size for name, size in sizes.items() if ".attention." not in name}
+        rotary = 2 * llm.rotary_pairs
+        of_heads = llm.head_width - rotary + c.value_width
+        attention = {
+            "query": (c.query_rank or llm.width, query_width),
+            "latent": (llm.width, c.key_rank + rotary),
+            "key_value": (c.key_rank, llm.heads * of_heads),
+            "output": (llm.heads * c.value_width, llm.width),
+        }
+        attention |= {"query_down": (llm.width, c.query_rank)} if c.query_rank else {}
+        sizes |= {f"llm.layers.*.attention.{name}": size for name, size in attention.items()}
     if llm.attention_gate:
         sizes["llm.layers.*.attention.query"] = (llm.width, 2 * query_width)
     if all(llm.delta_layers):

@@ -92,6 +92,11 @@ class TowerFacts:
         return getattr(self, "kv_heads", 0) or self.heads
 
     @property
+    def value_width(self) -> Any:
+        """Return the channels of a head's values; by default as many as of queries and keys."""
+        return self.head_width
+
+    @property
     def window_positions(self) -> int:
         """Return how many positions of the layers a window has at most."""
         return self.window_inputs

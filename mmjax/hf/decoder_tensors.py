@@ -51,7 +51,12 @@ GLM_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")
 CLOVAX_NORMS = ("post_norm1", "post_norm2")
 GEMMA_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
-PREDICTING = ("glm4_moe", "glm4v_moe", "glm_ocr")  # have it as a layer behind the last
+PREDICTING = (
+    "glm4_moe",
+    "glm4v_moe",
+    "glm_ocr",
+    "deepseek_v3",
+)  # have it as a layer behind the last
 
 
 def find_decoder(folder: HfFolder) -> tuple[str, str]:
@@ -146,6 +151,8 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
             linear(f"{layer}mlp.gate_up_proj"), gate=config.mlp_width, up=config.mlp_width
         )
         parts |= below("layers.*.mlp", gates)
+    if config.latent:
+        parts |= _latent_parts(config, layer)
     if config.delta_net:
         parts |= _delta_parts(config.delta_net, layer)
     if config.experts and config.experts.beside_mlp:
@@ -153,6 +160,19 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     elif config.experts:
         parts |= _expert_parts(config.experts, layer, folder)
     return TensorNames(parts)
+
+
+def _latent_parts(config: DecoderConfig, layer: str) -> dict[str, LeafTensors]:
+    """Locate the parameters of latent attention."""
+    hf_layer = f"{layer}self_attn"
+    ranked = bool(config.latent.query_rank)
+    names = {"query": "q_b_proj" if ranked else "q_proj", "query_down": "q_a_proj"}
+    names |= {"latent": "kv_a_proj_with_mqa", "key_value": "kv_b_proj", "output": "o_proj"}
+    return {
+        **linears(ATTENTION, hf_layer, **names),
+        f"{ATTENTION}.query_latent_norm": norm(f"{hf_layer}.q_a_layernorm"),
+        f"{ATTENTION}.latent_norm": norm(f"{hf_layer}.kv_a_layernorm"),
+    }
 
 
 def _delta_parts(config: DeltaNetConfig, layer: str) -> dict[str, LeafTensors]:

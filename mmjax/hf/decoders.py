@@ -10,6 +10,7 @@ from mmjax.config import (
     DecoderConfig,
     DeltaNetConfig,
     ExpertsConfig,
+    LatentAttentionConfig,
     TokenInputsConfig,
 )
 from mmjax.errors import UserError
@@ -42,7 +43,7 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
     family = FAMILIES[kind]
     width = fields.size("hidden_size")
     heads = fields.size("num_attention_heads")
-    head_width = fields.size("head_dim", width // heads)
+    head_width = fields.size("qk_rope_head_dim" if family.latent else "head_dim", width // heads)
     rope = rope_of(fields, family)
     rotary_width = int(head_width * rope.share)
     if rotary_width % 2:
@@ -72,6 +73,8 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
     )
     if rope.growth:
         plain = replace(plain, query_growth=rope.growth, query_span=rope.span)
+    if family.latent:
+        plain = _with_latent(fields, plain, family, rope.score_scale)
     fields.allow_only("use_bidirectional_attention", False, *family.bidirectional)
     return family.adapt(fields, plain)
 
@@ -167,25 +170,80 @@ def _mixtral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return replace(_everywhere(fields, plain), experts=experts)
 
 
-def _glm4_moe(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    shared = fields.get("n_shared_experts", int)
-    width = fields.size("moe_intermediate_size")
-    experts = _experts(
-        fields,
-        layers=tuple(range(fields.get("first_k_dense_replace", int), plain.layers)),
-        width=width,
-        normalized=fields.get("norm_topk_prob", bool),
-        shared_width=shared * width,
-        shared_gate=False,
-        scores="sigmoid",
-        correction=True,
-        groups=fields.size("n_group"),
-        chosen_groups=fields.size("topk_group"),
-        scale=fields.get("routed_scaling_factor", (int, float)),
+def _with_latent(
+    fields: Fields, plain: DecoderConfig, family: Family, score_scale: float
+) -> DecoderConfig:
+    """Add latent attention to a decoder whose heads are as wide as what RoPE turns of them."""
+    rotary = plain.head_width
+    width = fields.size("qk_nope_head_dim") + rotary
+    fields.allow_only("head_dim", width if family.latent == "whole" else rotary)
+    fields.allow_only("num_key_value_heads", plain.heads)
+    values = fields.size("v_head_dim")
+    if values > width:
+        raise UserError(
+            f"{fields.where}: v_head_dim={values} is more than qk_nope_head_dim + qk_rope_head_dim={width}, which is "
+            "not supported"
+        )
+    query_rank = fields.get("q_lora_rank", int, 0)
+    biases: tuple[Biased, ...] = ("query", "key", "output") if query_rank else ("key", "output")
+    return replace(
+        plain,
+        head_width=width,
+        rotary_width=rotary,
+        rope_neighbours=fields.get("rope_interleave", bool, True),
+        attention_scale=width**-0.5 * score_scale,
+        biases=biases if fields.get("attention_bias", bool) else (),
+        latent=LatentAttentionConfig(fields.size("kv_lora_rank"), values, query_rank),
     )
+
+
+def _glm4_moe(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    experts = _grouped_experts(fields, plain, scores="sigmoid", correction=True)
     biases = QKV if fields.get("attention_bias", bool) else ()
     normed = fields.get("use_qk_norm", bool)
     return replace(plain, biases=biases, qk_norm="head" if normed else "none", experts=experts)
+
+
+def _mistral4(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    return replace(plain, experts=_grouped_experts(fields, plain))
+
+
+def _deepseek_v3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    # What published configs say beside the fields that transformers reads.
+    fields.allow_only("scoring_func", "sigmoid")
+    fields.allow_only("topk_method", "noaux_tc")
+    fields.allow_only("moe_layer_freq", 1)
+    experts = _grouped_experts(fields, plain, scores="sigmoid", correction=True)
+    return replace(plain, experts=experts)
+
+
+def _deepseek_v2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    fields.allow_only("scoring_func", "softmax")
+    fields.allow_only("moe_layer_freq", 1)
+    fields.allow_only("norm_topk_prob", False)
+    fields.allow_only("mlp_bias", False)
+    greedy = {"greedy": {"groups": 1, "chosen_groups": 1}, "group_limited_greedy": {}}
+    own = fields.choice("topk_method", greedy)
+    experts = _grouped_experts(fields, plain, normalized=False, group_best=1, **own)
+    return replace(plain, experts=experts)
+
+
+def _grouped_experts(fields: Fields, plain: DecoderConfig, **own: Any) -> ExpertsConfig | None:
+    """Read DeepSeek's experts behind the first layers, chosen by groups, and one that all tokens see."""
+    width = fields.size("moe_intermediate_size")
+    if "groups" not in own:
+        own |= {"groups": fields.size("n_group"), "chosen_groups": fields.size("topk_group")}
+    if "normalized" not in own:
+        own["normalized"] = fields.get("norm_topk_prob", bool)
+    return _experts(
+        fields,
+        layers=tuple(range(fields.get("first_k_dense_replace", int), plain.layers)),
+        width=width,
+        shared_width=fields.get("n_shared_experts", int) * width,
+        shared_gate=False,
+        scale=fields.get("routed_scaling_factor", (int, float)),
+        **own,
+    )
 
 
 def _experts(
@@ -470,6 +528,9 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(_qwen3_5_moe, partial_rope=True),
     "glm4_moe": Family(_glm4_moe, partial_rope=True),
     "mixtral": Family(_mixtral),
+    "mistral4": Family(_mistral4, growing=True, latent="whole"),
+    "deepseek_v2": Family(_deepseek_v2, latent="rotary"),
+    "deepseek_v3": Family(_deepseek_v3, latent="rotary"),
     "llama": Family(_llama),
     "granite": Family(_granite),
     "hyperclovax": Family(_hyperclovax),

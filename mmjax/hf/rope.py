@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mmjax.config import (
     DecoderConfig,
@@ -77,6 +77,8 @@ class Family:
     growing: bool = False  # queries grow with the position
     # what `use_bidirectional_attention` may say, which of text alone changes nothing
     bidirectional: tuple[str, ...] = ()
+    # latent attention, and the channels of a head that `head_dim` counts: those that RoPE turns, or all
+    latent: Literal["", "rotary", "whole"] = ""
 
 
 class Rope(NamedTuple):
@@ -90,6 +92,7 @@ class Rope(NamedTuple):
     window_theta: float  # base of the layers with windows, unscaled; 0: as the others
     growth: float  # of queries
     span: int  # tokens after which they grow
+    score_scale: float  # of the scores of latent attention
 
 
 def rope_of(fields: Fields, family: Family) -> Rope:
@@ -142,7 +145,12 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
             f"{rope.where}: {', '.join(unread)}: not read for rope_type={kind!r}, as in transformers"
         )
     share = 1.0
-    if family.partial_rope:
+    if family.latent == "whole":
+        rotary = fields.size("qk_rope_head_dim")
+        width = fields.size("qk_nope_head_dim") + rotary
+        # Its class sets it so where RoPE's fields leave it out.
+        rope.allow_only("partial_rotary_factor", rotary / width)
+    elif family.partial_rope:
         share = rope.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float))
     else:
         for where in (rope, fields)[kind == "proportional" :]:
@@ -158,6 +166,7 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
         ),
         growth=rope.get("llama_4_scaling_beta", float) if family.growing else 0.0,
         span=rope.get("original_max_position_embeddings", int) if family.growing else 1,
+        score_scale=_score_scale(kind, rope) if family.latent else 1.0,
     )
 
 
@@ -212,9 +221,20 @@ def _scaling(kind: str, rope: Fields, fields: Fields) -> RopeScaling:
 
 
 def _yarn_attention(rope: Fields, factor: float) -> float:
-    def grown(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
     over = rope.get("mscale", float, 0.0)
     under = rope.get("mscale_all_dim", float, 0.0)
-    return grown(over) / grown(under) if over and under else grown(1.0)
+    if not over or not under:
+        return _grown(factor, 1.0)
+    return _grown(factor, over) / _grown(factor, under)
+
+
+def _score_scale(kind: str, rope: Fields) -> float:
+    """Read by how much DeepSeek's scores grow beside cosines and sines."""
+    under = rope.get("mscale_all_dim", float, 0.0)
+    if kind == "default" or not under:
+        return 1.0
+    return _grown(rope.get("factor", float), under) ** 2
+
+
+def _grown(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

@@ -172,18 +172,19 @@ def _tiles(
 def attention(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t m h"],
-    v: Float[Array, "b t m h"],
+    v: Float[Array, "b t m w"],
     mask: MaskSpec,
     backend: Backend,
     scoring: Scoring = DEFAULT_SCORING,
     plan: Plan | None = None,
     max_block: int = MAX_BLOCK,
-) -> Float[Array, "b t n h"]:
+) -> Float[Array, "b t n w"]:
     """Compute self-attention of `n` query heads over `m` key-value heads (n a multiple of m).
 
     A query that may attend nothing gets 0. plan: that of `plan_attention` for the same dtype and
     `max_block`, else it is made here. `flash` runs as a kernel on GPUs, on Hopper as one of its
-    own, and interpreted elsewhere. Where keys arrive over the context axis, `dense` is `blockwise`.
+    own, and interpreted elsewhere, with values padded to the width of keys, which they do not exceed. Where keys
+    arrive over the context axis, `dense` is `blockwise`.
     Raises ValueError for an unknown backend, and where m does not divide n.
     """
     if backend not in get_args(Backend):
@@ -195,6 +196,9 @@ def attention(
         raise ValueError(f"{heads[0]} query heads are no multiple of {heads[1]} key-value heads")
     form = _context_form(q.shape[1], heads)
     flash = chosen_backend(backend) == "flash"
+    if flash and (extra := k.shape[3] - v.shape[3]):
+        padded = jnp.pad(v, [(0, 0)] * 3 + [(0, extra)])
+        return attention(q, k, padded, mask, backend, scoring, plan, max_block)[..., :-extra]
     if plan is None and (flash or form == "gather"):
         plan = plan_attention(mask, backend, q.shape[3], heads, q.dtype, max_block)
     if flash:

@@ -41,16 +41,16 @@ DEFAULT_SCORING = Scoring()
 def dense_attention(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b s m h"],
-    v: Float[Array, "b s m h"],
+    v: Float[Array, "b s m w"],
     q_mask: MaskSpec,
     k_mask: MaskSpec,
     scoring: Scoring = DEFAULT_SCORING,
-) -> Float[Array, "b t n h"]:
+) -> Float[Array, "b t n w"]:
     """Compute attention with all scores at once: the reference, and the fastest for short rows."""
     b, t, n, h = q.shape
-    m = k.shape[2]
+    m, w = v.shape[2:]
     # b = row, t and s = query and key token, m = key-value head, g = query head of its group, h =
-    # channel.
+    # channel, w = channel of values.
     grouped = q.reshape(b, t, m, n // m, h)
     products = jnp.einsum("btmgh,bsmh->bmgts", grouped, k, preferred_element_type=jnp.float32)
     scores = _masked(scoring.scores(products, h), q_mask, k_mask)
@@ -62,21 +62,21 @@ def dense_attention(
     # 0, not NaN.
     total = jnp.sum(weights, axis=-1, keepdims=True)
     out = jnp.einsum(
-        "bmgts,bsmh->bmgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+        "bmgts,bsmw->bmgtw", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
-    out = jnp.einsum("bmgth->btmgh", out / jnp.where(total == 0, 1, total)).reshape(b, t, n, h)
+    out = jnp.einsum("bmgtw->btmgw", out / jnp.where(total == 0, 1, total)).reshape(b, t, n, w)
     return checkpoint_name(out.astype(q.dtype), "attention_output")
 
 
 def blockwise_attention(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b s m h"],
-    v: Float[Array, "b s m h"],
+    v: Float[Array, "b s m w"],
     q_mask: MaskSpec,
     k_mask: MaskSpec,
     block: int = MAX_BLOCK,
     scoring: Scoring = DEFAULT_SCORING,
-) -> Float[Array, "b t n h"]:
+) -> Float[Array, "b t n w"]:
     """Compute the same values as `dense_attention` block by block, visiting only pairs of blocks with allowed pairs.
 
     FlashAttention's recomputation (Dao et al. 2022): the backward pass gets the output and one
@@ -90,12 +90,12 @@ def blockwise_attention(
 def blockwise_forward(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b s m h"],
-    v: Float[Array, "b s m h"],
+    v: Float[Array, "b s m w"],
     q_mask: MaskSpec,
     k_mask: MaskSpec,
     block: int = MAX_BLOCK,
     scoring: Scoring = DEFAULT_SCORING,
-) -> tuple[Float[Array, "b t n h"], Float[Array, "b n t"]]:
+) -> tuple[Float[Array, "b t n w"], Float[Array, "b n t"]]:
     """Compute the float32 output of `blockwise_attention`, and the log-sum-exp of scores (-inf: attends nothing)."""
     out, lse = _forward(*_to_blocks(q, k, v, q_mask, k_mask, block), scoring)
     lse = _from_query_blocks(lse[..., None], q.shape[1])[..., 0]
@@ -105,15 +105,15 @@ def blockwise_forward(
 def blockwise_gradients(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b s m h"],
-    v: Float[Array, "b s m h"],
+    v: Float[Array, "b s m w"],
     q_mask: MaskSpec,
     k_mask: MaskSpec,
     block: int,
     scoring: Scoring,
-    d_out: Float[Array, "b t n h"],
+    d_out: Float[Array, "b t n w"],
     lse: Float[Array, "b n t"],
     delta: Float[Array, "b n t"],
-) -> tuple[Float[Array, "b t n h"], Float[Array, "b s m h"], Float[Array, "b s m h"]]:
+) -> tuple[Float[Array, "b t n h"], Float[Array, "b s m h"], Float[Array, "b s m w"]]:
     """Compute what these keys contribute to the gradients of q, k and v, float32.
 
     lse: of the scores over all keys that the queries attend. delta: sum over channels of output *
@@ -227,7 +227,7 @@ def _masked(
 def _forward(
     q: Array, k: Array, v: Array, q_masks: MaskSpec, k_masks: MaskSpec, scoring: Scoring
 ) -> tuple[Array, Array]:
-    """Run the online softmax: float32 output like `q`, and log-sum-exp `[blocks, B, M, G, q]`, or -inf."""
+    """Run the online softmax: float32 output as wide as `v`, and log-sum-exp `[blocks, B, M, G, q]`, or -inf."""
     order, count = _visits(_live_blocks(q_masks, k_masks))
 
     def one_block(
@@ -253,7 +253,11 @@ def _forward(
             return new_max, total * rescale + weights.sum(-1), out * rescale[..., None] + values
 
         row_max = jnp.full(q_i.shape[:-1], -jnp.inf, jnp.float32)
-        start = (row_max, jnp.zeros_like(row_max), jnp.zeros(q_i.shape, jnp.float32))
+        start = (
+            row_max,
+            jnp.zeros_like(row_max),
+            jnp.zeros((*row_max.shape, v.shape[-1]), jnp.float32),
+        )
         row_max, total, out = jax.lax.fori_loop(0, count_i, visit, start)
         out = out / jnp.where(total == 0, 1, total)[..., None]
         return out, _finite(row_max) + jnp.log(total)
@@ -300,8 +304,8 @@ def _gradients(
             d_k = d_k + product("bmgqs,bmgqh->bmsh", d_products, q[i])
             return d_q.at[i].add(product("bmgqs,bmsh->bmgqh", d_products, k_j)), d_k, d_v
 
-        zero = jnp.zeros(k_j.shape, jnp.float32)
-        d_q, d_k, d_v = jax.lax.fori_loop(0, count_j, visit, (d_q, zero, zero))
+        d_k, d_v = (jnp.zeros(x.shape, jnp.float32) for x in (k_j, v_j))
+        d_q, d_k, d_v = jax.lax.fori_loop(0, count_j, visit, (d_q, d_k, d_v))
         return d_q, (d_k, d_v)
 
     # Scanned over blocks of keys: each adds to the gradient of all queries, and yields that of its

@@ -170,10 +170,10 @@ def _slices(attended: Bool[Array, "b h x"], size: int) -> Slices:
 def attend_in_pieces(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t m h"],
-    v: Float[Array, "b t m h"],
+    v: Float[Array, "b t m w"],
     plan: ContextPlan,
     kernel: Kernel,
-) -> Float[Array, "b t n h"]:
+) -> Float[Array, "b t n w"]:
     """Attend from the device's tokens to the whole row, its keys and values arriving piece by piece.
 
     Backward keeps the device's own arrays alone: keys and values arrive again, and their gradients
@@ -186,9 +186,9 @@ def attend_by_heads(
     function: Callable[..., Array],
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t m h"],
-    v: Float[Array, "b t m h"],
+    v: Float[Array, "b t m w"],
     mask: Any,
-) -> Float[Array, "b t n h"]:
+) -> Float[Array, "b t n w"]:
     """Call `function(q, k, v, mask)` with some of the heads and all tokens of the row; mask: of all tokens."""
     # Over c devices, [B, T / c, N, H] -> [B, T, N / c, H] and back.
     exchange = partial(lax.all_to_all, axis_name=CONTEXT, tiled=True)

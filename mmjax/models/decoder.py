@@ -21,6 +21,7 @@ from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up
 from mmjax.models.experts import Experts
 from mmjax.models.gated_delta_net import GatedDeltaNet
+from mmjax.models.latent_attention import LatentAttention
 from mmjax.models.layer_stacks import LayerStacks
 from mmjax.models.layers import (
     NORMS,
@@ -165,6 +166,7 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
     c = config
     delta_net = partial(GatedDeltaNet, c.delta_net, c.width, c.norm_eps, c.activation)
     head_width, (heads, kv_heads) = c.heads_of(not kind.is_full)
+    latent = partial(LatentAttention, c.latent, 2 * c.rotary_pairs)
     return LayerConfig(
         width=c.width,
         heads=heads,
@@ -180,6 +182,7 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         if c.qk_norm == "head"
         else None,
         attention_gate=c.attention_gate,
+        attention=latent if c.latent else None,
         delta_net=delta_net if kind.has_delta_net else None,
         experts=partial(Experts, c.experts, c.width, c.activation) if kind.has_experts else None,
         experts_beside=kind.has_experts and c.experts.beside_mlp,

@@ -101,7 +101,7 @@ def _of_chosen_groups(scores: Float[Array, "n e"], config: ExpertsConfig) -> Flo
     if config.groups == 1:
         return scores
     grouped = scores.reshape(len(scores), config.groups, -1)
-    best = jax.lax.top_k(grouped, 2)[0].sum(-1)
+    best = jax.lax.top_k(grouped, config.group_best)[0].sum(-1)
     _, chosen = jax.lax.top_k(best, config.chosen_groups)
     is_chosen = (chosen[..., None] == jnp.arange(config.groups)).any(1)
     return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(scores.shape)

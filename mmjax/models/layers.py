@@ -305,6 +305,8 @@ class LayerConfig:
     # of the concatenated queries, or keys, of all heads
     width_norm: Callable[[int], nnx.Module] | None = None
     attention_gate: bool = False  # beside the queries of each head
+    # makes attention of another kind of a layer's config
+    attention: Callable[[LayerConfig, nnx.Rngs], nnx.Module] | None = None
     # makes what takes the place of attention
     delta_net: Callable[[nnx.Rngs], nnx.Module] | None = None
     experts: Callable[[nnx.Rngs], nnx.Module] | None = None  # makes what takes the place of the MLP
@@ -496,7 +498,8 @@ class TransformerLayer(nnx.Module):
     def __init__(self, block: LayerConfig, rngs: nnx.Rngs):
         b = block
         self.attention_norm = b.norm(b.width) if b.pre_norms else None
-        self.attention = None if b.delta_net else SelfAttention(b, rngs)
+        attention = b.attention or SelfAttention
+        self.attention = None if b.delta_net else attention(b, rngs)
         self.delta_net = b.delta_net and b.delta_net(rngs)
         self.attention_after = _post_module(b)
         self.parallel_mlp = b.parallel_mlp

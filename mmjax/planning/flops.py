@@ -354,7 +354,8 @@ def _padding(config: Tower) -> float:
     """Return by how much the attention kernel widens heads."""
     if not config.is_stack or config.attention not in ("flash", "auto"):
         return 1
-    return padded_width(config.head_width) / config.head_width
+    # Of heads whose values are narrower than their keys, the kernel computes both as wide.
+    return 2 * padded_width(config.head_width) / (config.head_width + config.value_width)
 
 
 def stage_flops(

@@ -289,7 +289,13 @@ def muon_update_bytes(
 
 
 def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int) -> float:
-    """Count a device's bytes for each position of a generated row: keys and values of the layers with attention."""
+    """Count a device's bytes for each position of a generated row: keys and values of the layers with attention.
+
+    Of latent attention the latents, which every device has.
+    """
+    if llm.latent:  # that all heads share
+        numbers = llm.latent.key_rank + 2 * llm.rotary_pairs
+        return (llm.layers - sum(llm.delta_layers)) * numbers * activation
     return 2 * sum(llm.key_channels) * activation / sharding.llm
 
 

@@ -34,7 +34,7 @@ class LayerSizes(NamedTuple):
     """Widths of a transformer layer, of layers of several kinds the mean: what devices exchange and XLA gathers."""
 
     width: int
-    queries: float  # inputs of the last matrix before the MLP: heads * head width
+    queries: float  # inputs of the last matrix before the MLP: heads * width of values
     keys: float
     heads: float  # of attention
     mlp: float  # of all experts that a position takes
@@ -56,9 +56,14 @@ def layer_sizes(config: Tower) -> LayerSizes:
             cross=c.cross_width,
         )
     # (queries, keys, heads) of attention, and of a delta net (0 heads, as it has no scores),
-    # weighed by their shares of the layers; the width of the MLP likewise.
+    # weighed by their shares of the layers; the width of the MLP likewise. Of keys and values of
+    # different widths the mean.
     keys = sum(c.key_channels) / max(1, c.layers - sum(c.delta_layers))
-    attention = np.array([c.heads * c.mean_head_width, keys, c.heads], float)
+    width = c.mean_head_width
+    if c.latent:
+        keys *= (1 + c.value_width / c.head_width) / 2
+        width = c.value_width
+    attention = np.array([c.heads * width, keys, c.heads], float)
     share = sum(c.delta_layers) / max(1, c.layers)
     if net := c.delta_net:
         of_net = np.array(

@@ -93,6 +93,9 @@ WHOLE = (
         "glm4v_moe",
         "glm4_moe",
         "ministral3",
+        "mistral4",
+        "deepseek_v2",
+        "deepseek_v3",
     ),
     *(
         "paligemma",

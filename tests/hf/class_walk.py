@@ -352,8 +352,11 @@ OF_DECODER = {  # of Whisper, whose decoder is not read, and of its training
 # Of one class. PaliGemma's sizes are those of its parts; the classes around these texts have the
 # word on their tables.
 INERT_IN = {
-    "ministral3": {"max_position_embeddings"},  # read of a RoPE that lacks other fields here
-    "glm4_moe": {"output_router_logits"},  # its class has no loss of them
+    # The first is read of a RoPE that lacks other fields here. Classes whose routers are DeepSeek's
+    # have no loss of these logits.
+    "ministral3": {"max_position_embeddings"},
+    "mistral4": {"max_position_embeddings", "output_router_logits"},
+    **{kind: {"output_router_logits"} for kind in ("glm4_moe", "deepseek_v2", "deepseek_v3")},
     "llava_next_video": {"spatial_pool_stride", "video_seq_length"},  # of videos
     # Their text's default, which they take over, is true.
     **{

@@ -38,6 +38,9 @@ DECODERS = {
     "mixtral": transformers.MixtralConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
+    "mistral4": transformers.Mistral4Config,
+    "deepseek_v2": transformers.DeepseekV2Config,
+    "deepseek_v3": transformers.DeepseekV3Config,
     "glm4": transformers.Glm4Config,
     "glm4_moe": transformers.Glm4MoeConfig,
     "cohere": transformers.CohereConfig,
@@ -49,7 +52,9 @@ DECODERS = {
     "gpt2": transformers.GPT2Config,
     "ernie4_5": transformers.Ernie4_5Config,
 }
+LATENT = ("mistral4", "deepseek_v2", "deepseek_v3")  # attention
 NOT_IN_LLAVA = (
+    *LATENT,
     *("ministral3", "qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "glm4_moe"),
     *("opt", "gpt2", "ernie4_5", "gemma4_text"),
 )
@@ -149,6 +154,8 @@ def decoder(
     if family == "glm4_moe":
         given |= grouped_experts(rng, given["num_hidden_layers"])
         given["use_qk_norm"] = pick(rng, False, True)
+    if family in LATENT:
+        given |= latent_attention(rng, family, given)
     if family == "ernie4_5":
         given["use_bias"] = pick(rng, False, True)
     if family in ("cohere", "cohere2"):
@@ -322,6 +329,52 @@ def grouped_experts(rng: np.random.Generator, layers: int) -> Fields:
         "norm_topk_prob": pick(rng, False, True),
         "routed_scaling_factor": pick(rng, 1.0, 2.5),
     }
+
+
+def latent_attention(rng: np.random.Generator, family: str, given: Fields) -> Fields:
+    """Latent attention and experts of DeepSeek and Mistral 4, whose heads have parts of any width."""
+    # complex numbers there: DeepSeek-V2's strides are even
+    unit = 2 if family == "deepseek_v2" else 1
+    rotary, plain, rank = (
+        2 * between(rng, 1, 6),
+        unit * between(rng, 1, 5),
+        unit * between(rng, 3, 9),
+    )
+    fields = rope(rng, rotary // 2)
+    turned = fields["rope_parameters"]
+    if family == "mistral4":  # of the other kinds its class computes too many angles
+        turned = {"rope_type": "yarn", "rope_theta": pick(rng, 1e4, 5e5), "factor": 4.0}
+        turned |= {
+            "llama_4_scaling_beta": pick(rng, 0.1, 0.5),
+            "original_max_position_embeddings": between(rng, 3, 9),
+        }
+    if turned["rope_type"] != "default" and rng.integers(2):
+        turned |= {"mscale": pick(rng, 0.7, 1.0), "mscale_all_dim": pick(rng, 0.5, 1.0)}
+    heads = given["num_attention_heads"]
+    fields |= {
+        "rope_parameters": turned,
+        "hidden_size": heads * between(rng, 3, 12),
+        "num_key_value_heads": heads,
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": plain,
+        "v_head_dim": between(rng, 1, plain + rotary),
+        "kv_lora_rank": rank,
+        "q_lora_rank": pick(rng, None, between(rng, 5, 20)),
+        "attention_bias": pick(rng, False, True),
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **grouped_experts(rng, given["num_hidden_layers"]),
+    }
+    if family == "deepseek_v2":
+        fields |= {
+            "topk_method": pick(rng, "greedy", "group_limited_greedy"),
+            "norm_topk_prob": False,
+        }
+    else:
+        fields["rope_interleave"] = pick(rng, False, True)
+    given.pop("head_dim")
+    return fields
 
 
 def glm4_fields(rng: np.random.Generator, given: Fields) -> Fields:
@@ -613,15 +666,15 @@ def pixtral(rng: np.random.Generator, vocab: int = 97, **own: int) -> transforme
 
 
 def mistral3(
-    rng: np.random.Generator, vocab: int = 97, **own: int
+    rng: np.random.Generator, vocab: int = 97, text: str = "", **own: int
 ) -> transformers.PreTrainedConfig:
-    """Mistral 3: Pixtral's tower, whose patches are merged by a matrix."""
+    """Mistral 3: Pixtral's tower, whose patches are merged by a matrix. text: the kind of its text; empty: drawn."""
     merge = pick(rng, 1, 2, 2, 3)
     vision = pixtral_tower(rng, merge)
     layers = vision.num_hidden_layers
     return transformers.Mistral3Config(
         vision_config=vision,
-        text_config=decoder(rng, pick(rng, "mistral", "ministral3"), vocab),
+        text_config=decoder(rng, text or pick(rng, "mistral", "ministral3"), vocab),
         vision_feature_layer=pick(rng, -1, between(rng, -layers, -1), between(rng, 1, layers)),
         multimodal_projector_bias=pick(rng, False, True),
         projector_hidden_act=pick(rng, *ACTIVATIONS),

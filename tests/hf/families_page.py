@@ -32,6 +32,12 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     **{kind: {"vision_config": {}} for kind in ("clip", "evaclip", "siglip", "aya_vision")},
     **{kind: {"text_config": {"partial_rotary_factor": 0.5}} for kind in ("glm4v", "glm46v")},
     "glm4_moe": {"head_dim": 128},
+    "deepseek_v2": {
+        "num_experts_per_tok": 6,
+        "topk_method": "group_limited_greedy",
+        "n_group": 8,
+        "topk_group": 3,
+    },
     "glm4v_moe": {"text_config": {"head_dim": 128, "partial_rotary_factor": 0.5}},
     "glm_ocr": {
         "text_config": {"hidden_size": 1536, "head_dim": 128, "partial_rotary_factor": 0.5}

@@ -24,7 +24,7 @@ from parity import loaded, random_model
 from parity_samples import Given, Part, given, is_text
 from test_any_res import NEXT, ONEVISION, inputs, processor_of, saved
 from test_audio_towers import AUDIO_TOKEN, HOP, clip, features_there, qwen2_audio, words
-from test_decoders import COMMON
+from test_decoders import COMMON, random_decoder
 from test_qwen_vl import (
     GRIDS,
     inputs_of,
@@ -122,6 +122,30 @@ LONG |= {
     "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5],
     "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 8.0],
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 12,
+    "kv_lora_rank": 14,
+    "q_lora_rank": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "pad_token_id": 0,
+}
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 6,
+    "llama_4_scaling_beta": 0.5,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 LOCAL = ["sliding_attention", "sliding_attention", "full_attention"]
 GEMMA4 = {
@@ -146,7 +170,7 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
 @pytest.mark.default_cases(
-    "gemma2", "llama longrope", "llama dynamic", "opt", "gemma3", "gemma4", "cohere2"
+    "gemma2", "llama longrope", "llama dynamic", "opt", "gemma3", "gemma4", "cohere2", "mistral4"
 )
 @pytest.mark.parametrize(
     ("kind", "own"),
@@ -182,6 +206,8 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
             transformers.HyperCLOVAXConfig,
             {"residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
         ),
+        (transformers.DeepseekV3Config, LATENT),
+        (transformers.Mistral4Config, LATENT | {"rope_parameters": GROWING, "q_lora_rank": None}),
     ],
     ids=[
         "gemma2",
@@ -197,10 +223,12 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         "cohere2",
         "exaone4",
         "hyperclovax",
+        "deepseek_v3",
+        "mistral4",
     ],
 )
 def test_a_decoder_writes_what_it_writes_there_beyond_its_windows_too(kind, own, tmp_path):
-    model = random_model(kind(**COMMON | own))
+    model = random_decoder(kind(**COMMON | own))
     model.save_pretrained(tmp_path)
     check(model, tmp_path, texts(97), token_ids)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import drawn
 import jax
@@ -36,6 +37,10 @@ TOKENS = {"[IMG_BREAK]": [ROW_END], "[IMG_END]": [END]}
 WHOLE = {
     "pixtral": (drawn.pixtral, transformers.LlavaForConditionalGeneration),
     "mistral3": (drawn.mistral3, transformers.Mistral3ForConditionalGeneration),
+    "mistral4": (
+        partial(drawn.mistral3, text="mistral4"),
+        transformers.Mistral3ForConditionalGeneration,
+    ),
     "lighton_ocr": (drawn.lighton_ocr, transformers.LightOnOcrForConditionalGeneration),
 }
 
@@ -103,7 +108,7 @@ def theirs(processor, unit, rows=True):
     ).logits[0]
 
 
-@pytest.mark.default_cases("mistral3-1")
+@pytest.mark.default_cases("mistral3-1", "mistral4-1")
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", WHOLE)
 def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):

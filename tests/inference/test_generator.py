@@ -14,7 +14,14 @@ from commands import TINY_MEDIA
 from decoding_reference import greedy_tokens
 
 from mmjax.batch import Microbatch, TextBatch
-from mmjax.config import Config, DeltaNetConfig, LoraConfig, MeshConfig, TokenInputsConfig
+from mmjax.config import (
+    Config,
+    DeltaNetConfig,
+    LatentAttentionConfig,
+    LoraConfig,
+    MeshConfig,
+    TokenInputsConfig,
+)
 from mmjax.config.loading import copy_config, load
 from mmjax.inference.evaluation import evaluation_sources
 from mmjax.inference.generator import Generator, Sampling
@@ -72,7 +79,14 @@ def generator(model: Model, source, mesh: MeshConfig | None = None, **own) -> Ge
 @pytest.mark.default_cases("windows and caps")
 @pytest.mark.parametrize(
     "change",
-    ["plain", "windows and caps", "adapters", "blockwise, scanned with a border", "shared keys"],
+    [
+        "plain",
+        "windows and caps",
+        "adapters",
+        "blockwise, scanned with a border",
+        "latent attention",
+        "shared keys",
+    ],
 )
 def test_the_cache_gives_what_a_full_forward_pass_for_every_token_gives(few, change):
     config, source = few
@@ -124,6 +138,10 @@ def changed(config: Config, how: str):
                 token_inputs=TokenInputsConfig(6, llm.vocab),
                 output_scales=True,
             )
+        case "latent attention":
+            latent = LatentAttentionConfig(key_rank=12, value_width=6, query_rank=10)
+            llm = replace(llm, latent=latent, kv_heads=llm.heads, rotary_width=4)
+            return replace(config.model, llm=llm, lora={"all": LoraConfig(("llm.layers.*",), 2)})
         case "delta nets":
             llm = replace(llm, delta_net=DeltaNetConfig((0,), 2, 2, 8, 12))
         case "adapters":
@@ -134,7 +152,9 @@ def changed(config: Config, how: str):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("change", ["plain", "delta nets", "parallel, without rope", "shared keys"])
+@pytest.mark.parametrize(
+    "change", ["plain", "delta nets", "parallel, without rope", "latent attention", "shared keys"]
+)
 @pytest.mark.parametrize("where", MESHES)
 def test_a_mesh_writes_what_one_device_writes(few, where, change):
     (mesh, sampling), (config, source) = MESHES[where], few

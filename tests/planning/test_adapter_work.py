@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from test_flops import gradient, make_batch, make_model, traced_products
+from test_flops import LATENT, gradient, make_batch, make_model, traced_products
 
 from mmjax.config import AdamW, LoraConfig, ModelConfig, Muon
 from mmjax.config.model import frozen_modules, linear_layers
@@ -42,10 +42,10 @@ def with_adapters(
     return replace(make_model(**llm), lora={"one": LoraConfig(patterns, rank, base=base)})
 
 
-def test_linear_layers_are_those_of_the_built_model_with_their_sizes():
-    model = replace(
-        make_model(), encoders={n: replace(e, layers=2) for n, e in make_model().encoders.items()}
-    )
+@pytest.mark.parametrize("llm", [{}, LATENT], ids=["plain", "latent attention"])
+def test_linear_layers_are_those_of_the_built_model_with_their_sizes(llm):
+    plain = make_model(**llm)
+    model = replace(plain, encoders={n: replace(e, layers=2) for n, e in plain.encoders.items()})
     model = replace(
         model, encoders=model.encoders | {"vision": replace(model.encoders["vision"], gated=True)}
     )
@@ -72,7 +72,19 @@ def test_linear_layers_are_those_of_the_built_model_with_their_sizes():
 def test_needed_is_every_matrix_product_of_the_traced_gradient(
     patterns: tuple[str, ...], trained: str
 ) -> None:
-    model = with_adapters(patterns, base="trained" if trained == "all" else "frozen")
+    check_needed(with_adapters(patterns, base="trained" if trained == "all" else "frozen"), trained)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("trained", ["none", "llm alone"])
+@pytest.mark.parametrize("query_rank", [0, 5])
+def test_needed_of_latent_attention_is_every_product_too(query_rank: int, trained: str) -> None:
+    latent = LATENT | {"latent": replace(LATENT["latent"], query_rank=query_rank)}
+    check_needed(with_adapters(("llm.*",), **latent), trained)
+
+
+def check_needed(model: ModelConfig, trained: str) -> None:
+    """Hold the needed FLOPs equal to those of the traced gradient. trained: modules beside adapters."""
     batch = make_batch(model, SHAPE)
     others = {"none": ALL_BUT_LLM | {"llm"}, "llm alone": ALL_BUT_LLM, "all": frozenset()}[trained]
     frozen = frozen_modules(model) | others

@@ -22,6 +22,7 @@ from mmjax.config import (
     DeltaNetConfig,
     ExpertsConfig,
     FractionalGrid,
+    LatentAttentionConfig,
     LogMel,
     LoraConfig,
     ModelConfig,
@@ -41,6 +42,11 @@ from mmjax.planning.flops import executed, model_flops, step_needed
 from mmjax.planning.prices import relative_cost
 from mmjax.planning.work import useful_work
 
+LATENT = {
+    "latent": LatentAttentionConfig(key_rank=7, value_width=5, query_rank=9),
+    "kv_heads": 4,
+    "rotary_width": 2,
+}
 GLM = ConnectorConfig(
     mlp_width=20,
     norm="none",
@@ -459,6 +465,33 @@ def test_blockwise_attention_executes_the_blocks_it_may_visit() -> None:
         work.row_work(squares, row)["vision"].pairs
         == MAX_BLOCK**2 * (64 + 3 * 4 + 7 + 2 * 4 + 5 + 2) / 2
     )
+
+
+def test_latent_attention_needs_its_matrices_and_the_products_of_its_keys_and_values() -> None:
+    model = make_model(**LATENT)
+    c, latent = model.llm, LATENT["latent"]
+    none = np.zeros(0, np.int64)
+    given = {"llm": work.length_work(model, np.array([40]), none, none, none)["llm"]}
+    flops = model_flops(model, given, frozenset())["llm"]
+    rank, heads = latent.query_rank, c.heads
+    matrices = c.width * rank + rank * heads * c.head_width
+    matrices += c.width * (latent.key_rank + c.rotary_width)
+    matrices += latent.key_rank * heads * (c.head_width - c.rotary_width + latent.value_width)
+    matrices += heads * latent.value_width * c.width + 3 * c.width * c.mlp_width
+    pairs = c.layers * heads * (c.head_width + latent.value_width) * 40 * 41 // 2
+    assert flops.forward == 2 * (40 * (c.layers * matrices + c.vocab * c.width) + pairs)
+    assert flops.backward == 2 * flops.forward
+    # The kernel computes values as wide as keys, both padded to 16 channels.
+    shape = dict.fromkeys(("llm", "vision", "audio"), (1, 64))
+    narrow, wide = (
+        executed(
+            make_model(**LATENT | {"latent": replace(latent, value_width=w)}, attention="flash"),
+            shape,
+            frozenset(),
+        )
+        for w in (latent.value_width, c.head_width)
+    )
+    assert narrow["llm"].attention == pytest.approx(wide["llm"].attention, rel=0.02)
 
 
 def test_what_a_window_forbids_is_not_needed() -> None:

@@ -35,6 +35,7 @@ from mmjax.config import (
     DeltaNetConfig,
     ExpertsConfig,
     FractionalGrid,
+    LatentAttentionConfig,
     LoraConfig,
     LossConfig,
     MeshConfig,
@@ -192,6 +193,15 @@ def with_delta_nets(config: Config) -> Config:
     return replace(config, model=replace(config.model, llm=llm))
 
 
+def with_latent_attention(config: Config) -> Config:
+    """The same with latent attention, and rows that sequence parallelism divides."""
+    llm = config.model.llm
+    latent = LatentAttentionConfig(key_rank=12, value_width=6, query_rank=10)
+    llm = replace(llm, latent=latent, kv_heads=llm.heads, rotary_width=4)
+    batch = replace(config.batch, alignment=16)
+    return replace(config, batch=batch, model=replace(config.model, llm=llm))
+
+
 def deepstack_config_of(units: str, **changes: Any) -> Config:
     """The model with four vision layers, of which three are taken out, the first stage's last and the last among them.
 
@@ -321,6 +331,12 @@ def test_gradients_of_an_llm_with_delta_nets_are_those_of_one_program(units, tmp
     batch = load_steps(config, tmp_path, 1)[0][0]
     assert (batch.text.kind >> FIRST_BRANCH_BIT).max() > 1  # a second question
     assert_same_gradients(config, tmp_path)
+
+
+@pytest.mark.default_cases("tensor parallel")
+@pytest.mark.parametrize("units", ["unequal ranks", "tensor parallel", "context", "tokens divided"])
+def test_gradients_of_an_llm_with_latent_attention_are_those_of_one_program(units, tmp_path):
+    assert_same_gradients(with_latent_attention(config_of(units)), tmp_path)
 
 
 @pytest.mark.default_cases("by module-auto-True-none-1-0.1")
