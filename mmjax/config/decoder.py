@@ -137,6 +137,21 @@ class TokenInputsConfig:
 
 
 @dataclass(frozen=True)
+class ConvolutionConfig:
+    """A short convolution between two gates in place of attention in some layers (LFM2)."""
+
+    layers: tuple[int, ...]  # that have it
+    taps: PositiveInt = 3  # tokens that it reads, the token itself included
+    biased: bool = False  # its matrices and its filter have biases
+
+    def check(self, where: str) -> None:
+        check(
+            bool(self.layers),
+            f"{where}.layers is empty; name the layers that have it, or use {where}=none",
+        )
+
+
+@dataclass(frozen=True)
 class LatentAttentionConfig:
     """Multi-head latent attention (MLA): keys and values of all heads are made of a latent, and positions are apart.
 
@@ -175,6 +190,12 @@ class ExpertsConfig:
     chosen_groups: PositiveInt = 1
     scale: PositiveFloat = 1.0  # of the weights of a token's experts
     shared_gate: bool = True  # before the expert that sees every token
+    biases: bool = False  # of the router and of the experts' matrices
+    # gpt-oss: gates are cut off above it, and what they multiply on both sides, to which 1 is added; 0:
+    # neither is
+    limit: NonNegativeFloat = 0.0
+    # of the sigmoid in the silu of such gates
+    slope: PositiveFloat = 1.0
     group_best: PositiveInt = 2  # scores of a group that are added up when groups are chosen
     # Gemma 4's: beside the MLP, with learned scales of what the router and the experts read, and of
     # what an expert weighs
@@ -230,6 +251,7 @@ class LayerKind(NamedTuple):
     has_rope: bool  # queries and keys are turned
     is_full: bool  # no window, where heads or caches of layers with and without one differ
     shares_keys: bool  # attends the keys and values of a layer before it
+    has_convolution: bool  # in place of attention
 
 
 @dataclass(frozen=True)
@@ -305,6 +327,10 @@ class DecoderConfig(TowerFacts):
     # that the outputs of attention and MLP are multiplied by, before they are added
     residual_scale: float = 1.0
     scaled_items: bool = False  # embedding_scale multiplies the tokens of images and clips too
+    # attention's softmax has a learned score of each head beside those of the keys (gpt-oss)
+    sinks: bool = False
+    # in place of attention in some layers; none: there is none
+    convolution: ConvolutionConfig | None = None
     # multi-head latent attention in place of grouped-query attention
     latent: LatentAttentionConfig | None = None
     full_head_width: NonNegativeInt = (
@@ -350,6 +376,22 @@ class DecoderConfig(TowerFacts):
         return tuple(i in layers for i in range(self.layers))
 
     @property
+    def convolution_layers(self) -> tuple[bool, ...]:
+        """Tell of each layer whether it has a gated convolution."""
+        layers = self.convolution.layers if self.convolution else ()
+        return tuple(i in layers for i in range(self.layers))
+
+    @property
+    def attention_layers(self) -> int:
+        """Return how many layers have attention."""
+        return self.layers - sum(self.delta_layers) - sum(self.convolution_layers)
+
+    @property
+    def reads_in_order(self) -> bool:
+        """Return whether some layers read a sample's tokens one after the other."""
+        return self.delta_net is not None or self.convolution is not None
+
+    @property
     def expert_layers(self) -> tuple[bool, ...]:
         """Tell of each layer whether it has a mixture of experts."""
         layers = self.experts.layers if self.experts else ()
@@ -372,6 +414,7 @@ class DecoderConfig(TowerFacts):
                 has_rope=i not in self.unrotated,
                 is_full=self.splits_windows and i not in self.windowed,
                 shares_keys=i >= first_shared,
+                has_convolution=self.convolution_layers[i],
             )
             for i in range(self.layers)
         )
@@ -410,7 +453,8 @@ class DecoderConfig(TowerFacts):
         channels = []
         for i, kind in enumerate(self.layer_kinds):
             width, (_, kv_heads) = self.heads_of(i in self.windowed)
-            channels.append(0 if kind.has_delta_net or kind.shares_keys else width * kv_heads)
+            without = kind.has_delta_net or kind.has_convolution or kind.shares_keys
+            channels.append(0 if without else width * kv_heads)
         return tuple(channels)
 
     @property
@@ -433,10 +477,17 @@ class DecoderConfig(TowerFacts):
             self._check_learned_positions(where)
         else:
             self._check_rope(where)
-        for name in ("delta_net", "experts"):
+        for name in ("delta_net", "experts", "convolution"):
             layers = getattr(getattr(self, name), "layers", ())
             check_layer_numbers(f"{where}.{name}.layers", layers, self.layers)
         check_layer_numbers(f"{where}.unrotated", self.unrotated, self.layers)
+        both = [
+            i for i in range(self.layers) if self.delta_layers[i] and self.convolution_layers[i]
+        ]
+        check(
+            not both,
+            f"{where}.convolution.layers and {where}.delta_net.layers both have {listed(both)}; leave it out of one",
+        )
         biased = [name for name in self.biases if name in ("gate", "up", "down")]
         check(
             not biased or not all(self.expert_layers) or self.experts.beside_mlp,
@@ -458,8 +509,11 @@ class DecoderConfig(TowerFacts):
             f"{where}.latent.value_width={values} is more than head_width={width}; use at most that",
         )
         check(
-            self.qk_norm == "none" and not self.attention_gate and "value" not in self.biases,
-            f"{where}.latent: latent attention has no qk_norm, no attention_gate and no bias of values; leave them out",
+            self.qk_norm == "none"
+            and not self.attention_gate
+            and not self.sinks
+            and "value" not in self.biases,
+            f"{where}.latent: latent attention has no qk_norm, attention_gate, sinks or bias of values; leave them out",
         )
 
     def _check_shared(self, where: str) -> None:
@@ -470,10 +524,11 @@ class DecoderConfig(TowerFacts):
             f"{where}.shared_layers={self.shared_layers}: layers with a window and without must each have one of "
             "their kind before them, whose keys they share",
         )
-        check(
-            not self.delta_net or not self.splits_windows,
-            f"{where}.delta_net: heads of layers without a window that differ, and shared keys, do not go with it",
-        )
+        for name in ("delta_net", "convolution"):
+            check(
+                getattr(self, name) is None or not self.splits_windows,
+                f"{where}.{name}: heads of layers without a window that differ, and shared keys, do not go with it",
+            )
         check(
             bool(self.shared_layers) or not self.shared_mlp_width,
             f"{where}.shared_mlp_width={self.shared_mlp_width}: shared_layers=0; leave it out",
@@ -526,9 +581,10 @@ class DecoderConfig(TowerFacts):
 
 
 def head_counts(tower: DecoderConfig | Encoder) -> list[int]:
-    """List the numbers of heads that tensor parallelism divides: of queries, of keys, and of a delta net's keys."""
+    """List what tensor parallelism divides: heads of queries, keys and delta nets' keys; channels of convolutions."""
     heads = [tower.heads, tower.key_heads]
     if not tower.is_causal:
         return heads
     heads += [tower.full_kv_heads] * bool(tower.full_kv_heads)
-    return [*heads, *([tower.delta_net.key_heads] if tower.delta_net else [])]
+    delta_heads = [tower.delta_net.key_heads] if tower.delta_net else []
+    return [*heads, *delta_heads, *([tower.width] if tower.convolution else [])]

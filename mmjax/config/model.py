@@ -241,7 +241,7 @@ def linear_layers(model: ModelConfig) -> Sizes:
         sizes |= {f"llm.layers.*.attention.{name}": size for name, size in attention.items()}
     if llm.attention_gate:
         sizes["llm.layers.*.attention.query"] = (llm.width, 2 * query_width)
-    if all(llm.delta_layers):
+    if llm.attention_layers == 0:
         sizes = {name: size for name, size in sizes.items() if ".attention." not in name}
     if all(llm.expert_layers) and not llm.experts.beside_mlp:
         sizes = {name: size for name, size in sizes.items() if ".mlp." not in name}
@@ -264,6 +264,9 @@ def linear_layers(model: ModelConfig) -> Sizes:
             f"llm.layers.*.delta_net.{name}": (llm.width, count) for name, count in outputs.items()
         }
         sizes["llm.layers.*.delta_net.output"] = (values, llm.width)
+    if llm.convolution:
+        parts = ("gate", "output_gate", "value", "output")
+        sizes |= {f"llm.layers.*.convolution.{name}": (llm.width, llm.width) for name in parts}
     for name, encoder in model.encoders.items():
         width = encoder.width
         keys = encoder.key_heads * encoder.head_width
@@ -424,15 +427,15 @@ def layer_count(model: ModelConfig, name: str) -> int:
         return model.towers[module].layers
     llm = model.llm
     layers = llm.layers
-    delta = sum(llm.delta_layers)
     sparse = sum(llm.expert_layers)
     own = [kind for kind in llm.layer_kinds if not kind.shares_keys]
     without_values = sum(llm.keys_as_values and kind.is_full for kind in own)
     shared = layers - len(own)
     absent = {"key": shared, "value": shared + without_values}
     return {
-        "delta_net": delta,
-        "attention": layers - delta - absent.get(path[-1], 0),
+        "delta_net": sum(llm.delta_layers),
+        "convolution": sum(llm.convolution_layers),
+        "attention": llm.attention_layers - absent.get(path[-1], 0),
         "experts": sparse,
         "mlp": layers if sparse and llm.experts.beside_mlp else layers - sparse,
         "token_input": layers,

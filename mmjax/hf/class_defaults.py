@@ -19,9 +19,9 @@ from mmjax.errors import UserError
 Values = Mapping[str, Any]
 # Where a config may say its RoPE, beside the fields of its class; older versions wrote it in
 # several.
+SCALINGS = ("rope_parameters", "rope_scaling")
 ROPE = (
-    "rope_parameters",
-    "rope_scaling",
+    *SCALINGS,
     "rope_theta",
     "partial_rotary_factor",
     "rope_local_base_freq",
@@ -114,8 +114,10 @@ def _completed(config: Values, kind: str, where: str) -> dict[str, Any]:
         # Such a class is too new for other names.
         fields = {name: value for name, value in fields.items() if name not in ROPE[1:]}
     scaled = by_layer or rope.get("rope_type", "default") != "default"
-    if scaled and not any(map(fields.get, ROPE)):
-        fields["rope_parameters"] = rope  # whose scaling is the class's own
+    if scaled and not any(map(fields.get, SCALINGS)):
+        # whose scaling is the class's own
+        theta = None if entry.get("own_theta") else fields.get("rope_theta")
+        fields["rope_parameters"] = rope if theta is None else {**rope, "rope_theta": theta}
     return {**defaults, **_rope_defaults(rope), **fields, "model_type": kind}
 
 

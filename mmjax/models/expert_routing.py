@@ -16,6 +16,7 @@ class RouterArrays(NamedTuple):
 
     weight: Float[Array, "d e"]
     correction: Float[Array, " e"] | None  # added to the scores of experts when they are chosen
+    bias: Float[Array, " e"] | None
     input_scale: Float[Array, " d"] | None  # of the router's inputs, beside 1 / sqrt(d)
     expert_input_scale: Float[Array, " d"] | None
     share_scale: Float[Array, " e"] | None  # of the weights of each expert
@@ -73,6 +74,8 @@ def route(
     logits = jnp.matmul(
         inputs, router.weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
+    if router.bias is not None:
+        logits = logits + router.bias.astype(jnp.float32)
     probability = jax.nn.softmax(logits)
     scores = probability if config.scores == "softmax" else jax.nn.sigmoid(logits)
     choice = scores if correction is None else scores + correction

@@ -295,7 +295,7 @@ def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int)
     """
     if llm.latent:  # that all heads share
         numbers = llm.latent.key_rank + 2 * llm.rotary_pairs
-        return (llm.layers - sum(llm.delta_layers)) * numbers * activation
+        return llm.attention_layers * numbers * activation
     return 2 * sum(llm.key_channels) * activation / sharding.llm
 
 

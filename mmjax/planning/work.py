@@ -55,10 +55,10 @@ def layer_sizes(config: Tower) -> LayerSizes:
             gated=c.gated,
             cross=c.cross_width,
         )
-    # (queries, keys, heads) of attention, and of a delta net (0 heads, as it has no scores),
-    # weighed by their shares of the layers; the width of the MLP likewise. Of keys and values of
+    # (queries, keys, heads) of attention, and of a delta net or a convolution (0 heads, as
+    # they have no scores), weighed by their shares of the layers; the width of the MLP likewise. Of keys and values of
     # different widths the mean.
-    keys = sum(c.key_channels) / max(1, c.layers - sum(c.delta_layers))
+    keys = sum(c.key_channels) / max(1, c.attention_layers)
     width = c.mean_head_width
     if c.latent:
         keys *= (1 + c.value_width / c.head_width) / 2
@@ -70,6 +70,8 @@ def layer_sizes(config: Tower) -> LayerSizes:
             [net.value_heads * net.value_width, net.key_heads * net.key_width, 0], float
         )
         attention += (of_net - attention) * share
+    of_convolution = np.array([c.width, c.width, 0], float)
+    attention += (of_convolution - attention) * sum(c.convolution_layers) / max(1, c.layers)
     wide = (c.shared_mlp_width or c.mlp_width) - c.mlp_width
     mlp = c.mlp_width + wide * c.shared_layers / max(1, c.layers)
     if experts := c.experts:
