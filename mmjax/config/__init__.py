@@ -76,6 +76,7 @@ from mmjax.config.images import (
     ImagePreparation,
     PanAndScan,
     PixtralResize,
+    ResizeOrTiles,
     Slices,
     SmartResize,
     SplitTiles,
