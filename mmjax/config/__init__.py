@@ -39,7 +39,9 @@ from mmjax.config.decoder import (
     Llama3Rope,
     LongRope,
     PlainRope,
+    ProportionalRope,
     RopeScaling,
+    TokenInputsConfig,
     YarnRope,
 )
 from mmjax.config.encoders import (

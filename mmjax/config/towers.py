@@ -102,6 +102,11 @@ class TowerFacts:
         return self.window_inputs
 
     @property
+    def windowed_share(self) -> Any:
+        """Return the share of attention that is in windows, per pair of positions."""
+        return len(self.windowed) / self.layers
+
+    @property
     def token_positions(self) -> int:
         """Return how many positions of the layers become one token, pooling included."""
         return self.merged_positions * self.pool

@@ -16,6 +16,7 @@ from mmjax.config import (
     LinearRope,
     Llama3Rope,
     LongRope,
+    ProportionalRope,
     RopeScaling,
     YarnRope,
 )
@@ -124,6 +125,9 @@ def frequencies_of(scaling: RopeScaling, theta: float, pairs: int) -> np.ndarray
             return ((1 - smooth) * unscaled / scaling.factor + smooth * unscaled).astype(np.float32)
         case YarnRope():
             return _yarn(unscaled, scaling, theta)
+        case ProportionalRope(share=share, factor=factor):
+            turned = np.arange(pairs) < int(share * pairs)
+            return np.where(turned, unscaled / np.float32(factor), np.float32(0))
     return unscaled
 
 

@@ -34,7 +34,10 @@ from mmjax.hf.families import CHECKPOINTS
 TABLE = Path(__file__).parents[2] / "mmjax/hf/class_defaults.json"
 LIBRARY = Path(transformers.__file__).parent
 PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")  # that are read
-UNREAD_PARTS = {("clip", "text_config"), ("siglip", "text_config")}
+UNREAD_PARTS = {
+    *(("clip", "text_config"), ("siglip", "text_config")),
+    *(("gemma4", "vision_config"), ("gemma4", "audio_config")),
+}
 # of labels, dtypes and outputs
 OF_ALL = {field.name for field in fields(transformers.PreTrainedConfig)}
 WHOLE = (
@@ -54,6 +57,7 @@ WHOLE = (
         "gemma",
         "gemma2",
         "gemma3_text",
+        "gemma4_text",
         "opt",
         "gpt2",
         "cohere",
@@ -76,6 +80,7 @@ WHOLE = (
         "smolvlm",
         "mistral3",
         "gemma3",
+        "gemma4",
     ),
     *(
         "llava_next_video",

@@ -166,6 +166,7 @@ def walk(
         parts, defaults = classes()[part].get("parts", {}), classes()[part]["defaults"]
         able = copy.deepcopy(plain)
         at(able, path).update({name: value for name, value in ENABLED.items() if name in defaults})
+        at(able, path).update(ENABLED_IN.get(part, {}))
         bases = (
             (plain, whole, able)
             if at(able, path) != at(copy.deepcopy(plain), path)
@@ -370,6 +371,7 @@ INERT_IN = {
     "paligemma": {"hidden_size", "vocab_size"},
     # The second is read of a dynamic RoPE, which Gemma 3 says by type of layer.
     "gemma3_text": {"attn_logit_softcapping", "max_position_embeddings"},
+    "gemma4_text": {"max_position_embeddings"},
     "qwen3_vl_moe_text": {"tie_word_embeddings"},
     "qwen2_5_omni_text": {"tie_word_embeddings"},
     "qwen2_5_omni_audio_encoder": {"max_source_positions"},
@@ -394,6 +396,16 @@ ENABLED = {
     "output_router_logits": True,
     "full_attn_idxs": [1],
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+}
+ENABLED_IN = {
+    "gemma4_text": {
+        "num_kv_shared_layers": 10,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "rope_parameters": None,
+    }
 }
 
 

@@ -66,6 +66,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         for kind in ("qwen3_vl_moe", "qwen3_5_moe")
     },
 }
+TEXT_ALONE = ("gemma4",)  # whose images and clips are not read
 STATES = ("`model_type`", "class in transformers", "state")
 HEAD = ("`model_type`", "modules", "attention", "video", "context", "compared")
 
@@ -83,7 +84,11 @@ def states() -> str:
         (
             (f"`{kind}`", f"`{there['class']}`", f"no; nearest: `{there['nearest']}`")
             if "nearest" in there
-            else (f"`{kind}`", f"`{there['class']}`", "read")
+            else (
+                f"`{kind}`",
+                f"`{there['class']}`",
+                "its text alone is read" if kind in TEXT_ALONE else "read",
+            )
             for kind, there in classes
         ),
     )

@@ -90,6 +90,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "lfm2_vl": lambda: drawn.lfm2_vl(rng(), image_token_id=5),
     "janus": lambda: drawn.janus(rng(), image_token_id=5),
     "gemma3": lambda: drawn.gemma3(rng(), image_token_index=5),
+    "gemma4": lambda: drawn.gemma4(rng(), image_token_id=5, video_token_id=6, audio_token_id=7),
     "shieldgemma2": lambda: drawn.shieldgemma2(rng(), image_token_index=5),
     "paligemma": lambda: drawn.paligemma(rng(), image_token_index=5),
     "video_llava": lambda: around("video_llava", CLIP, video_token_index=6),

@@ -148,6 +148,24 @@ GROWING = {
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 LOCAL = ["sliding_attention", "sliding_attention", "full_attention"]
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": [*LOCAL, *LOCAL],
+    "head_dim": 12,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 6,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 5,
+    "vocab_size_per_layer_input": 97,
+}
+EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 12,
+}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
@@ -157,6 +175,7 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     "llama dynamic",
     "opt",
     "gemma3",
+    "gemma4",
     "cohere2",
     "mistral4",
     "gpt_oss",
@@ -181,6 +200,11 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         (
             transformers.Gemma3TextConfig,
             {"head_dim": 20, "sliding_window": 6, "layer_types": LOCAL},
+        ),
+        (transformers.Gemma4TextConfig, GEMMA4),
+        (
+            transformers.Gemma4TextConfig,
+            GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0} | EXPERTS,
         ),
         (
             transformers.Cohere2Config,
@@ -211,6 +235,8 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         "opt",
         "gpt2",
         "gemma3",
+        "gemma4",
+        "gemma4 experts",
         "cohere2",
         "exaone4",
         "lfm2",

@@ -14,7 +14,14 @@ from commands import TINY_MEDIA
 from decoding_reference import greedy_tokens
 
 from mmjax.batch import Microbatch, TextBatch
-from mmjax.config import Config, DeltaNetConfig, LatentAttentionConfig, LoraConfig, MeshConfig
+from mmjax.config import (
+    Config,
+    DeltaNetConfig,
+    LatentAttentionConfig,
+    LoraConfig,
+    MeshConfig,
+    TokenInputsConfig,
+)
 from mmjax.config.loading import copy_config, load
 from mmjax.inference.evaluation import evaluation_sources
 from mmjax.inference.generator import Generator, Sampling
@@ -78,6 +85,7 @@ def generator(model: Model, source, mesh: MeshConfig | None = None, **own) -> Ge
         "adapters",
         "blockwise, scanned with a border",
         "latent attention",
+        "shared keys",
     ],
 )
 def test_the_cache_gives_what_a_full_forward_pass_for_every_token_gives(few, change):
@@ -117,6 +125,19 @@ def changed(config: Config, how: str):
             llm = replace(
                 llm, layers=4, parallel_mlp=True, window=5, windowed=(0, 1, 3), unrotated=(2,)
             )
+        case "shared keys":
+            llm = replace(
+                llm,
+                layers=6,
+                window=5,
+                windowed=(0, 2, 4),
+                full_head_width=2 * llm.head_width,
+                keys_as_values=True,
+                shared_layers=3,
+                value_norm=True,
+                token_inputs=TokenInputsConfig(6, llm.vocab),
+                output_scales=True,
+            )
         case "latent attention":
             latent = LatentAttentionConfig(key_rank=12, value_width=6, query_rank=10)
             llm = replace(llm, latent=latent, kv_heads=llm.heads, rotary_width=4)
@@ -132,7 +153,7 @@ def changed(config: Config, how: str):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "change", ["plain", "delta nets", "parallel, without rope", "latent attention"]
+    "change", ["plain", "delta nets", "parallel, without rope", "latent attention", "shared keys"]
 )
 @pytest.mark.parametrize("where", MESHES)
 def test_a_mesh_writes_what_one_device_writes(few, where, change):

@@ -162,7 +162,7 @@ def _windows(tower: Tower) -> tuple[int, float]:
     """Return the window of a tower's layers, and the share of the layers that have one; of images its side."""
     if not tower.windowed:
         return 0, 0.0
-    return tower.window, len(tower.windowed) / tower.layers
+    return tower.window, tower.windowed_share
 
 
 def item_pairs(module: Tower, size: tuple[int, ...], positions: int) -> int:
