@@ -46,6 +46,7 @@ from mmjax.config.decoder import (
 from mmjax.config.encoders import (
     AlternatingGrid,
     AudioConfig,
+    AxisTables,
     Callbacks,
     Encoder,
     FractionalGrid,
@@ -74,6 +75,7 @@ from mmjax.config.images import (
     FixedSize,
     ImagePreparation,
     PanAndScan,
+    PatchBudget,
     PixtralResize,
     Slices,
     SmartResize,
