@@ -15,21 +15,24 @@ from mmjax.hf.vision import vision_of, with_images
 
 PROJECTOR = "model.embed_vision."
 STANDARD = "model.vision_tower.std_"  # what a tower's numbers of every channel begin with
-LEFT = tuple(f"model.{part}.*" for part in ("audio_tower", "embed_audio"))
+LEFT = ("model.audio_tower.*", "model.embed_audio.*")  # without images also those of its tower
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
-    """The model that reads images and texts of a Gemma 4, or texts alone where it has no tower of images.
+    """The model that reads images and texts of a Gemma 4, or texts alone where its tower of images is not read.
 
-    Raises UserError for a text of another family.
+    That is one with clipped linear layers. Raises UserError for a text of another family.
     """
     text = fields.inner("text_config")
     text.allow_only("model_type", "gemma4_text")
     llm = decoder_of(text, tables_are_tied(fields))
+    values = fields.values.get("vision_config")
+    clipped = isinstance(values, dict) and values.get("use_clipped_linears", False)
+    images = "images (vision_config.use_clipped_linears=true), " if clipped else ""
     note(
-        f"{fields.where}: videos and clips are not supported; an export copies what hears them as it is"
+        f"{fields.where}: {images}videos and clips are not supported; an export copies their towers as they are"
     )
-    if fields.values.get("vision_config") is None:
+    if values is None or clipped:
         return ModelConfig(llm)
     vision = _vision(folder, fields.inner("vision_config"))
     if text.values.get("use_bidirectional_attention") == "vision":
@@ -76,12 +79,11 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of texts and images; those of clips are left alone."""
     if not model.encoders:
         whole = decoder_layout(folder, model)
-    else:
-        parts = {
-            "standardization": {
-                name: TensorSlice(f"{STANDARD}{name}") for name in ("bias", "scale")
-            },
-            "linear": linear(f"{PROJECTOR}embedding_projection"),
-        }
-        whole = whole_layout(folder, model, TensorNames(parts), PROJECTOR, STANDARD)
+        tower = ("model.vision_tower.*", f"{PROJECTOR}*")
+        return replace(whole, unused=(*whole.unused, *LEFT, *tower))
+    parts = {
+        "standardization": {name: TensorSlice(f"{STANDARD}{name}") for name in ("bias", "scale")},
+        "linear": linear(f"{PROJECTOR}embedding_projection"),
+    }
+    whole = whole_layout(folder, model, TensorNames(parts), PROJECTOR, STANDARD)
     return replace(whole, unused=(*whole.unused, *LEFT))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import drawn
 import numpy as np
 import pytest
@@ -10,13 +12,15 @@ import transformers
 from parity import random_model
 from parity_samples import check_samples, check_ten_steps, is_text
 
+from mmjax.config import PatchBudget
+from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 
 VOCAB, IMAGE = 61, 60
 GRIDS = [(3, 1), (1, 1), (2, 3), (1, 2), (3, 3)]  # of tokens
 
 
-def made(seed, folder, **own):
+def made(seed, folder):
     """A random model in a folder."""
     config = drawn.gemma4(
         np.random.default_rng(seed),
@@ -99,3 +103,51 @@ def test_gemma4_is_what_transformers_makes_of_it(seed, tmp_path):
 def test_ten_steps_of_gemma4_have_the_losses_that_torch_has(tmp_path):
     model = made(3, tmp_path)
     check_ten_steps(model, tmp_path, samples(model), theirs)
+
+
+def test_images_are_those_of_the_folders_processor_and_pixels_are_moved_as_the_tower_does(tmp_path):
+    vision = made(0, tmp_path).config.vision_config
+    said = {
+        "image_processor_type": "Gemma4ImageProcessor",
+        "patch_size": vision.patch_size,
+        "pooling_kernel_size": vision.pooling_kernel_size,
+        "max_soft_tokens": 70,
+    }
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(said))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["sliding_window"] = 70
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = from_hf(tmp_path).encoders["vision"]
+    unit = vision.patch_size * vision.pooling_kernel_size
+    assert read.images == PatchBudget(unit, 70)
+    assert (read.mean, read.std) == ((0.5,) * 3, (0.5,) * 3)
+    path.write_text(json.dumps(said | {"patch_size": vision.patch_size + 1}))
+    with pytest.raises(UserError, match="make patch_size times pooling_kernel_size the same"):
+        from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "own", "message"),
+    [
+        ("vision_config", {"pooling_kernel_size": 1}, "pooling_kernel_size=1 is not supported"),
+        ("vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not"),
+        ("vision_config", {"head_dim": 4}, "head_dim=4 is not supported"),
+        (
+            "text_config",
+            {"use_bidirectional_attention": "vision", "layer_types": None, "sliding_window": 69},
+            "sliding_window=69 is less than an image's max_soft_tokens=70",
+        ),
+    ],
+)
+def test_what_would_be_another_model_is_refused(part, own, message, tmp_path):
+    config = made(0, tmp_path).config
+    vision = config.vision_config
+    said = {"patch_size": vision.patch_size, "pooling_kernel_size": vision.pooling_kernel_size}
+    said |= {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config[part] |= own
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)

@@ -38,7 +38,7 @@ def packed(made, source, tmp_path):
 
 
 @pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
-@pytest.mark.parametrize("items", ["causal", "bidirectional", "isolated", "prefix"])
+@pytest.mark.parametrize("items", ["causal", "bidirectional", "isolated", "prefix", "in_windows"])
 def test_pairs_are_those_of_the_packed_rows(items, windows, tmp_path):
     source = random_samples(SAMPLES, seed=len(items))
     made = config(items)
