@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import pytest
 import test_any_res
+import test_gemma4
 import test_glm4v
 import test_minicpm
-import test_gemma4
 import test_paddleocr
 import test_pixtral
 import test_qwen_vl
