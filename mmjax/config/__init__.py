@@ -47,6 +47,7 @@ from mmjax.config.decoder import (
 from mmjax.config.encoders import (
     AlternatingGrid,
     AudioConfig,
+    AxisTables,
     Callbacks,
     Encoder,
     FractionalGrid,
@@ -75,6 +76,7 @@ from mmjax.config.images import (
     FixedSize,
     ImagePreparation,
     PanAndScan,
+    PatchBudget,
     PixtralResize,
     ResizeOrTiles,
     Slices,

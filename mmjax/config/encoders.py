@@ -9,6 +9,7 @@ from mmjax.config.checks import check, divides, listed
 from mmjax.config.clips import AudioPreparation, LogMel
 from mmjax.config.images import AsIs, ImagePreparation
 from mmjax.config.ranges import (
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -107,6 +108,20 @@ class FractionalGrid:
 
 
 @dataclass(frozen=True)
+class AxisTables:
+    """A learned vector per row and one per column, added up, and 2D RoPE in each half of a head (Gemma 4).
+
+    Of an image only whole patches count.
+    """
+
+    counts: ClassVar[Counted] = "squares"
+    head_unit: ClassVar[int] = 4  # RoPE turns pairs of a head's channels along two axes
+    side: PositiveInt  # rows, and columns, at most
+    theta: PositiveFloat = 100.0  # base of the frequencies
+    kind: Literal["axis_tables"] = "axis_tables"
+
+
+@dataclass(frozen=True)
 class Callbacks:
     """Your own functions around an encoder (Cornstarch 5.1), `module:qualname` as in a FunctionSource; empty: none.
 
@@ -141,9 +156,9 @@ class VisionConfig(TowerFacts):
     std: tuple[float, ...] = (0.5,)  # per channel, or one for all
     images: ImagePreparation = AsIs()  # preprocessing
     videos: VideoPreparation = NoVideo()  # which frames of a video are taken, and their size
-    positions: RotaryGrid | LearnedGrid | StretchedGrid | AlternatingGrid | FractionalGrid = (
-        RotaryGrid()
-    )
+    positions: (
+        RotaryGrid | LearnedGrid | StretchedGrid | AlternatingGrid | FractionalGrid | AxisTables
+    ) = RotaryGrid()
     # side, in patches, of the square windows that the layers in `windowed` attend within; a
     # multiple of connector.merge
     window: NonNegativeInt = 0
@@ -179,8 +194,8 @@ class VisionConfig(TowerFacts):
     embed_norm_first: bool = False  # embed_norm comes before learned positions are added
     # further learned tokens beside the class token, without positions
     registers: NonNegativeInt = 0
-    # a layer's norms: of the inputs of attention and MLP, or outputs
-    norm_place: Literal["before", "after"] = "before"
+    # a layer's norms: of the inputs of attention and MLP, or outputs, or both
+    norm_place: Literal["before", "after", "both"] = "before"
     quantize: Quantization = "none"  # of the linear layers' frozen weights
     # layers whose outputs the connector reads side by side, in this order; (): the last one
     feature_layers: tuple[int, ...] = ()
@@ -188,6 +203,8 @@ class VisionConfig(TowerFacts):
     # layers before a merger inside the tower, of 2 x 2 patches, which attend each other before
     # (MiniCPM-V); 0: there is none
     merge_after: NonNegativeInt = 0
+    value_norm: bool = False  # divides the values of a head by their root mean square
+    attention_scale: NonNegativeFloat = 0.0  # of the scores; 0: head width ** -0.5
 
     @property
     def pool(self) -> int:
@@ -287,7 +304,8 @@ class VisionConfig(TowerFacts):
         )
         check(
             self.norm_place == "before" or not self.layer_scale,
-            f"{where}.layer_scale=true: what norm_place=after norms is scaled by the norms; use layer_scale=false",
+            f"{where}.layer_scale=true: what norm_place={self.norm_place} norms is scaled by the norms; use "
+            "layer_scale=false",
         )
         check_windows(where, self)
         check(
@@ -365,6 +383,8 @@ class AudioConfig(TowerFacts):
     norm: ClassVar[str] = "layer"
     norm_place: ClassVar[str] = "before"
     qk_norm: ClassVar[str] = "none"
+    value_norm: ClassVar[bool] = False
+    attention_scale: ClassVar[float] = 0.0
     layer_scale: ClassVar[bool] = False
 
     layers: LayerCount  # number of layers

@@ -667,6 +667,41 @@ class ResizeOrTiles(ImageKind):
         return replace(self, begin="", label="", whole="", end="")
 
 
+@dataclass(frozen=True)
+class PatchBudget(ImageKind):
+    """One item of about the image's own shape, in whole tokens, as large as a number of them allows (Gemma 4)."""
+
+    unit: PositiveInt = 48  # pixels per side of an LLM token
+    max_tokens: PositiveInt = 280  # of an image
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["patch_budget"] = "patch_budget"
+
+    hf_processors = ("Gemma4ImageProcessor",)
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> PatchBudget:
+        if not fields.flag("do_resize"):
+            raise fields.refused(
+                "do_resize", "images that are not whole tokens cannot be merged; set it to true"
+            )
+        tokens = fields.count("max_soft_tokens")
+        if tokens not in (known := (70, 140, 280, 560, 1120)):
+            raise fields.refused("max_soft_tokens", f"known are {listed(known)}")
+        return cls(
+            unit=fields.count("patch_size") * fields.count("pooling_kernel_size"),
+            max_tokens=tokens,
+            filter=fields.filter(),
+        )
+
+    def fitted(self, where: str, patch: int, merge: int, positions: str) -> PatchBudget:
+        if self.unit != patch * merge and positions == "axis_tables":
+            raise UserError(
+                f"{where}: it makes images in multiples of {self.unit} pixels, the tower has tokens of "
+                f"{patch * merge}; make patch_size times pooling_kernel_size the same"
+            )
+        return self
+
+
 ImagePreparation = (
     AsIs
     | FixedSize
@@ -678,4 +713,5 @@ ImagePreparation = (
     | PanAndScan
     | Slices
     | ResizeOrTiles
+    | PatchBudget
 )

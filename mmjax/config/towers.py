@@ -134,7 +134,8 @@ class ConnectorConfig:
     merge: Annotated[int, at_least(1), at_most(MAX_MERGE)] = 2
     mlp_width: NonNegativeInt = 256  # 0: a single matrix instead of an MLP, whose bias is "down"
     # before they are merged, or after
-    norm: Literal["none", "layer", "rms", "merged_layer", "merged_rms"] = "layer"
+    # (merged_unscaled: RMSNorm without a learned scale)
+    norm: Literal["none", "layer", "rms", "merged_layer", "merged_rms", "merged_unscaled"] = "layer"
     norm_eps: float = 0.0  # 0: the encoder's
     norm_offset: float = 0.0  # added to an RMSNorm's scales
     activation: Activation = "gelu_tanh"  # of the MLP
@@ -154,3 +155,7 @@ class ConnectorConfig:
     gated: bool = False  # the MLP has a gate
     # of what the MLP makes, of which a matrix makes the tokens (HyperCLOVA X); 0: there is none
     output_width: NonNegativeInt = 0
+    feature_scale: float = 1.0  # that merged features are multiplied by
+    # stored numbers of every channel, not trained, are subtracted from merged features and multiply
+    # them (Gemma 4)
+    standardize: bool = False

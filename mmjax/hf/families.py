@@ -82,7 +82,7 @@ CHECKPOINTS = {
     "mistral3": Checkpoints(mistral3.read, mistral3.layout),
     "lighton_ocr": Checkpoints(mistral3.read_lighton, mistral3.layout, modules="named"),
     **dict.fromkeys(gemma3.FAMILIES, Checkpoints(gemma3.read, gemma3.layout)),
-    "gemma4": Checkpoints(gemma4.read, gemma4.layout),
+    "gemma4": Checkpoints(gemma4.read, gemma4.layout, modules="named"),
     "paddleocr_vl": Checkpoints(paddleocr.read, paddleocr.layout),
     "paligemma": Checkpoints(paligemma.read, paligemma.layout),
     "internvl": Checkpoints(internvl.read, internvl.layout),

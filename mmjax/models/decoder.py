@@ -314,6 +314,9 @@ class Decoder(nnx.Module):
         head_width, heads = c.heads_of(windowed=False)
         full = replace(c, head_width=head_width)
         rotation = None if c.learned_positions else text_rotation(full, position, mask.sample)
+        in_window = mask
+        if c.items == "in_windows":
+            mask = mask._replace(span=jnp.zeros_like(mask.span))
         if not c.windowed:
             # Without windows there is no `reach`, and the program has no comparison for it.
             return Context(mask, rotation).planned(c.attention, head_width, heads, self.dtype)
@@ -324,7 +327,7 @@ class Decoder(nnx.Module):
         window_rotation = text_rotation(near, position, mask.sample) if is_own else None
         # Both masks need a window, so that a scan over layers of both kinds can select one of two
         # equal pytrees.
-        window_mask = mask._replace(reach=jnp.full_like(mask.pos, c.window))
+        window_mask = in_window._replace(reach=jnp.full_like(mask.pos, c.window))
         full_mask = mask._replace(reach=jnp.full_like(mask.pos, UNLIMITED))
         return Context(
             full_mask, rotation, window_mask=window_mask, window_rotation=window_rotation

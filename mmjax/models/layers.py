@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import MaskSpec
-from mmjax.config import Activation, AudioConfig, Biased, VisionConfig
+from mmjax.config import Activation, AudioConfig, AxisTables, Biased, VisionConfig
 from mmjax.config.towers import INNER_MERGE
 from mmjax.kernels.window_attention import MixedPlan, WindowPlan, plan_windows
 from mmjax.models.attention import (
@@ -326,6 +326,7 @@ class LayerConfig:
     scoring: Scoring = DEFAULT_SCORING
     window: int = 0  # tokens of a closed window that layers of its tower attend in, at most
     rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 together
+    rope_halves: bool = False  # RoPE turns each half of a head by itself
     has_rope: bool = True  # where the context has rotary positions
     sinks: bool = False  # a score of each head that attention's softmax has beside the keys'
     value_norm: Callable[[], nnx.Module] | None = None  # of the values of each head
@@ -368,6 +369,7 @@ class SelfAttention(nnx.Module):
         self.scoring = b.scoring
         self.window = b.window
         self.rope_neighbours = b.rope_neighbours
+        self.rope_halves = b.rope_halves
         self.has_rope = b.has_rope
         self.sinks = nnx.Param(jnp.zeros(b.heads), axes=("heads",)) if b.sinks else None
 
@@ -388,7 +390,7 @@ class SelfAttention(nnx.Module):
         if self.query_norm is not None and self.norm_heads:
             q = self.query_norm(q)
         if context.rotation is not None and self.has_rope:
-            q = rotate(q, context.rotation, self.rope_neighbours)
+            q = rotate(q, context.rotation, self.rope_neighbours, self.rope_halves)
             if context.rotation.growth is not None:
                 q = q * context.rotation.growth[:, :, None, None].astype(q.dtype)
         sinks = None if self.sinks is None else self.sinks[...]
@@ -436,7 +438,7 @@ class SelfAttention(nnx.Module):
         if self.value_norm is not None:
             v = self.value_norm(v)
         if context.rotation is not None and self.has_rope:
-            k = rotate(k, context.rotation, self.rope_neighbours)
+            k = rotate(k, context.rotation, self.rope_neighbours, self.rope_halves)
         return KeyValue(k, v)
 
 
@@ -602,7 +604,10 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
         head_norm=qk_norm if c.qk_norm == "head" else None,
         width_norm=qk_norm if c.qk_norm == "width" else None,
         layer_scale=c.layer_scale,
-        pre_norms=c.norm_place == "before",
-        post_norms=c.norm_place == "after",
+        pre_norms=c.norm_place != "after",
+        post_norms=c.norm_place != "before",
+        scoring=Scoring(c.attention_scale, 0.0),
+        value_norm=partial(HeadNorm, c.norm_eps) if c.value_norm else None,
+        rope_halves=isinstance(c.positions, AxisTables),
         window=longest_window(c) if c.modality == "image" and c.windowed else 0,
     )

@@ -193,12 +193,18 @@ def _frequencies_by_length(
 
 
 def rotate(
-    x: Float[Array, "b t n h"], rotation: Rotation, neighbours: bool = False
+    x: Float[Array, "b t n h"],
+    rotation: Rotation,
+    neighbours: bool = False,
+    halves: bool = False,
 ) -> Float[Array, "b t n h"]:
     """Turn channel pairs (i, i + P) of every head, of its first 2 P channels; float32 inside.
 
-    neighbours: turn pairs (2 i, 2 i + 1), as in the paper and in GLM.
+    neighbours: turn pairs (2 i, 2 i + 1), as in the paper and in GLM. halves: turn pairs inside each
+    half of a head, the first pairs in its first half (Gemma 4's tower).
     """
+    if halves:
+        return _swap_quarters(rotate(_swap_quarters(x), rotation))
     # Of 8 channels that all turn (P = 4), pair 1 is channels 1 and 5, with `neighbours` 2 and 3.
     pairs = rotation.cos.shape[-1]
     # HF's layout, halves of a head.
@@ -213,3 +219,10 @@ def rotate(
         both = jnp.stack(turned, axis=-1)
         turned = [both.reshape(*both.shape[:-2], 2 * pairs)]
     return jnp.concatenate([*turned, rest], axis=-1).astype(x.dtype)
+
+
+def _swap_quarters(x: Float[Array, "b t n h"]) -> Float[Array, "b t n h"]:
+    """Swap the second and the third quarter of every head: pairs inside its halves become pairs of its halves."""
+    # Of 8 channels the pairs (0, 2), (1, 3), (4, 6), (5, 7) come to (0, 4), (1, 5), (2, 6), (3, 7).
+    first, second, third, last = jnp.split(x, 4, axis=-1)
+    return jnp.concatenate([first, third, second, last], axis=-1)

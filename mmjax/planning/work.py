@@ -119,8 +119,11 @@ def useful_work(
 ) -> dict[str, Work]:
     """Measure the work in the arrays of a microbatch by tower, without padding."""
     pairs = int(allowed_pairs(text).sum())
+    full = pairs
+    if model.llm.items == "in_windows":
+        full = int(allowed_pairs(text._replace(span=np.zeros_like(text.span))).sum())
     pairs = _mean_pairs(
-        model.llm, pairs, lambda window: pairs - int(pairs_beyond_window(text, window).sum())
+        model.llm, full, lambda window: pairs - int(pairs_beyond_window(text, window).sum())
     )
     work = {"llm": Work(int((text.sample >= 0).sum()), pairs)}
     for name, batch in items.items():

@@ -36,7 +36,7 @@ LIBRARY = Path(transformers.__file__).parent
 PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")  # that are read
 UNREAD_PARTS = {
     *(("clip", "text_config"), ("siglip", "text_config")),
-    *(("gemma4", "vision_config"), ("gemma4", "audio_config")),
+    ("gemma4", "audio_config"),
 }
 # of labels, dtypes and outputs
 OF_ALL = {field.name for field in fields(transformers.PreTrainedConfig)}
@@ -147,6 +147,7 @@ IMAGES = {  # by the folder of their model
     "idefics3": ("Idefics3ImageProcessor",),
     "smolvlm": ("SmolVLMImageProcessor",),
     "gemma3": ("Gemma3ImageProcessor",),
+    "gemma4": ("Gemma4ImageProcessor",),
     "got_ocr2": ("GotOcr2ImageProcessor",),
     "internvl": ("InternVLVideoProcessor",),
     "deepseek_vl": ("DeepseekVLImageProcessor",),
@@ -314,7 +315,8 @@ def _add(configs: dict[str, Any], kind: str, nulls: bool) -> None:
     for name, spec in made.sub_configs_defaults.items():
         if name not in PARTS or (kind, name) in UNREAD_PARTS:
             continue
-        parts[name] = part = {"type": spec.model_type, "missing": dict(spec.init_kwargs)}
+        missing = None if spec.optional else dict(spec.init_kwargs)
+        parts[name] = part = {"type": spec.model_type, "missing": missing}
         if issubclass(spec.config_class, transformers.PreTrainedConfig):
             part["fixed"] = True
         _add(configs, spec.model_type, nulls)

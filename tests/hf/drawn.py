@@ -240,12 +240,31 @@ def gemma4_text(rng: np.random.Generator, vocab: int) -> Fields:
 def gemma4(
     rng: np.random.Generator, vocab: int = 97, **tokens: int
 ) -> transformers.PreTrainedConfig:
-    """Gemma 4 with a tiny tower of images."""
-    vision = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "head_dim": 8}
-    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 12}
+    """Gemma 4 with a tower of images, which attend both ways in windows that are longer, or not at all."""
+    heads = pick(rng, 1, 2, 4)
+    head_width = 4 * between(rng, 2, 4)
+    vision = {
+        "hidden_size": heads * head_width,
+        "head_dim": head_width,
+        "intermediate_size": between(rng, 10, 40),
+        "num_hidden_layers": between(rng, 1, 3),
+        "num_attention_heads": heads,
+        "num_key_value_heads": pick(rng, *(n for n in (1, 2, 4) if heads % n == 0)),
+        "hidden_activation": pick(rng, *ACTIVATIONS),
+        "rms_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
+        "rope_parameters": {"rope_type": "axial", "rope_theta": pick(rng, 100.0, 1e4)},
+        "pooling_kernel_size": pick(rng, 2, 3),  # with 1 transformers drops all tokens
+        "patch_size": between(rng, 2, 5),
+        "position_embedding_size": between(rng, 9, 15),
+        "standardize": pick(rng, False, True),
+    }
+    text = gemma4_text(rng, vocab) | {"pad_token_id": 0}
+    if rng.integers(2):
+        # An image of the tests has up to nine tokens.
+        both = {"use_bidirectional_attention": "vision", "sliding_window": pick(rng, 9, 12)}
+        text |= both
     return transformers.Gemma4Config(
-        text_config=gemma4_text(rng, vocab)
-        | {"use_bidirectional_attention": pick(rng, None, "vision")},
+        text_config=text,
         vision_config=vision,
         tie_word_embeddings=pick(rng, False, True),
         **tokens,

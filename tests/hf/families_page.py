@@ -45,6 +45,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "glm_ocr": {
         "text_config": {"hidden_size": 1536, "head_dim": 128, "partial_rotary_factor": 0.5}
     },
+    "gemma4": {"vision_config": {}},
     "janus": {"vision_config": {"projection_dim": 4096}},
     # The tower's default width in transformers is not the text's.
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},
@@ -66,7 +67,6 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         for kind in ("qwen3_vl_moe", "qwen3_5_moe")
     },
 }
-TEXT_ALONE = ("gemma4",)  # whose images and clips are not read
 STATES = ("`model_type`", "class in transformers", "state")
 HEAD = ("`model_type`", "modules", "attention", "video", "context", "compared")
 
@@ -84,11 +84,7 @@ def states() -> str:
         (
             (f"`{kind}`", f"`{there['class']}`", f"no; nearest: `{there['nearest']}`")
             if "nearest" in there
-            else (
-                f"`{kind}`",
-                f"`{there['class']}`",
-                "its text alone is read" if kind in TEXT_ALONE else "read",
-            )
+            else (f"`{kind}`", f"`{there['class']}`", "read")
             for kind, there in classes
         ),
     )

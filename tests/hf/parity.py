@@ -390,8 +390,11 @@ def adamw_there(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 def corrections(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the buffers that a checkpoint has: what routers add to scores to choose, scales of layers' outputs."""
-    kept = ("e_score_correction_bias", "layer_scalar")
+    """Return the buffers that a checkpoint has: what routers add to scores to choose, scales of layers' outputs.
+
+    Gemma 4's numbers of every channel too.
+    """
+    kept = ("e_score_correction_bias", "layer_scalar", "std_bias", "std_scale")
     return [x for name, x in model.named_buffers() if name.endswith(kept)]
 
 

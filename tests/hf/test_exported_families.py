@@ -15,18 +15,14 @@ from test_export import check_beside
 
 from mmjax import export
 from mmjax.config import MeshConfig
-from mmjax.hf import gemma4
 from mmjax.hf.families import CHECKPOINTS
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.saved_parameters import restore_parameters
 from mmjax.runtime.state import parameter_shardings
 
-# what is not read of a family, and written as it was
-LEFT = {"gemma4": gemma4.LEFT}
 
-
-@pytest.mark.default_cases("glmasr", "janus", "qwen3_5_moe", "gemma4")
+@pytest.mark.default_cases("glmasr", "janus", "qwen3_5_moe")
 @pytest.mark.parametrize("family", [name for name in CONFIGS if CHECKPOINTS[name].read])
 def test_an_exported_folder_is_read_there_with_what_the_run_changed(family, tmp_path):
     config = CONFIGS[family]()
@@ -49,11 +45,6 @@ def test_an_exported_folder_is_read_there_with_what_the_run_changed(family, tmp_
     assert not any(jax.tree.leaves(same)), same
 
     kind.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
-    before, written = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("source", "out")
-    )
-    left = [key for key in before if key.startswith(LEFT.get(family, ()))]
-    assert bool(left) == (family in LEFT)
-    assert all(torch.equal(written[key], before[key]) for key in left)
+    written = load_file(tmp_path / "out" / "model.safetensors")
     for key, tensor in load_file(tmp_path / "again" / "model.safetensors").items():
         assert torch.equal(tensor, written[key]), key

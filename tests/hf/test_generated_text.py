@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import test_any_res
+import test_gemma4
 import test_glm4v
 import test_minicpm
 import test_paddleocr
@@ -415,6 +416,14 @@ def test_paddleocr_vl_writes_what_it_writes_there_after_images_of_several_sizes(
     prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
     prompts = [prompt if is_text(prompt[-1]) else [*prompt, np.array([7, 8])] for prompt in prompts]
     check(model, tmp_path, prompts, test_paddleocr.inputs_of(model, tmp_path))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", [1, 2])
+def test_gemma4_writes_what_it_writes_there_after_images_of_several_sizes(seed, tmp_path):
+    model = test_gemma4.made(seed, tmp_path)
+    prompts = [*test_gemma4.samples(model), *test_gemma4.samples(model, seed=1)]
+    check(model, tmp_path, prompts, lambda prompt: test_gemma4.inputs(model, prompt))
 
 
 def test_qwen2_audio_writes_what_it_writes_there_after_clips_of_several_lengths(tmp_path):

@@ -66,7 +66,7 @@ class MaskRules:
         ):  # queries of an image to be made, which attend as text does
             return self.bit(module), self.everyone, 0
         sees = 0 if self.items == "isolated" else self.everyone
-        return self.bit(module), sees, group if self.items in ("bidirectional", "isolated") else 0
+        return self.bit(module), sees, group if self.items not in ("causal", "prefix") else 0
 
 
 def runs_of(sample: Sample, item_tokens: Sequence[int], rules: MaskRules) -> list[Run]:
@@ -132,9 +132,12 @@ def sample_pairs(runs: Sequence[Run], llm: DecoderConfig) -> int:
         return round(mean_pairs(llm, causal_pairs, sum(run.tokens for run in runs)))
     tokens, kind, sees, span = (np.array(column, np.int64) for column in zip(*runs, strict=True))
     branch = kind >> FIRST_BRANCH_BIT
-    return round(
-        mean_pairs(llm, lambda _, window: run_pairs(tokens, kind, sees, span, branch, window), 0)
-    )
+
+    def pairs(_, window: int) -> int:
+        spans = np.zeros_like(span) if llm.items == "in_windows" and not window else span
+        return run_pairs(tokens, kind, sees, spans, branch, window)
+
+    return round(mean_pairs(llm, pairs, 0))
 
 
 def causal_pairs(tokens: np.ndarray | int, window: int) -> np.ndarray | int:

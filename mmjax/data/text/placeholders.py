@@ -124,6 +124,11 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return {
                     "image": Placeholder(begin, token, before=f"\n\n{begin}", after=f"{end}\n\n")
                 }
+            case "gemma4":
+                token = named.get("image_token", "<|image|>")
+                begin = named.get("boi_token", "<|image>")
+                end = named.get("eoi_token", "<image|>")
+                return {"image": Placeholder(token, before=begin, after=end)}
             case "internvlchat":
                 return {"image": Placeholder("<image>", "<IMG_CONTEXT>", "<img>", "</img>")}
     return {}
