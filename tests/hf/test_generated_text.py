@@ -422,6 +422,9 @@ def test_paddleocr_vl_writes_what_it_writes_there_after_images_of_several_sizes(
 @pytest.mark.parametrize("seed", [1, 2])
 def test_gemma4_writes_what_it_writes_there_after_images_of_several_sizes(seed, tmp_path):
     model = test_gemma4.made(seed, tmp_path)
+    with torch.no_grad():  # so that tokens of media are not written
+        model.get_output_embeddings().weight[test_gemma4.IMAGE - 2 :] = 0
+    model.save_pretrained(tmp_path)
     prompts = [*test_gemma4.samples(model), *test_gemma4.samples(model, seed=1)]
     check(model, tmp_path, prompts, lambda prompt: test_gemma4.inputs(model, prompt))
 
