@@ -71,6 +71,7 @@ from mmjax.config.images import (
     DynamicTiles,
     FixedSize,
     ImagePreparation,
+    PaddedResize,
     PanAndScan,
     PixtralResize,
     Slices,

@@ -500,5 +500,6 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
         layer_scale=c.layer_scale,
         pre_norms=c.norm_place == "before",
         post_norms=c.norm_place == "after",
+        rope_neighbours=c.rope_neighbours,
         window=longest_window(c) if c.modality == "image" and c.windowed else 0,
     )

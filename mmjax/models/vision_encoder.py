@@ -364,7 +364,9 @@ class VisionEncoder(nnx.Module):
             return context
         alternating = isinstance(c.positions, AlternatingGrid)
         return context._replace(
-            rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta, alternating)
+            rotation=rotation_2d(
+                patch, c.width // c.heads, c.positions.theta, alternating, turns=c.rope_neighbours
+            )
         )
 
     def _windows(self, items: ItemBatch) -> Windows:
