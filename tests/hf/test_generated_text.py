@@ -7,13 +7,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import drawn
 import jax
 import numpy as np
 import pytest
 import test_any_res
 import test_glm4v
 import test_minicpm
+import test_paddleocr
 import test_pixtral
+import test_qwen_vl
 import test_video_llama
 import torch
 import transformers
@@ -22,8 +25,17 @@ from parity_samples import Given, Part, given, is_text
 from test_any_res import NEXT, ONEVISION, inputs, processor_of, saved
 from test_audio_towers import AUDIO_TOKEN, HOP, clip, features_there, qwen2_audio, words
 from test_decoders import COMMON, random_decoder
-from test_qwen_vl import GRIDS, inputs_of, qwen2_5, qwen3, qwen3_5, random_whole, samples_of
-from test_vision_language import IMAGE, LLAMA, MEAN, QWEN2, SIDE, STD, TOWER, samples, save
+from test_qwen_vl import (
+    GRIDS,
+    inputs_of,
+    qwen2_5,
+    qwen3,
+    qwen3_5,
+    qwen3_vl_moe,
+    random_whole,
+    samples_of,
+)
+from test_vision_language import IMAGE, LLAMA, MEAN, QWEN2, SIDE, STD, TOWER, VOCAB, samples, save
 
 from mmjax.config import MeshConfig
 from mmjax.hf.families import from_hf
@@ -224,16 +236,15 @@ def test_llava_and_vipllava_write_what_they_write_there(name, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_deepseek_vl_writes_what_it_writes_there(tmp_path):
-    config = transformers.DeepseekVLConfig(
-        vision_config=transformers.SiglipVisionConfig(**TOWER),
-        text_config=LLAMA,
-        image_token_id=IMAGE,
-        tie_word_embeddings=False,
-    )
-    model = random_model(config, transformers.DeepseekVLForConditionalGeneration)
-    save(model, tmp_path)
-    check(model, tmp_path, samples() + samples(seed=1), with_images((SIDE // 4) ** 2))
+@pytest.mark.parametrize("family", ["deepseek_vl", "janus"])
+def test_deepseek_vl_and_janus_write_what_they_write_there(family, tmp_path):
+    config = getattr(drawn, family)(np.random.default_rng(1), VOCAB, image_token_id=IMAGE)
+    kind = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
+    model = random_model(config, kind)
+    side, patch = config.vision_config.image_size, config.vision_config.patch_size
+    save(model, tmp_path, side)
+    prompts = samples(side) + samples(side, seed=1)
+    check(model, tmp_path, prompts, with_images((side // patch) ** 2))
 
 
 def test_paligemma_writes_what_it_writes_there_after_a_prompt_that_attends_both_ways(tmp_path):
@@ -312,21 +323,33 @@ def glm(family, seed):
     return random_whole(test_glm4v.config_of(family, seed), test_glm4v.WHOLE[family])
 
 
-GLMS = {
+def qwen_like(family, seed):
+    draw, kind = test_qwen_vl.WHOLE[family]
+    tokens = {"image_token_id": test_qwen_vl.IMAGE, "video_token_id": test_qwen_vl.VIDEO}
+    config = draw(np.random.default_rng(seed), **tokens)
+    return random_whole(config, kind)
+
+
+MADE = {
+    "qwen2_5": qwen2_5,
+    "qwen3": qwen3,
+    "qwen3_5": qwen3_5,
     "glm4v": partial(glm, "glm4v", 4),
     "glm4v_moe": partial(glm, "glm4v_moe", 6),
     "glm_ocr": partial(glm, "glm_ocr", 1),
+    "exaone4_5": partial(qwen_like, "exaone4_5", 1),
+    "hyperclovax_vision_v2": partial(qwen_like, "hyperclovax_vision_v2", 2),
+    "qwen3_vl_moe": qwen3_vl_moe,
+    "qwen2_vl": partial(qwen_like, "qwen2_vl", 1),
 }
 
 
 @pytest.mark.default_cases("qwen3_5")
-@pytest.mark.parametrize(
-    "make",
-    [qwen2_5, qwen3, qwen3_5, *GLMS.values()],
-    ids=["qwen2_5", "qwen3", "qwen3_5", *GLMS],
-)
-def test_qwen_vl_and_glm_write_what_they_write_there_after_images_of_several_sizes(make, tmp_path):
-    model = make()
+@pytest.mark.parametrize("name", MADE)
+def test_qwen_vl_and_its_like_write_what_they_write_there_after_images_of_several_sizes(
+    name, tmp_path
+):
+    model = MADE[name]()
     model.save_pretrained(tmp_path)
     vision = model.config.vision_config
     unit = vision.patch_size * vision.spatial_merge_size
@@ -334,6 +357,16 @@ def test_qwen_vl_and_glm_write_what_they_write_there_after_images_of_several_siz
     # Of what follows a final image, transformers' own loop takes the first token for more of it.
     prompts = [prompt if is_text(prompt[-1]) else [*prompt, np.array([7, 8])] for prompt in prompts]
     check(model, tmp_path, prompts, inputs_of(model, tmp_path))
+
+
+@pytest.mark.exhaustive
+def test_paddleocr_vl_writes_what_it_writes_there_after_images_of_several_sizes(tmp_path):
+    model = test_paddleocr.made(1, tmp_path)
+    vision = model.config.vision_config
+    unit = vision.patch_size * vision.spatial_merge_size
+    prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
+    prompts = [prompt if is_text(prompt[-1]) else [*prompt, np.array([7, 8])] for prompt in prompts]
+    check(model, tmp_path, prompts, test_paddleocr.inputs_of(model, tmp_path))
 
 
 def test_qwen2_audio_writes_what_it_writes_there_after_clips_of_several_lengths(tmp_path):

@@ -15,16 +15,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from fine_tuning import moved
 from parity import logits_there, random_model
 from parity_samples import Part, Theirs, check_samples, is_text
-from safetensors.torch import load_file
 from test_audio_towers import AUDIO_TOKEN, HOP, RATE, clip, words
-from test_export import check_beside
 from test_generated_text import check, token_ids
 from transformers.models.qwen3_asr import modeling_qwen3_asr
 
-from mmjax import export
 from mmjax.config import AudioConfig, ConnectorConfig
 from mmjax.errors import UserError
 from mmjax.hf.families import encoder_from_hf, from_hf
@@ -196,22 +192,6 @@ def test_it_writes_what_it_writes_there_after_clips_of_several_lengths(family, t
         [words(5, 2), clip(7_777), words(6, 5)],
     ]
     check(model, tmp_path, prompts, partial(inputs_there, family, encoder))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_exported_folder_is_read_there_with_what_the_run_changed(family, tmp_path):
-    saved(family, 1, tmp_path / "source")
-    run = moved(tmp_path / "source", tmp_path / "run")
-    export.export(run, tmp_path / "out")
-    check_beside(tmp_path / "source", tmp_path / "out")
-    source, written = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("source", "out")
-    )
-    same = {key for key in source if torch.equal(source[key], written[key])}
-    assert all(key.endswith("embed_positions.weight") for key in same)
-    FAMILIES[family].kind.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
-    for key, tensor in load_file(tmp_path / "again" / "model.safetensors").items():
-        assert torch.equal(tensor, written[key]), key
 
 
 @pytest.mark.parametrize("family", ["voxtral", "glmasr"])
