@@ -23,7 +23,9 @@ from mmjax.hf.vision_tensors import PATCHES
 
 EPS = 1e-5  # of the tower's norms, written in no config
 TOWER = "vision_tower."
-PROJECTOR = "mm_projector."
+# as published, and as transformers writes them
+PATCH_EMBEDS = (f"{TOWER}patch_embed.proj", f"{TOWER}encoder.patch_embed.proj")
+PROJECTORS = ("mm_projector.", "model.mm_projector.")
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -70,11 +72,13 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of such a checkpoint."""
     decoder = decoder_layout(folder, model)
     layer = f"{TOWER}encoder.blocks.*."
+    patches = next(key for key in PATCH_EMBEDS if f"{key}.weight" in folder.tensors)
+    first = next(key for key in PROJECTORS if f"{key}pre_norm.weight" in folder.tensors)
     thirds = fused_parts(
         linear(f"{layer}wqkv"), **dict.fromkeys(QKV, model.encoders["vision"].width)
     )
     vision = {
-        "embed.patches": convolution(f"{TOWER}patch_embed.proj", PATCHES),
+        "embed.patches": convolution(patches, PATCHES),
         "embed.positions": array(f"{TOWER}patch_embed.pos_emb.weight", (0, 1, 2)),
         "layers.*.attention_norm": norm(f"{layer}norm0"),
         **below(ATTENTION, thirds),
@@ -85,9 +89,9 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         "head": norm(f"{TOWER}encoder.final_layernorm"),
     }
     connector = {
-        "norm": norm(f"{PROJECTOR}pre_norm"),
-        "mlp.up": linear(f"{PROJECTOR}proj.0"),
-        "mlp.down": linear(f"{PROJECTOR}proj.2"),
+        "norm": norm(f"{first}pre_norm"),
+        "mlp.up": linear("mm_projector.proj.0"),
+        "mlp.down": linear("mm_projector.proj.2"),
     }
     return Layout(
         {
@@ -95,6 +99,6 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
             "vision": TensorNames(vision),
             "vision.connector": TensorNames(connector),
         },
-        {**decoder.prefixes, "vision": (TOWER,), "vision.connector": (PROJECTOR,)},
+        {**decoder.prefixes, "vision": (TOWER,), "vision.connector": PROJECTORS},
         decoder.unused,
     )

@@ -41,6 +41,12 @@ RENAMED = {  # the projections of DINOv2's towers
     "attention.attention.value": "attention.v_proj",
     "attention.output.dense": "attention.o_proj",
 }
+MOON = "vision_tower.encoder.blocks."  # of Kimi K2.5's tower, whose modules have other names now
+MOON_MODULES = {"wo": "attn.proj", "mlp.fc0": "mlp.fc1", "mlp.fc1": "mlp.fc2"}
+MOON_PROJECTOR = {
+    "mm_projector.proj.0": "model.mm_projector.in_proj",
+    "mm_projector.proj.2": "model.mm_projector.out_proj",
+}
 WHOLE = "thinker."  # what the tensors of a thinker begin with inside a whole checkpoint
 ModuleNames = Literal["decoder", "named", "wrapped"]  # see `Checkpoints`; a decoder's are named too
 
@@ -52,9 +58,13 @@ def module_path(key: str, names: ModuleNames) -> str:
         return next((path.replace(old, new) for old, new in RENAMED.items() if old in path), path)
     if path.startswith(WHOLE):
         return WHOLE + module_path(path.removeprefix(WHOLE), names)
+    if path.startswith(MOON):
+        number, _, module = path.removeprefix(MOON).partition(".")
+        return f"model.vision_tower.layers.{number}.{MOON_MODULES.get(module, module)}"
+    path = path.replace("language_model.model.blocks.", "language_model.model.layers.")
     # as CLIP and SigLIP were wrapped once
     path = path.replace("vision_tower.vision_model.", "vision_tower.")
-    return next(
+    return MOON_PROJECTOR.get(path) or next(
         (new + path.removeprefix(old) for old, new in MOVED.items() if path.startswith(old)),
         f"model.{path}",
     )

@@ -380,6 +380,7 @@ INERT_IN = {
     # read of other RoPE than it is allowed
     "glmasr_encoder": {"max_position_embeddings"},
     **{kind: {"image_size"} for kind in ("pixtral", "glm_ocr_vision")},  # images are of any size
+    "kimi_k25_vision": {"pos_emb_time"},  # of videos
     "janus_vision_model": {"num_image_tokens"},  # that it makes
     "clip": {"projection_dim"},
     "clip_vision_model": {"projection_dim"},

@@ -81,6 +81,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "smolvlm": lambda: around("smolvlm", SIZES, TEXT | {"model_type": "llama"}),
     "mistral3": lambda: around("mistral3", PIXTRAL, TEXT | {"model_type": "mistral"}),
     "lighton_ocr": lambda: drawn.lighton_ocr(rng(), image_token_id=5),
+    "kimi_k25": lambda: drawn.kimi_k25(rng(), image_token_id=5),
     "deepseek_vl": lambda: drawn.deepseek_vl(rng(), image_token_id=5),
     "paddleocr_vl": lambda: drawn.paddleocr_vl(rng(), image_token_id=5),
     "video_llama_3": lambda: drawn.video_llama_3(rng(), 64, image_token_id=5),
