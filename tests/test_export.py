@@ -124,6 +124,11 @@ FAMILIES = {
         | {"num_hidden_layers": 4},
     ),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 3}),
+    "lfm2": (transformers.Lfm2Config, {"full_attn_idxs": [1], "conv_bias": True}),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {"head_dim": 16, "num_local_experts": 3, "num_experts_per_tok": 2},
+    ),
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
         {

@@ -51,6 +51,9 @@ def kinds_of_layers(config: DecoderConfig) -> list[tuple[DecoderConfig, float]]:
             delta_net=replace(config.delta_net, layers=layers) if kind.has_delta_net else None,
             experts=replace(config.experts, layers=layers) if kind.has_experts else None,
             unrotated=() if kind.has_rope else layers,
+            convolution=replace(config.convolution, layers=layers)
+            if kind.has_convolution
+            else None,
         )
 
     return [
@@ -62,12 +65,12 @@ def kinds_of_layers(config: DecoderConfig) -> list[tuple[DecoderConfig, float]]:
 def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) -> ModelConfig:
     """Reduce a model to `layers` layers of one tower, by its name, under one policy, and little besides.
 
-    An LLM has layers of one kind (`kinds_of_layers`): with a gated delta net or experts all have
-    them.
+    An LLM has layers of one kind (`kinds_of_layers`): with a gated delta net, a convolution or
+    experts all have them.
     """
     llm = replace(config.llm, vocab=VOCAB)
     if tower == "llm":
-        sections = {name: getattr(llm, name) for name in ("delta_net", "experts")}
+        sections = {name: getattr(llm, name) for name in ("delta_net", "experts", "convolution")}
         kinds = {
             name: replace(c, layers=tuple(range(layers)))
             for name, c in sections.items()

@@ -29,6 +29,7 @@ from mmjax.config.data import (
     Tokens,
 )
 from mmjax.config.decoder import (
+    ConvolutionConfig,
     DecoderConfig,
     DeltaNetConfig,
     DynamicRope,

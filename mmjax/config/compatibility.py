@@ -65,10 +65,11 @@ def _llm_layouts(features: Features) -> Iterator[tuple[str, Layout]]:
 
 def _delta_net_beside_spans(features: Features) -> str:
     llm = features.model.llm
-    if llm.delta_net is None or llm.items == "causal":
+    if not llm.reads_in_order or llm.items == "causal":
         return ""
+    layers = "a gated delta net" if llm.delta_net else "a convolution"
     return (
-        f"model.llm.items={llm.items}: a gated delta net reads a sample's tokens in order; use "
+        f"model.llm.items={llm.items}: {layers} reads a sample's tokens in order; use "
         "model.llm.items=causal"
     )
 
@@ -124,7 +125,7 @@ def _quantized_experts(features: Features) -> str:
 
 _ANSWERS = "losses of several answers (`loss=dpo`, `orpo`, `kto`, `grpo`)"
 _CROSS_ENTROPY = "`loss=cross_entropy`"
-_DELTA_NET = "a gated delta net (`model.llm.delta_net`)"
+_DELTA_NET = "a gated delta net (`model.llm.delta_net`) or a convolution (`model.llm.convolution`)"
 CONFLICTS = (
     Conflict(
         _ANSWERS,

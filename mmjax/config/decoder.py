@@ -118,6 +118,21 @@ class DeltaNetConfig:
 
 
 @dataclass(frozen=True)
+class ConvolutionConfig:
+    """A short convolution between two gates in place of attention in some layers (LFM2)."""
+
+    layers: tuple[int, ...]  # that have it
+    taps: PositiveInt = 3  # tokens that it reads, the token itself included
+    biased: bool = False  # its matrices and its filter have biases
+
+    def check(self, where: str) -> None:
+        check(
+            bool(self.layers),
+            f"{where}.layers is empty; name the layers that have it, or use {where}=none",
+        )
+
+
+@dataclass(frozen=True)
 class LatentAttentionConfig:
     """Multi-head latent attention (MLA): keys and values of all heads are made of a latent, and positions are apart.
 
@@ -156,6 +171,12 @@ class ExpertsConfig:
     chosen_groups: PositiveInt = 1
     scale: PositiveFloat = 1.0  # of the weights of a token's experts
     shared_gate: bool = True  # before the expert that sees every token
+    biases: bool = False  # of the router and of the experts' matrices
+    # gpt-oss: gates are cut off above it, and what they multiply on both sides, to which 1 is added; 0:
+    # neither is
+    limit: NonNegativeFloat = 0.0
+    # of the sigmoid in the silu of such gates
+    slope: PositiveFloat = 1.0
     group_best: PositiveInt = 2  # scores of a group that are added up when groups are chosen
 
     def check(self, where: str) -> None:
@@ -206,6 +227,7 @@ class LayerKind(NamedTuple):
     has_experts: bool  # in place of the MLP
     has_float8: bool  # products of linear layers in FP8
     has_rope: bool  # queries and keys are turned
+    has_convolution: bool  # in place of attention
 
 
 @dataclass(frozen=True)
@@ -281,6 +303,10 @@ class DecoderConfig(TowerFacts):
     # that the outputs of attention and MLP are multiplied by, before they are added
     residual_scale: float = 1.0
     scaled_items: bool = False  # embedding_scale multiplies the tokens of images and clips too
+    # attention's softmax has a learned score of each head beside those of the keys (gpt-oss)
+    sinks: bool = False
+    # in place of attention in some layers; none: there is none
+    convolution: ConvolutionConfig | None = None
     # multi-head latent attention in place of grouped-query attention
     latent: LatentAttentionConfig | None = None
 
@@ -311,6 +337,22 @@ class DecoderConfig(TowerFacts):
         return tuple(i in layers for i in range(self.layers))
 
     @property
+    def convolution_layers(self) -> tuple[bool, ...]:
+        """Tell of each layer whether it has a gated convolution."""
+        layers = self.convolution.layers if self.convolution else ()
+        return tuple(i in layers for i in range(self.layers))
+
+    @property
+    def attention_layers(self) -> int:
+        """Return how many layers have attention."""
+        return self.layers - sum(self.delta_layers) - sum(self.convolution_layers)
+
+    @property
+    def reads_in_order(self) -> bool:
+        """Return whether some layers read a sample's tokens one after the other."""
+        return self.delta_net is not None or self.convolution is not None
+
+    @property
     def expert_layers(self) -> tuple[bool, ...]:
         """Tell of each layer whether it has a mixture of experts."""
         layers = self.experts.layers if self.experts else ()
@@ -325,9 +367,8 @@ class DecoderConfig(TowerFacts):
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Tell how the layers differ."""
         has_rope = [i not in self.unrotated for i in range(self.layers)]
-        return tuple(
-            map(LayerKind, self.delta_layers, self.expert_layers, self.float8_layers, has_rope)
-        )
+        facts = self.delta_layers, self.expert_layers, self.float8_layers, has_rope
+        return tuple(map(LayerKind, *facts, self.convolution_layers))
 
     def check(self, where: str) -> None:
         check_remat(where, self)
@@ -336,10 +377,17 @@ class DecoderConfig(TowerFacts):
             self._check_learned_positions(where)
         else:
             self._check_rope(where)
-        for name in ("delta_net", "experts"):
+        for name in ("delta_net", "experts", "convolution"):
             layers = getattr(getattr(self, name), "layers", ())
             check_layer_numbers(f"{where}.{name}.layers", layers, self.layers)
         check_layer_numbers(f"{where}.unrotated", self.unrotated, self.layers)
+        both = [
+            i for i in range(self.layers) if self.delta_layers[i] and self.convolution_layers[i]
+        ]
+        check(
+            not both,
+            f"{where}.convolution.layers and {where}.delta_net.layers both have {listed(both)}; leave it out of one",
+        )
         biased = [name for name in self.biases if name in ("gate", "up", "down")]
         check(
             not biased or not all(self.expert_layers),
@@ -361,8 +409,11 @@ class DecoderConfig(TowerFacts):
             f"{where}.latent.value_width={values} is more than head_width={width}; use at most that",
         )
         check(
-            self.qk_norm == "none" and not self.attention_gate and "value" not in self.biases,
-            f"{where}.latent: latent attention has no qk_norm, no attention_gate and no bias of values; leave them out",
+            self.qk_norm == "none"
+            and not self.attention_gate
+            and not self.sinks
+            and "value" not in self.biases,
+            f"{where}.latent: latent attention has no qk_norm, attention_gate, sinks or bias of values; leave them out",
         )
 
     def _check_learned_positions(self, where: str) -> None:
@@ -410,8 +461,9 @@ class DecoderConfig(TowerFacts):
 
 
 def head_counts(tower: DecoderConfig | Encoder) -> list[int]:
-    """List the numbers of heads that tensor parallelism divides: of queries, of keys, and of a delta net's keys."""
+    """List what tensor parallelism divides: heads of queries, keys and delta nets' keys; channels of convolutions."""
     heads = [tower.heads, tower.key_heads]
     if not tower.is_causal:
         return heads
-    return [*heads, *([tower.delta_net.key_heads] if tower.delta_net else [])]
+    delta_heads = [tower.delta_net.key_heads] if tower.delta_net else []
+    return [*heads, *delta_heads, *([tower.width] if tower.convolution else [])]

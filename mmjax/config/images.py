@@ -157,6 +157,7 @@ class SmartResize(ImageKind):
         "Qwen2VLImageProcessor",
         "Glm4vImageProcessor",
         "Glm46VImageProcessor",
+        "GlmgaImageProcessor",
         "PaddleOCRVLImageProcessor",
         "VideoLlama3ImageProcessor",
     )
@@ -173,6 +174,9 @@ class SmartResize(ImageKind):
         still = widened or fields.name == "VideoLlama3ImageProcessor"
         if still and fields.count("temporal_patch_size") != 1:
             raise fields.refused("temporal_patch_size", "its tower takes still images; set it to 1")
+        if fields.name == "GlmgaImageProcessor" and fields.count("patch_expand_factor") != 1:
+            whole = "images are resized to whole merge windows; set it to 1"
+            raise fields.refused("patch_expand_factor", whole)
         return cls(
             patch=fields.count("patch_size"),
             merge=fields.count("merge_size"),

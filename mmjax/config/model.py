@@ -240,7 +240,7 @@ def linear_layers(model: ModelConfig) -> Sizes:
         sizes |= {f"llm.layers.*.attention.{name}": size for name, size in attention.items()}
     if llm.attention_gate:
         sizes["llm.layers.*.attention.query"] = (llm.width, 2 * query_width)
-    if all(llm.delta_layers):
+    if llm.attention_layers == 0:
         sizes = {name: size for name, size in sizes.items() if ".attention." not in name}
     if all(llm.expert_layers):
         sizes = {name: size for name, size in sizes.items() if ".mlp." not in name}
@@ -260,6 +260,9 @@ def linear_layers(model: ModelConfig) -> Sizes:
             f"llm.layers.*.delta_net.{name}": (llm.width, count) for name, count in outputs.items()
         }
         sizes["llm.layers.*.delta_net.output"] = (values, llm.width)
+    if llm.convolution:
+        parts = ("gate", "output_gate", "value", "output")
+        sizes |= {f"llm.layers.*.convolution.{name}": (llm.width, llm.width) for name in parts}
     for name, encoder in model.encoders.items():
         width = encoder.width
         keys = encoder.key_heads * encoder.head_width
@@ -419,11 +422,11 @@ def layer_count(model: ModelConfig, name: str) -> int:
     if module != "llm":
         return model.towers[module].layers
     layers = model.llm.layers
-    delta = sum(model.llm.delta_layers)
     sparse = sum(model.llm.expert_layers)
     return {
-        "delta_net": delta,
-        "attention": layers - delta,
+        "delta_net": sum(model.llm.delta_layers),
+        "convolution": sum(model.llm.convolution_layers),
+        "attention": model.llm.attention_layers,
         "experts": sparse,
         "mlp": layers - sparse,
     }[path[1]]

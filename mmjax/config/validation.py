@@ -154,6 +154,11 @@ def _check_llm_layout(
             keys % tensor == 0,
             f"{where}.tensor={tensor} does not divide model.llm.delta_net.key_heads={keys}; use a divisor of it",
         )
+    check(
+        llm.convolution is None or llm.width % tensor == 0,
+        f"{where}.tensor={tensor} does not divide model.llm.width={llm.width}, the channels of convolutions; use a "
+        "divisor of it",
+    )
     if expert > 1:
         check(
             llm.experts is not None,

@@ -133,6 +133,7 @@ class TowerTrace:
                 attention="dense",
                 experts=None,
                 delta_net=None,
+                convolution=None,
             )
             model = with_one_item_module(llm, tower, model.towers[tower], model.lora)
         return cls(model, tower, frozen & {tower, f"{tower}.connector"}, upstream, attention, dtype)

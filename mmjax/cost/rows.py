@@ -132,6 +132,7 @@ def count_cost(
     # The properties of a Cost are views of its rows: adding to one adds to `cost.rates`.
     cost = Cost.zero()
     needs: dict[str, float] = {}
+    backward: set[str] = set()
     for x in operations:
         if x.of_pair:
             place, rate = UNITS.index("pairs"), x.count * row.pair_share
@@ -150,10 +151,11 @@ def count_cost(
         else:
             (cost.backward if is_backward else cost.forward)[place] += rate
             if match := NEEDS.search(x.scope):
-                needs["backward" if is_backward else "forward"] = float(match[1])
+                needs[match[0]] = float(match[1])
+                backward |= {match[0]} if is_backward else set()
             else:
                 (cost.needed_backward if is_backward else cost.needed_forward)[place] += rate
     # Backward needs two products for each one of forward: one for each operand's gradient.
-    cost.needed_forward[0] += needs.get("forward", 0)
-    cost.needed_backward[0] += 2 * needs.get("forward", 0) * ("backward" in needs)
+    cost.needed_forward[0] += sum(needs.values())
+    cost.needed_backward[0] += 2 * sum(needs[scope] for scope in backward)
     return cost

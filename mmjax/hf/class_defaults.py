@@ -19,9 +19,9 @@ from mmjax.errors import UserError
 Values = Mapping[str, Any]
 # Where a config may say its RoPE, beside the fields of its class; older versions wrote it in
 # several.
+SCALINGS = ("rope_parameters", "rope_scaling")
 ROPE = (
-    "rope_parameters",
-    "rope_scaling",
+    *SCALINGS,
     "rope_theta",
     "partial_rotary_factor",
     "rope_local_base_freq",
@@ -111,8 +111,10 @@ def _completed(config: Values, kind: str, where: str) -> dict[str, Any]:
     for name, part in entry.get("parts", {}).items():
         fields[name] = _completed_part(fields, name, part, entry.get("flat") or kind in FLAT, where)
     rope = entry.get("rope", {})
-    if rope.get("rope_type", "default") != "default" and not any(map(fields.get, ROPE)):
-        fields["rope_parameters"] = rope  # whose scaling is the class's own
+    if rope.get("rope_type", "default") != "default" and not any(map(fields.get, SCALINGS)):
+        # whose scaling is the class's own
+        theta = None if entry.get("own_theta") else fields.get("rope_theta")
+        fields["rope_parameters"] = rope if theta is None else {**rope, "rope_theta": theta}
     return {**defaults, **_rope_defaults(rope), **fields, "model_type": kind}
 
 

@@ -20,6 +20,7 @@ from mmjax.hf.layout import (
     norm,
     table,
 )
+from mmjax.hf.lfm2 import lfm2_parts
 from mmjax.hf.names import ATTENTION, GATED_MLP, PROJECTIONS
 
 BODIES = (
@@ -112,6 +113,8 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
         return gpt.gpt_parts(config, folder, inner, output)
     if f"{inner}tok_embeddings.weight" in folder.tensors:
         return internlm2_parts(config, inner, output)
+    if f"{inner}embedding_norm.weight" in folder.tensors:
+        return lfm2_parts(config, inner, output)
     # as transformers writes Kimi K2.5
     blocks = f"{inner}blocks.0.input_layernorm.weight" in folder.tensors
     layer = f"{inner}{'blocks' if blocks else 'layers'}.*."
@@ -128,6 +131,7 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
         "embed": table(f"{inner}embed_tokens"),
         "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
         **linears(ATTENTION, f"{layer}self_attn", **PROJECTIONS, output="o_proj"),
+        ATTENTION: {"sinks": TensorSlice(f"{layer}self_attn.sinks")},
         "layers.*.attention.query_norm": norm(f"{layer}self_attn.q_norm"),
         "layers.*.attention.key_norm": norm(f"{layer}self_attn.k_norm"),
         "layers.*.attention_after": norm(f"{layer}{post_norms[0]}"),
@@ -203,6 +207,13 @@ def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[s
     """
     experts = "layers.*.experts"
     first = layer.replace("*", str(config.layers[0]))
+    if f"{first}mlp.experts.gate_up_proj_blocks" in folder.tensors:
+        raise UserError(
+            f"{folder.path}: experts in MXFP4 ({first}mlp.experts.gate_up_proj_blocks) are not read; save it once in "
+            "bfloat16 (transformers: `Mxfp4Config(dequantize=True)`)"
+        )
+    if f"{first}mlp.router.weight" in folder.tensors:
+        return below(experts, _biased_expert_parts(config, f"{layer}mlp"))
     mixtral = f"{first}block_sparse_moe.gate.weight" in folder.tensors
     block = f"{layer}block_sparse_moe" if mixtral else f"{layer}mlp"
     names = {"gate": "w1", "up": "w3", "down": "w2"} if mixtral else GATED_MLP
@@ -232,3 +243,16 @@ def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[s
                 f"{block}.experts.gate_up_proj[#]", order, experts=True, **cut
             )
     return parts | {f"{experts}.{ours}": {"weight": part} for ours, part in slices.items()}
+
+
+def _biased_expert_parts(config: ExpertsConfig, block: str) -> dict[str, LeafTensors]:
+    """Locate gpt-oss's experts: all of a layer fused, stored [in, out], columns of gate and up taking turns."""
+    parts: dict[str, LeafTensors] = {"router": linear(f"{block}.router")}
+    columns = {"gate": (0, 2 * config.width, 2), "up": (1, 2 * config.width, 2), "down": None}
+    for ours, cut in columns.items():
+        key = f"{block}.experts.{'gate_up_proj' if cut else 'down_proj'}"
+        parts[ours] = {
+            "weight": TensorSlice(f"{key}[#]", columns=cut, experts=True),
+            "bias": TensorSlice(f"{key}_bias", columns=cut),
+        }
+    return parts

@@ -13,7 +13,7 @@ from mmjax.config import (
     LatentAttentionConfig,
 )
 from mmjax.errors import UserError
-from mmjax.hf import gpt
+from mmjax.hf import gpt, lfm2
 from mmjax.hf.class_defaults import class_rule
 from mmjax.hf.folder import Fields
 from mmjax.hf.names import ACTIVATIONS, QKV
@@ -67,7 +67,7 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
         rope_interleaved=rope.interleaved,
         window_rope_theta=rope.window_theta,
         norm_eps=fields.get(family.norm_eps, float),
-        activation=fields.choice(family.activation, ACTIVATIONS),
+        activation=fields.choice(family.activation, ACTIVATIONS) if family.activation else "silu",
         tied=fields.get("tie_word_embeddings", bool) if tied is None else tied,
     )
     if rope.growth:
@@ -167,6 +167,24 @@ def _mixtral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     layers = tuple(range(plain.layers))
     experts = _experts(fields, layers=layers, width=plain.mlp_width)
     return replace(_everywhere(fields, plain), experts=experts)
+
+
+def _gpt_oss(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    experts = _experts(
+        fields,
+        layers=tuple(range(plain.layers)),
+        width=plain.mlp_width,
+        biases=True,
+        limit=fields.get("swiglu_limit", float),
+        slope=fields.get("swiglu_alpha", float),
+    )
+    return replace(
+        _all_but_every(fields, plain, period=2),
+        activation="silu",  # whatever `hidden_act` says
+        biases=_attention_biases(fields),
+        sinks=True,
+        experts=experts,
+    )
 
 
 def _with_latent(
@@ -450,6 +468,7 @@ FAMILIES = {
     "qwen3_moe": Family(_qwen3_moe),
     "qwen3_5_moe_text": Family(_qwen3_5_moe, partial_rope=True),
     "glm4_moe": Family(_glm4_moe, partial_rope=True),
+    "gpt_oss": Family(_gpt_oss),
     "mixtral": Family(_mixtral),
     "mistral4": Family(_mistral4, growing=True, latent="whole"),
     "deepseek_v2": Family(_deepseek_v2, latent="rotary"),
@@ -457,6 +476,7 @@ FAMILIES = {
     "llama": Family(_llama),
     "granite": Family(_granite),
     "hyperclovax": Family(_hyperclovax),
+    "lfm2": Family(lfm2.adapt, activation="", norm_eps="norm_eps"),
     "mistral": Family(_mistral),
     "ministral3": Family(_mistral, growing=True),
     "ernie4_5": Family(_ernie4_5),

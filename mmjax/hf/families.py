@@ -15,6 +15,7 @@ from mmjax.errors import UserError
 from mmjax.hf import (
     audio,
     cohere,
+    cosmos,
     decoders,
     gemma3,
     glm4v,
@@ -88,6 +89,7 @@ CHECKPOINTS = {
     **dict.fromkeys(
         qwen_vl.FAMILIES, Checkpoints(qwen_vl.read, qwen_vl.layout, qwen_vl.encoder_of)
     ),
+    "cosmos3_omni": Checkpoints(qwen_vl.read, cosmos.layout, qwen_vl.encoder_of),
     **dict.fromkeys(qwen_omni.KINDS, Checkpoints(qwen_omni.read, qwen_omni.layout)),
     **dict.fromkeys(
         vision.ALONE, Checkpoints(None, vision.encoder_layout, vision.encoder_of, "named")

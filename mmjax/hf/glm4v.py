@@ -34,7 +34,8 @@ from mmjax.hf.qwen_vl import find_visual, in_sections
 from mmjax.hf.vision import axial_theta, with_images
 from mmjax.hf.vision_tensors import PATCHES
 
-FAMILIES = ("glm4v", "glm46v", "glm4v_moe", "glm_ocr")
+FAMILIES = ("glm4v", "glm46v", "glmga", "glm4v_moe", "glm_ocr")
+STILL = ("glm46v", "glmga")  # whose frames are taken at rates of their own
 SECTIONS = (8, 12, 12)
 
 
@@ -49,7 +50,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         )
     tower = (_ocr_tower if fields.get("model_type", str) == "glm_ocr" else _tower)(vision)
     tower = with_images(folder, tower)
-    if fields.get("model_type", str) != "glm46v":  # which takes frames at rates of its own
+    if fields.get("model_type", str) not in STILL:
         tower = replace(tower, videos=read_videos(folder.path, tower, Glm4Video()))
     return ModelConfig(llm, {"vision": tower})
 

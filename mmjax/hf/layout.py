@@ -24,7 +24,7 @@ class TensorSlice:
     order: tuple[int, ...] | None = None  # None: as it is
     # of the tensor's first axis, where it holds several parameters
     rows: tuple[int, int] | None = None
-    columns: tuple[int, int] | None = None  # of its second axis
+    columns: tuple[int, ...] | None = None  # of its second axis, perhaps every so many
     # the parameter's first axis counts experts, whose numbers stand for `#` in the key
     experts: bool = False
     view: tuple[int, ...] | None = None  # None: its own axes

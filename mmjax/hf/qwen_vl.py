@@ -44,6 +44,7 @@ EPS = 1e-6  # of all norms of the vision tower, written in no config
 VISION_FIRST = (
     *("model.visual.", "visual.", "thinker.model.visual.", "thinker.visual."),
     "model.vision_model.",
+    "",  # Cosmos 3
 )
 PROJECTORS = ("model.vision_projector", "model.projector")  # of HyperCLOVA X
 
@@ -271,6 +272,7 @@ FAMILIES["qwen3_5"] = replace(
 FAMILIES["qwen3_vl_moe"] = replace(
     FAMILIES["qwen3_vl"], decoder="qwen3_moe", fixed=NO_WINDOWS | {"norm_topk_prob": True}
 )
+FAMILIES["cosmos3_omni"] = FAMILIES["qwen3_vl"]
 FAMILIES["qwen3_5_moe"] = replace(FAMILIES["qwen3_5"], decoder="qwen3_5_moe_text")
 
 
@@ -319,9 +321,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
             name: _vision_parts(first, config, fused),
             f"{name}.connector": TensorNames(merger),
         }
-        tower = tuple(
-            key for key in folder.tensors if key.startswith(first) and not key.startswith(mergers)
-        )
+        tower = tuple(f"{first}{part}" for part in ("blocks.", "patch_embed.", "pos_embed."))
         prefixes |= {name: tower, f"{name}.connector": (*mergers, *projector)}
         # The checkpoint has mergers for all of its own deepstack layers, the model perhaps for
         # fewer.

@@ -68,7 +68,7 @@ class Family:
     """A kind of decoder, and what sets it apart."""
 
     adapt: Callable[[Fields, DecoderConfig], DecoderConfig]  # adds what only this family has
-    activation: str = "hidden_act"  # the field that names it
+    activation: str = "hidden_act"  # the field that names it; empty: it is SiLU
     norm_eps: str = "rms_norm_eps"  # the field that says it
     partial_rope: bool = False  # configs may say that RoPE turns a part of a head's channels
     local_rope: bool = False  # layers with windows have a RoPE of their own

@@ -32,14 +32,22 @@ MOVED = {
     "model.projector": "model.projector",
     "mlp_AR.": "model.projector.",  # PaddleOCR-VL's
     "model.": "model.language_model.",
+    # Cosmos 3's
+    **{name: f"model.language_model.{name}" for name in ("layers.", "embed_tokens", "norm.")},
+    **{name: f"model.visual.{name}" for name in ("blocks.", "merger.", "patch_embed.")},
+    "deepstack_merger_list.": "model.visual.deepstack_merger_list.",
 }
 
 
-RENAMED = {  # the projections of DINOv2's towers
+RENAMED = {  # the projections of DINOv2's towers, and of Cosmos 3
     "attention.attention.query": "attention.q_proj",
     "attention.attention.key": "attention.k_proj",
     "attention.attention.value": "attention.v_proj",
     "attention.output.dense": "attention.o_proj",
+    "self_attn.to_q": "self_attn.q_proj",
+    "self_attn.to_k": "self_attn.k_proj",
+    "self_attn.to_v": "self_attn.v_proj",
+    "self_attn.to_out": "self_attn.o_proj",
 }
 MOON = "vision_tower.encoder.blocks."  # of Kimi K2.5's tower, whose modules have other names now
 MOON_MODULES = {"wo": "attn.proj", "mlp.fc0": "mlp.fc1", "mlp.fc1": "mlp.fc2"}
@@ -54,8 +62,9 @@ ModuleNames = Literal["decoder", "named", "wrapped"]  # see `Checkpoints`; a dec
 def module_path(key: str, names: ModuleNames) -> str:
     """The module whose weight this tensor is, in the class that transformers or diffusers loads the checkpoint with."""
     path = key.removesuffix(".weight")
+    path = next((path.replace(old, new) for old, new in RENAMED.items() if old in path), path)
     if names != "wrapped":
-        return next((path.replace(old, new) for old, new in RENAMED.items() if old in path), path)
+        return path
     if path.startswith(WHOLE):
         return WHOLE + module_path(path.removeprefix(WHOLE), names)
     if path.startswith(MOON):

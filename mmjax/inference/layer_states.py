@@ -102,6 +102,8 @@ def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: i
             kind = "windowed" if i in getattr(tower.config, "windowed", ()) else "full"
             if name == "llm" and tower.config.delta_layers[i]:
                 kind = "delta net"
+            if name == "llm" and tower.config.convolution_layers[i]:
+                kind = "convolution"
             record(f"{name} layer {i} ({kind})", f"{name} layers, {kind}", tower, rows, context, x)
             yield x
 

@@ -27,6 +27,7 @@ from mmjax.kernels.flash_attention import (
     plan_blocks,
 )
 from mmjax.kernels.masked_tiles import TilePlan, plan_tiles, unsupported
+from mmjax.kernels.masks import select_mask
 from mmjax.kernels.tiles import MAX_BLOCK, KernelTiles, tiles_for, window_block
 from mmjax.kernels.window_attention import (
     ListKernel,
@@ -178,6 +179,7 @@ def attention(
     scoring: Scoring = DEFAULT_SCORING,
     plan: Plan | None = None,
     max_block: int = MAX_BLOCK,
+    sinks: Float[Array, " n"] | None = None,
 ) -> Float[Array, "b t n w"]:
     """Compute self-attention of `n` query heads over `m` key-value heads (n a multiple of m).
 
@@ -185,6 +187,7 @@ def attention(
     `max_block`, else it is made here. `flash` runs as a kernel on GPUs, on Hopper as one of its
     own, and interpreted elsewhere, with values padded to the width of keys, which they do not exceed. Where keys
     arrive over the context axis, `dense` is `blockwise`.
+    sinks: a score of each head that takes part in the softmax, and has no value.
     Raises ValueError for an unknown backend, and where m does not divide n.
     """
     if backend not in get_args(Backend):
@@ -198,7 +201,8 @@ def attention(
     flash = chosen_backend(backend) == "flash"
     if flash and (extra := k.shape[3] - v.shape[3]):
         padded = jnp.pad(v, [(0, 0)] * 3 + [(0, extra)])
-        return attention(q, k, padded, mask, backend, scoring, plan, max_block)[..., :-extra]
+        out = attention(q, k, padded, mask, backend, scoring, plan, max_block, sinks)
+        return out[..., :-extra]
     if plan is None and (flash or form == "gather"):
         plan = plan_attention(mask, backend, q.shape[3], heads, q.dtype, max_block)
     if flash:
@@ -208,10 +212,14 @@ def attention(
     # Five ways: keys arrive over the context axis; the kernel of windows, alone or in turns with one
     # by lists; the Hopper kernel; the Triton kernel; XLA operations. All but the first run on whole
     # rows, perhaps with part of the heads ("heads").
+    of_heads = () if sinks is None else (sinks,)
+    kernel = _flash_kernel(scores, plan) if flash else _blockwise_kernel(max_block, scoring)
     if form == "gather":
-        kernel = _flash_kernel(scores) if flash else _blockwise_kernel(max_block, scoring)
-        return _per_device(partial(attend_in_pieces, kernel=kernel), q, k, v, plan)
-    if isinstance(plan, WindowPlan):
+        return _per_device(partial(_attend_in_pieces, kernel), q, k, v, plan, *of_heads)
+    if sinks is not None and backend != "dense":
+        function = partial(_attend_with_sinks, kernel)
+        tokens = plan if flash else mask
+    elif isinstance(plan, WindowPlan):
         function = partial(window_attention, scale=scores.scale, interpret=scores.interpret)
         tokens = plan
     elif isinstance(plan, MixedPlan):
@@ -230,8 +238,22 @@ def attention(
         function, tokens = partial(_dense_rows, scoring=scoring), mask
         # Plain products over whole rows: the partitioner shards them by itself.
         if form is None:
-            return function(q, k, v, tokens)
-    return _per_device(partial(attend_by_heads, function) if form else function, q, k, v, tokens)
+            return function(q, k, v, tokens, *of_heads)
+    function = partial(attend_by_heads, function) if form else function
+    return _per_device(function, q, k, v, tokens, *of_heads)
+
+
+def _attend_in_pieces(
+    kernel: Kernel, q: Array, k: Array, v: Array, plan: ContextPlan, *sinks: Array
+) -> Array:
+    return attend_in_pieces(q, k, v, plan, kernel, *sinks)
+
+
+def _attend_with_sinks(
+    kernel: Kernel, q: Array, k: Array, v: Array, tokens: Any, sinks: Array
+) -> Array:
+    """Attend to whole rows, with a score of each head that has no value; tokens: what the kernel takes."""
+    return attend_in_pieces(q, k, v, ContextPlan((tokens,)), kernel, sinks)
 
 
 def _list_kernel(plan: MixedPlan, dtype: jnp.dtype) -> ListKernel:
@@ -255,15 +277,17 @@ def _context_form(length: int, heads: tuple[int, int]) -> ContextAttention | Non
     return context_form(current.rules.context_attention, heads, context, tensor)
 
 
-def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, tokens: Any) -> Array:
-    """Call `function(q, k, v, tokens)` on each device with its rows, heads and tokens.
+def _per_device(
+    function: Callable[..., Array], q: Array, k: Array, v: Array, tokens: Any, *sinks: Array
+) -> Array:
+    """Call `function(q, k, v, tokens, *sinks)` on each device with its rows, heads and tokens.
 
-    tokens: arrays `[rows, ...]` of all tokens, or a ContextPlan. SPMD would give each device the
-    blocks that any device must visit, and it cannot partition a kernel.
+    tokens: arrays `[rows, ...]` of all tokens, or a ContextPlan. sinks: a score of each head. SPMD
+    would give each device the blocks that any device must visit, and it cannot partition a kernel.
     """
     current = active()
     if current is None:
-        return function(q, k, v, tokens)
+        return function(q, k, v, tokens, *sinks)
 
     # Heads of queries are cut only where those of keys are too, so that a group stays together; and
     # none where the devices that would share them have rows of their own.
@@ -285,10 +309,10 @@ def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, to
     return jax.shard_map(
         function,
         mesh=current.mesh,
-        in_specs=(q_spec, k_spec, k_spec, token_specs),
+        in_specs=(q_spec, k_spec, k_spec, token_specs, *(PartitionSpec(q_spec[2]) for _ in sinks)),
         out_specs=q_spec,
         check_vma=False,
-    )(q, k, v, tokens)
+    )(q, k, v, tokens, *sinks)
 
 
 def _blockwise_rows(
@@ -304,8 +328,10 @@ def _blockwise_rows(
     )
 
 
-def _dense_rows(q: Array, k: Array, v: Array, mask: MaskSpec, scoring: Scoring) -> Array:
-    return dense_attention(q, k, v, mask, mask, scoring)
+def _dense_rows(
+    q: Array, k: Array, v: Array, mask: MaskSpec, *sinks: Array, scoring: Scoring
+) -> Array:
+    return dense_attention(q, k, v, mask, mask, scoring, *sinks)
 
 
 def _by_row(function: Callable[..., Any], *arrays: Any) -> Any:
@@ -338,8 +364,17 @@ def _blockwise_kernel(block: int, scoring: Scoring) -> Kernel:
     return Kernel(forward, gradients, jnp.exp, jnp.log)
 
 
-def _flash_kernel(scores: Scores) -> Kernel:
-    """Make the kernel of pieces from the GPU's."""
+def _flash_kernel(scores: Scores, plan: Plan) -> Kernel:
+    """Make the kernel of pieces from the GPU's, that for Hopper where the plan is for it."""
+    if isinstance(plan, TilePlan):
+        from mmjax.kernels.hopper_attention import hopper_forward, hopper_gradients
+
+        def on_hopper(kernel: Callable[..., Any], *arrays: Any) -> Any:
+            q, k, v, local, _, *of_output = arrays
+            return kernel(q, k, v, select_mask(local), scores, *of_output)
+
+        forward, gradients = (partial(on_hopper, x) for x in (hopper_forward, hopper_gradients))
+        return Kernel(forward, gradients, jnp.exp2, jnp.log2)
 
     def forward(
         q: Array, k: Array, v: Array, local: BlockPlan, piece: BlockPlan

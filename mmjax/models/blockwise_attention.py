@@ -45,8 +45,12 @@ def dense_attention(
     q_mask: MaskSpec,
     k_mask: MaskSpec,
     scoring: Scoring = DEFAULT_SCORING,
+    sinks: Float[Array, " n"] | None = None,
 ) -> Float[Array, "b t n w"]:
-    """Compute attention with all scores at once: the reference, and the fastest for short rows."""
+    """Compute attention with all scores at once: the reference, and the fastest for short rows.
+
+    sinks: a score of each head that takes part in the softmax, and has no value.
+    """
     b, t, n, h = q.shape
     m, w = v.shape[2:]
     # b = row, t and s = query and key token, m = key-value head, g = query head of its group, h =
@@ -57,10 +61,15 @@ def dense_attention(
     # The softmax does not change with what is subtracted, so its gradient need not go through the
     # maximum.
     row_max = jax.lax.stop_gradient(_finite(jnp.max(scores, axis=-1, keepdims=True)))
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(m, n // m, 1, 1)
+        row_max = jnp.maximum(row_max, jax.lax.stop_gradient(sink))
     weights = jnp.exp(scores - row_max)
     # A query that attends nothing has weights and total 0: dividing by 1 instead makes its output
     # 0, not NaN.
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sink - row_max)
     out = jnp.einsum(
         "bmgts,bsmw->bmgtw", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
     )

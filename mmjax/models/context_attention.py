@@ -173,13 +173,15 @@ def attend_in_pieces(
     v: Float[Array, "b t m w"],
     plan: ContextPlan,
     kernel: Kernel,
+    sinks: Float[Array, " n"] | None = None,
 ) -> Float[Array, "b t n w"]:
     """Attend from the device's tokens to the whole row, its keys and values arriving piece by piece.
 
-    Backward keeps the device's own arrays alone: keys and values arrive again, and their gradients
-    return in float32.
+    A plan of one piece is of a device that has whole rows. sinks: a score of each head that takes
+    part in the softmax, and has no value (gpt-oss). Backward keeps the device's own arrays alone:
+    keys and values arrive again, and their gradients return in float32.
     """
-    return _forward(q, k, v, plan, kernel)[0]
+    return _forward(q, k, v, plan, kernel, sinks)[0]
 
 
 def attend_by_heads(
@@ -188,11 +190,15 @@ def attend_by_heads(
     k: Float[Array, "b t m h"],
     v: Float[Array, "b t m w"],
     mask: Any,
+    *sinks: Float[Array, " n"],
 ) -> Float[Array, "b t n w"]:
-    """Call `function(q, k, v, mask)` with some of the heads and all tokens of the row; mask: of all tokens."""
+    """Call `function(q, k, v, mask, *sinks)` with some of the heads and all tokens of the row; mask: of all tokens."""
     # Over c devices, [B, T / c, N, H] -> [B, T, N / c, H] and back.
     exchange = partial(lax.all_to_all, axis_name=CONTEXT, tiled=True)
-    out = function(*(exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v)), mask)
+    q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
+    heads = q.shape[2]
+    first = lax.axis_index(CONTEXT) * heads
+    out = function(q, k, v, mask, *(lax.dynamic_slice_in_dim(x, first, heads) for x in sinks))
     return exchange(out, split_axis=1, concat_axis=2)
 
 
@@ -270,10 +276,10 @@ def _send_slices(x: Array, hops: range, sent: Slices, received: Slices, ahead: b
 
 def _from_device(x: Array, hop: int) -> Array:
     """Receive the array of the device that is `hop` ahead; behind, where that is negative."""
+    if hop == 0:
+        return x
     devices = lax.axis_size(CONTEXT)
-    return (
-        lax.ppermute(x, CONTEXT, [(i, (i - hop) % devices) for i in range(devices)]) if hop else x
-    )
+    return lax.ppermute(x, CONTEXT, [(i, (i - hop) % devices) for i in range(devices)])
 
 
 def _over_pieces(
@@ -289,7 +295,7 @@ def _over_pieces(
     #   work on 1    piece 2 arrives    what 0 made returns
     #   work on 2                       what 1 made returns
     #   (behind)                        what 2 made returns
-    hops = pieces(lax.axis_size(CONTEXT))
+    hops = pieces(lax.axis_size(CONTEXT) if len(plan.pieces) > 1 else 1)
     sent = piece = k, v
     leaving: Any = None
     returned = []
@@ -305,7 +311,7 @@ def _over_pieces(
 
 
 def _forward(
-    q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel
+    q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel, sinks: Array | None
 ) -> tuple[Array, Array]:
     plan = select_mask(plan)
     local = plan.pieces[0]
@@ -317,7 +323,18 @@ def _forward(
         return attended if merged is None else _merge(kernel, merged, attended), None
 
     (out, lse), _ = _over_pieces(attend, None, k, v, plan)
+    if sinks is not None:
+        # A key more, of the value 0.
+        sink = _of_base(kernel, sinks)
+        out, lse = _merge(
+            kernel, (out, lse), (jnp.zeros_like(out), jnp.broadcast_to(sink, lse.shape))
+        )
     return out.astype(q.dtype), lse
+
+
+def _of_base(kernel: Kernel, sinks: Array) -> Float[Array, "n 1"]:
+    """Convert scores of heads to the base of the kernel's exponents."""
+    return (sinks.astype(jnp.float32) * kernel.log(jnp.float32(math.e)))[:, None]
 
 
 def _merge(
@@ -338,17 +355,17 @@ def _merge(
 
 
 def _forward_with_residuals(
-    q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel
+    q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel, sinks: Array | None
 ) -> tuple[Array, tuple]:
-    out, lse = _forward(q, k, v, plan, kernel)
+    out, lse = _forward(q, k, v, plan, kernel, sinks)
     # The names that remat policies save, so that these do not run the kernel again.
     out = checkpoint_name(out, "attention_output")
     lse = checkpoint_name(lse, "attention_logsumexp")
-    return out, (q, k, v, plan, out, lse)
+    return out, (q, k, v, plan, sinks, out, lse)
 
 
-def _backward(kernel: Kernel, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, plan, out, lse = residuals
+def _backward(kernel: Kernel, residuals: tuple, d_out: Array) -> tuple[Array | None, ...]:
+    q, k, v, plan, sinks, out, lse = residuals
     delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
     plan = select_mask(plan)
     local = plan.pieces[0]
@@ -363,9 +380,13 @@ def _backward(kernel: Kernel, residuals: tuple, d_out: Array) -> tuple[Array, Ar
 
     d_q, of_keys = _over_pieces(gradients, None, k, v, plan)
     d_k, d_v = reduce(partial(jax.tree.map, jnp.add), of_keys)
-    return *(
-        total.astype(x.dtype) for total, x in zip((d_q, d_k, d_v), (q, k, v), strict=True)
-    ), None
+    d_qkv = (total.astype(x.dtype) for total, x in zip((d_q, d_k, d_v), (q, k, v), strict=True))
+    if sinks is None:
+        return *d_qkv, None, None
+    # The gradient of a score is weight * (d_weight - delta), and the sink's weight is of no value.
+    weight = kernel.exp(_of_base(kernel, sinks) - lse)
+    d_sinks = -jnp.sum(weight * delta, axis=(0, 2)).astype(sinks.dtype)
+    return *d_qkv, None, d_sinks
 
 
 attend_in_pieces.defvjp(_forward_with_residuals, _backward)

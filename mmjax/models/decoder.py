@@ -20,6 +20,7 @@ from mmjax.kernels.token_paths import paths_of
 from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up
 from mmjax.models.experts import Experts
+from mmjax.models.gated_convolution import GatedConvolution
 from mmjax.models.gated_delta_net import GatedDeltaNet
 from mmjax.models.latent_attention import LatentAttention
 from mmjax.models.layer_stacks import LayerStacks
@@ -181,6 +182,9 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         attention_gate=c.attention_gate,
         attention=latent if c.latent else None,
         delta_net=delta_net if kind.has_delta_net else None,
+        convolution=partial(GatedConvolution, c.convolution, c.width)
+        if kind.has_convolution
+        else None,
         experts=partial(Experts, c.experts, c.width, c.activation) if kind.has_experts else None,
         pre_norms=c.pre_norms,
         post_norms=c.post_norms,
@@ -189,6 +193,7 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         scoring=Scoring(c.attention_scale, c.attention_cap),
         rope_neighbours=c.rope_neighbours,
         has_rope=kind.has_rope,
+        sinks=c.sinks,
     )
 
 

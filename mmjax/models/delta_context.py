@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from mmjax.kernels.token_paths import extend_paths, last_trunk_tokens, trunk_of
+from mmjax.models.short_convolution import causal_convolution
 from mmjax.parallel.sharding import CONTEXT, active, active_spec
 
 # (q, k, v, g, beta, path, states) -> outputs and the states after the last token
@@ -70,12 +71,7 @@ def delta_over_context(
     tokens than a convolution reaches back.
     """
     current = active()
-    reach = len(filters[0]) - 1
-    if inputs.q.shape[1] // current.mesh.shape[CONTEXT] < reach:
-        raise ValueError(
-            f"a row of {inputs.q.shape[1]} tokens has fewer than {reach} on each of "
-            f"{current.mesh.shape[CONTEXT]} devices of `context`, which a convolution of {reach + 1} taps reads"
-        )
+    reach = _reach(filters[0], inputs.q.shape[1])
 
     def of_device(
         inputs: DeltaInputs, filters: Sequence[Array], path: Array
@@ -113,6 +109,43 @@ def delta_over_context(
         ),
         check_vma=False,
     )(inputs, list(filters), path)
+
+
+def convolve_over_context(
+    x: Float[Array, "b t c"],
+    weight: Float[Array, "n c"],
+    path: Int[Array, "b t"],
+    branched: bool,
+) -> Float[Array, "b t c"]:
+    """Compute `causal_convolution` of rows in order, each device's part of them on it. Raises ValueError as above."""
+    reach = _reach(weight, x.shape[1])
+
+    def of_device(x: Array, weight: Array, path: Array) -> Array:
+        path, _ = _extend_over_devices(path)
+        received = _trunks_before if branched else _tokens_before
+        previous, previous_path = received([x, path], reach)
+        return causal_convolution(x, weight, path, previous, previous_path, branched=branched)
+
+    spec = active_spec(x, "rows", "length", "heads")
+    return jax.shard_map(
+        of_device,
+        mesh=active().mesh,
+        in_specs=(spec, active_spec(weight, None, "heads"), PartitionSpec(*spec[:2])),
+        out_specs=spec,
+        check_vma=False,
+    )(x, weight, path)
+
+
+def _reach(weight: Array, length: int) -> int:
+    """Return how many tokens before its own a filter reads. Raises ValueError where a device has fewer of a row."""
+    reach = len(weight) - 1
+    devices = active().mesh.shape[CONTEXT]
+    if length // devices < reach:
+        raise ValueError(
+            f"a row of {length} tokens has fewer than {reach} on each of {devices} devices of `context`, which a "
+            f"convolution of {reach + 1} taps reads"
+        )
+    return reach
 
 
 def _extend_over_devices(path: Array) -> tuple[Array, _Ends]:

@@ -49,6 +49,7 @@ def route(
     x: Float[Array, "n d"],
     weight: Float[Array, "d e"],
     correction: Float[Array, " e"] | None,
+    bias: Float[Array, " e"] | None,
     valid: Bool[Array, " n"],
     config: ExpertsConfig,
 ) -> tuple[Routes, Routing]:
@@ -61,6 +62,7 @@ def route(
     logits = jnp.matmul(
         x.astype(jnp.float32), weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
+    logits = logits if bias is None else logits + bias.astype(jnp.float32)
     probability = jax.nn.softmax(logits)
     scores = probability if config.scores == "softmax" else jax.nn.sigmoid(logits)
     choice = scores if correction is None else scores + correction

@@ -8,7 +8,7 @@ nothing.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,32 +24,49 @@ from mmjax.models.layers import ACTIVATIONS, MLP
 from mmjax.models.linear import Linear
 from mmjax.models.matmul import looped_matmul
 from mmjax.models.remat import keep_inputs
-from mmjax.parallel.expert_exchange import INTO, OUT, ExpertLayout, Sends, sum_parts, sum_rows
+from mmjax.parallel.expert_exchange import (
+    BIAS_INTO,
+    BIAS_OUT,
+    INTO,
+    OUT,
+    ExpertLayout,
+    Sends,
+    sum_parts,
+    sum_rows,
+)
 from mmjax.parallel.sharding import TENSOR, Axes, platform
 
 
 class ExpertMatrices(nnx.Module):
-    """One matrix for each expert, initialised normal with variance 1 / fan-in."""
+    """One matrix for each expert, initialised normal with variance 1 / fan-in, and perhaps a bias of zeros."""
 
-    def __init__(self, count: int, inputs: int, outputs: int, axes: Axes, rngs: nnx.Rngs):
+    def __init__(
+        self, count: int, inputs: int, outputs: int, axes: Axes, rngs: nnx.Rngs, *, biased: bool
+    ):
         weight = (
             jax.random.normal(rngs.params(), (count, inputs, outputs), jnp.float32) * inputs**-0.5
         )
         self.weight = nnx.Param(weight, axes=axes)
+        # Those of outputs are whole on every device, as sums are.
+        bias_axes = BIAS_INTO if axes == INTO else BIAS_OUT
+        self.bias = nnx.Param(jnp.zeros((count, outputs)), axes=bias_axes) if biased else None
 
 
 class Router(nnx.Module):
     """One vector for each expert, whose product with a token is the expert's logit, and perhaps a correction of it."""
 
-    def __init__(self, inputs: int, count: int, correction: bool, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, config: ExpertsConfig, rngs: nnx.Rngs):
+        count = config.count
         weight = jax.random.normal(rngs.params(), (inputs, count), jnp.float32) * inputs**-0.5
         self.weight = nnx.Param(weight, axes=("embed", None))
         # Experts are chosen by it, and that has no gradient.
-        self.correction = nnx.Param(jnp.zeros(count), axes=(None,)) if correction else None
+        self.correction = nnx.Param(jnp.zeros(count), axes=(None,)) if config.correction else None
+        self.bias = nnx.Param(jnp.zeros(count), axes=(None,)) if config.biases else None
 
-    def arrays(self) -> tuple[Array, Array | None]:
-        """Return the vectors and the correction."""
-        return self.weight[...], None if self.correction is None else self.correction[...]
+    def arrays(self) -> tuple[Array, Array | None, Array | None]:
+        """Return the vectors, the correction and the bias."""
+        others = (None if x is None else x[...] for x in (self.correction, self.bias))
+        return self.weight[...], *others
 
 
 class Experts(nnx.Module):
@@ -57,10 +74,10 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ExpertsConfig, width: int, activation: Activation, rngs: nnx.Rngs):
         c = config
-        self.router = Router(width, c.count, c.correction, rngs)
-        self.gate = ExpertMatrices(c.count, width, c.width, INTO, rngs)
-        self.up = ExpertMatrices(c.count, width, c.width, INTO, rngs)
-        self.down = ExpertMatrices(c.count, c.width, width, OUT, rngs)
+        self.router = Router(width, c, rngs)
+        self.gate = ExpertMatrices(c.count, width, c.width, INTO, rngs, biased=c.biases)
+        self.up = ExpertMatrices(c.count, width, c.width, INTO, rngs, biased=c.biases)
+        self.down = ExpertMatrices(c.count, c.width, width, OUT, rngs, biased=c.biases)
         hidden = c.shared_width
         self.shared = MLP(width, hidden, width, activation, rngs, gated=True) if hidden else None
         gated = hidden and c.shared_gate
@@ -76,29 +93,52 @@ class Experts(nnx.Module):
         layout = ExpertLayout.of(x.shape, self.gate.weight.shape)
 
         def on_device(
-            x: Array, valid: Array, router: tuple[Array, Array | None], *matrices: Array
+            x: Array, valid: Array, router: tuple[Array | None, ...], *weights: Any
         ) -> tuple[Array, Routing]:
             tokens = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
             routes, routing = route(tokens, *router, valid.reshape(len(tokens)), c)
             # Sums over the tokens of all devices; turns are a number that all have in common.
             routing = layout.add_up(routing)._replace(turns=routing.turns)
+            mlp = ExpertMLP(c, self.activation, layout.cuts)
             if layout.devices == 1:
-                out = apply_experts(tokens, routes, *matrices, layout, self.activation)
+                out = apply_experts(tokens, routes, *weights, layout, mlp)
             else:
-                out, turns = apply_shared_experts(
-                    tokens, routes, *matrices, layout, c, self.activation
-                )
+                out, turns = apply_shared_experts(tokens, routes, *weights, layout, mlp)
                 routing = routing._replace(turns=turns)
             return out.reshape(x.shape), routing
 
-        matrices = (self.gate.weight[...], self.up.weight[...], self.down.weight[...])
-        out, routing = layout.run(on_device, x, valid, self.router.arrays(), *matrices)
+        parts = (self.gate, self.up, self.down)
+        matrices = [part.weight[...] for part in parts]
+        biases = tuple(part.bias[...] for part in parts if part.bias is not None)
+        out, routing = layout.run(on_device, x, valid, self.router.arrays(), *matrices, biases)
         if self.shared is not None:
             shared = self.shared(x)
             out = out + (
                 shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared
             )
         return out, routing
+
+
+Biases = tuple[Array, ...]  # of gate, up and down, a vector for each expert; or none
+
+
+class ExpertMLP(NamedTuple):
+    """The hidden layers of experts, made of the outputs of their gate and up matrices."""
+
+    config: ExpertsConfig
+    activation: Activation
+    cuts: int  # devices that have parts of a hidden layer
+
+    def hidden(
+        self, gated: Float[Array, "c f"], raised: Float[Array, "c f"], share: Float[Array, "c 1"]
+    ) -> Float[Array, "c f"]:
+        """Compute the hidden layer of copies of tokens in float32, in proportion to their shares."""
+        c = self.config
+        gated, raised = gated.astype(jnp.float32), raised.astype(jnp.float32)
+        if c.limit:
+            gated = jnp.minimum(gated, c.limit)
+            raised = jnp.clip(raised, -c.limit, c.limit) + 1
+        return ACTIVATIONS[self.activation](gated * c.slope) / c.slope * raised * share
 
 
 class Copies(NamedTuple):
@@ -146,13 +186,33 @@ class Copies(NamedTuple):
         per_token = self.place.shape[1]
         return sum_rows(x, (self.index // per_token)[:, None], self.place)
 
-    def into(self, x: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    def of_experts(self, vectors: Float[Array, "e f"], dtype: jnp.dtype) -> Float[Array, "c f"]:
+        """Give each copy its expert's vector; 0 behind the last group."""
+        ends = jnp.cumsum(self.sizes)
+        copy = jnp.arange(len(self.index))[:, None]
+        one = ((copy < ends) & (copy >= ends - self.sizes)).astype(dtype)
+        # Its gradient sums in a fixed order, which that of indexing does not.
+        with jax.named_scope("needs=0"):
+            return jnp.matmul(one, vectors.astype(dtype), precision=lax.Precision.HIGHEST)
+
+    def into(self, x: Array, gate: Array, up: Array, biases: Biases) -> list[Array]:
         """Multiply the copies of tokens `[m, d]` by their experts' matrices into the hidden layer."""
         copies = self.take(x)
-        return grouped_product(copies, gate, self.sizes), grouped_product(copies, up, self.sizes)
+        products = [grouped_product(copies, weight, self.sizes) for weight in (gate, up)]
+        if not biases:
+            return products
+        return [
+            y + self.of_experts(bias, y.dtype) for y, bias in zip(products, biases[:2], strict=True)
+        ]
 
     def out(
-        self, gated: Array, raised: Array, down: Array, share: Array, activation: Activation
+        self,
+        gated: Array,
+        raised: Array,
+        down: Array,
+        share: Array,
+        biases: Biases,
+        mlp: ExpertMLP,
     ) -> Float[Array, "m d"]:
         """Apply the down projections to the copies, and sum each token's outputs weighted by `share` `[m, k]`."""
         # A hidden layer times its share instead of what comes out of it: a sum over copies is then
@@ -160,15 +220,15 @@ class Copies(NamedTuple):
         share = sum_rows(
             share.reshape(share.size), self.index[:, None], self.place.reshape(share.size, 1)
         )
-        hidden = (
-            ACTIVATIONS[activation](gated).astype(jnp.float32)
-            * raised.astype(jnp.float32)
-            * share[:, None]
-        )
+        hidden = mlp.hidden(gated, raised, share[:, None])
         # Behind the last group a product may hold anything, and so may its gradient.
         grouped = (jnp.arange(len(hidden)) < self.sizes.sum())[:, None]
         hidden = jnp.where(grouped, hidden, 0).astype(gated.dtype)
         y = grouped_product(hidden, down, self.sizes)
+        if biases:
+            # Each of the devices whose outputs are added up adds an equal part.
+            bias = self.of_experts(biases[2] / mlp.cuts, y.dtype)
+            y = y + (bias * share[:, None]).astype(y.dtype)
         return sum_rows(y, self.place, (self.index // self.place.shape[1])[:, None])
 
 
@@ -178,8 +238,9 @@ def apply_experts(
     gate: Float[Array, "e _ f"],
     up: Float[Array, "e _ f"],
     down: Float[Array, "e f _"],
+    biases: Biases,
     layout: ExpertLayout,
-    activation: Activation,
+    mlp: ExpertMLP,
 ) -> Float[Array, "n d"]:
     """Sum the outputs of each token's experts by their weights, in the tokens' precision; every device has all experts.
 
@@ -190,16 +251,16 @@ def apply_experts(
 
     # Tokens and matrices are gathered inside, so that backward gathers them again instead of
     # keeping them.
-    def into(x: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    def into(x: Array, gate: Array, up: Array, biases: Biases) -> list[Array]:
         weights = (layout.gather_shards(weight.astype(x.dtype), 1) for weight in (gate, up))
-        return copies.into(layout.gather(x, layout.parts), *weights)
+        return copies.into(layout.gather(x, layout.parts), *weights, biases)
 
-    def out(gated: Array, raised: Array, down: Array, share: Array) -> Array:
+    def out(gated: Array, raised: Array, down: Array, share: Array, biases: Biases) -> Array:
         down = layout.gather_shards(down.astype(x.dtype), 2)
-        return layout.scatter(copies.out(gated, raised, down, share, activation), layout.parts)
+        return layout.scatter(copies.out(gated, raised, down, share, biases, mlp), layout.parts)
 
-    gated, raised = (checkpoint_name(y, "linear") for y in keep_inputs(into)(x, gate, up))
-    return keep_inputs(out)(gated, raised, down, share)
+    gated, raised = (checkpoint_name(y, "linear") for y in keep_inputs(into)(x, gate, up, biases))
+    return keep_inputs(out)(gated, raised, down, share, biases)
 
 
 def apply_shared_experts(
@@ -208,11 +269,12 @@ def apply_shared_experts(
     gate: Float[Array, "e _ f"],
     up: Float[Array, "e _ f"],
     down: Float[Array, "e f _"],
+    biases: Biases,
     layout: ExpertLayout,
-    config: ExpertsConfig,
-    activation: Activation,
+    mlp: ExpertMLP,
 ) -> tuple[Float[Array, "n d"], Float[Array, ""]]:
     """Apply experts of which each device has some; return the turns as well in which tokens went to their devices."""
+    config = mlp.config
     devices = layout.devices
     count = len(gate)
     size = config.sent_at_once(len(x), devices) if layout.sends else len(x)
@@ -220,7 +282,7 @@ def apply_shared_experts(
     computed = config.computed_at_once(len(x) * layout.sharing, devices)
     tensor = tuple(axis for axis in layout.parts if axis == TENSOR)
 
-    def local_experts(expert: Array, tokens: Array, share: Array, *weights: Array) -> Array:
+    def local_experts(expert: Array, tokens: Array, share: Array, *weights: Any) -> Array:
         """Sum the outputs of the device's experts for tokens, some copies at a time."""
         copies = Copies.of(expert, layout.first(count), count)
 
@@ -232,9 +294,11 @@ def apply_shared_experts(
             gate: Array,
             up: Array,
             down: Array,
+            biases: Biases,
         ) -> Array:
             copies = copies.slice(number * computed, computed)
-            return copies.out(*copies.into(tokens, gate, up), down, share, activation)
+            hidden = copies.into(tokens, gate, up, biases)
+            return copies.out(*hidden, down, share, biases, mlp)
 
         parts = -(-copies.sizes.sum() // computed)
         return sum_parts(slice_of_copies, parts, copies, tokens, share, *weights).astype(x.dtype)
@@ -243,7 +307,7 @@ def apply_shared_experts(
     # each, applies its experts to them, and returns the sums, which are added at the tokens'
     # places.
     def turn(
-        number: Array, tables: tuple[Array, Sends], x: Array, share: Array, *weights: Array
+        number: Array, tables: tuple[Array, Sends], x: Array, share: Array, *weights: Any
     ) -> Array:
         expert = tables[0]
         sends = tables[1].turn(number, size)
@@ -257,11 +321,14 @@ def apply_shared_experts(
         return sum_rows(layout.send(layout.scatter(sums, tensor)), sends.place, token)
 
     # Backward does everything again: to keep are tokens of all devices, and gathered matrices.
-    def exchange(x: Array, share: Array, gate: Array, up: Array, down: Array) -> Array:
-        weights = [
+    def exchange(
+        x: Array, share: Array, gate: Array, up: Array, down: Array, biases: Biases
+    ) -> Array:
+        weights: list[Any] = [
             layout.gather_shards(weight.astype(x.dtype), axis)
             for weight, axis in ((gate, 1), (up, 1), (down, 2))
         ]
+        weights.append(biases)
         if sends is None:
             arrays = layout.gather((routes.expert, x, share), layout.parts)
             return layout.scatter(local_experts(*arrays, *weights), layout.parts)
@@ -270,7 +337,7 @@ def apply_shared_experts(
         )
 
     turns = jnp.ones(()) if sends is None else sends.turns.astype(jnp.float32)
-    return keep_inputs(exchange)(x, routes.share, gate, up, down), turns
+    return keep_inputs(exchange)(x, routes.share, gate, up, down, biases), turns
 
 
 def grouped_product(

@@ -59,7 +59,25 @@ class RecurrentState(NamedTuple):
         return RecurrentState(constrain(self.delta, "rows", "heads", None, None), inputs)
 
 
-LayerCache = KeyValue | RecurrentState
+class ConvolutionState(NamedTuple):
+    """Last inputs of a gated convolution behind a row's tokens; of a stack, with a leading layer axis."""
+
+    inputs: Array  # [B, taps - 1, D]
+
+    def grown(self, room: int) -> ConvolutionState:
+        """Return it as it is: more tokens take no room."""
+        return self
+
+    def updated(self, new: ConvolutionState, column: Array) -> ConvolutionState:
+        """Return the inputs after new tokens."""
+        return new
+
+    def constrained(self) -> ConvolutionState:
+        """Lay it out on the active mesh."""
+        return ConvolutionState(constrain(self.inputs, "rows", None, "heads"))
+
+
+LayerCache = KeyValue | RecurrentState | ConvolutionState
 
 
 class KVCacheView(NamedTuple):

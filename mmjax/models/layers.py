@@ -283,6 +283,7 @@ class LayerConfig:
     attention: Callable[[LayerConfig, nnx.Rngs], nnx.Module] | None = None
     # makes what takes the place of attention
     delta_net: Callable[[nnx.Rngs], nnx.Module] | None = None
+    convolution: Callable[[nnx.Rngs], nnx.Module] | None = None  # the same
     experts: Callable[[nnx.Rngs], nnx.Module] | None = None  # makes what takes the place of the MLP
     merger: Callable[[nnx.Rngs], nnx.Module] | None = (
         None  # makes what merges its output's positions
@@ -296,6 +297,7 @@ class LayerConfig:
     window: int = 0  # tokens of a closed window that layers of its tower attend in, at most
     rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 together
     has_rope: bool = True  # where the context has rotary positions
+    sinks: bool = False  # a score of each head that attention's softmax has beside the keys'
 
 
 class SelfAttention(nnx.Module):
@@ -329,6 +331,7 @@ class SelfAttention(nnx.Module):
         self.window = b.window
         self.rope_neighbours = b.rope_neighbours
         self.has_rope = b.has_rope
+        self.sinks = nnx.Param(jnp.zeros(b.heads), axes=("heads",)) if b.sinks else None
 
     def __call__(
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
@@ -350,11 +353,12 @@ class SelfAttention(nnx.Module):
             k = rotate(k, context.rotation, self.rope_neighbours)
             if context.rotation.growth is not None:
                 q = q * context.rotation.growth[:, :, None, None].astype(q.dtype)
+        sinks = None if self.sinks is None else self.sinks[...]
         if past is None:
             heads = self.heads, self.kv_heads
             max_block = block_limit(self.backend, self.window, x.shape[1], heads, q.dtype)
             attn_out = attention(
-                q, k, v, context.mask, self.backend, self.scoring, context.plan, max_block
+                q, k, v, context.mask, self.backend, self.scoring, context.plan, max_block, sinks
             )
         else:
             # One token is no block of queries, so the backend does not matter: all scores at once.
@@ -362,7 +366,9 @@ class SelfAttention(nnx.Module):
             # them into the cache.
             keys = jax.lax.dynamic_update_slice_in_dim(past.cache.key, k, past.column, axis=1)
             values = jax.lax.dynamic_update_slice_in_dim(past.cache.value, v, past.column, axis=1)
-            attn_out = dense_attention(q, keys, values, context.mask, past.mask, self.scoring)
+            attn_out = dense_attention(
+                q, keys, values, context.mask, past.mask, self.scoring, sinks
+            )
 
         # With the last product, whose operand is made again from the gate and from attention's
         # output.
@@ -407,7 +413,7 @@ class LayerOutput(NamedTuple):
 
 
 class TransformerLayer(nnx.Module):
-    """Attention or a gated delta net, then an MLP or experts, each between its norms added to the residual stream.
+    """Attention, a delta net or a convolution, then an MLP or experts, each between its norms added to the stream.
 
     The MLP or the experts read the stream behind attention, or what attention reads (`parallel_mlp`).
     """
@@ -415,9 +421,10 @@ class TransformerLayer(nnx.Module):
     def __init__(self, block: LayerConfig, rngs: nnx.Rngs):
         b = block
         self.attention_norm = b.norm(b.width) if b.pre_norms else None
-        attention = b.attention or SelfAttention
-        self.attention = None if b.delta_net else attention(b, rngs)
+        other = b.delta_net or b.convolution
+        self.attention = None if other else (b.attention or SelfAttention)(b, rngs)
         self.delta_net = b.delta_net and b.delta_net(rngs)
+        self.convolution = b.convolution and b.convolution(rngs)
         self.attention_after = _post_module(b)
         self.parallel_mlp = b.parallel_mlp
         self.mlp_norm = b.norm(b.width) if b.pre_norms and not b.parallel_mlp else None
@@ -434,7 +441,7 @@ class TransformerLayer(nnx.Module):
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
     ) -> LayerOutput:
         """Apply the layer, on the cache of `past` if given; return the tokens' cache entries too."""
-        mixer = self.attention if self.delta_net is None else self.delta_net
+        mixer = self.attention or self.delta_net or self.convolution
         mixer_in = x if self.attention_norm is None else self.attention_norm(x)
         attn_out, layer_cache = mixer(mixer_in, context, past)
         if self.attention_after is not None:

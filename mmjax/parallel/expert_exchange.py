@@ -30,6 +30,8 @@ Tree = TypeVar("Tree")
 # logical axes of the matrices into an expert's hidden layer
 INTO = ("experts", "expert_embed", "mlp")
 OUT = ("experts", "mlp", "expert_embed")  # and out of it
+BIAS_INTO = ("experts", "mlp")
+BIAS_OUT = ("experts", None)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class ExpertLayout:
     tokens: PartitionSpec = PartitionSpec()  # of [b, t, d]
     into: PartitionSpec = PartitionSpec()
     out: PartitionSpec = PartitionSpec()
+    biases: tuple[PartitionSpec, ...] = ()  # of gate, up and down
     divides: tuple[str, ...] = ()  # axes along which devices have other tokens
     parts: tuple[str, ...] = ()  # along which they have other experts, or other parts of them
     shards: tuple[str, ...] = ()  # of FSDP
@@ -55,7 +58,12 @@ class ExpertLayout:
         experts, width, hidden = into
         specs = [
             sharding(mesh, rules, shape, axes).spec
-            for shape, axes in ((into, INTO), ((experts, hidden, width), OUT))
+            for shape, axes in (
+                (into, INTO),
+                ((experts, hidden, width), OUT),
+                ((experts, hidden), BIAS_INTO),
+                ((experts, width), BIAS_OUT),
+            )
         ]
         used = [axis for axis in chain(*spec_axes(specs[0])) if mesh.shape[axis] > 1]
         return cls(
@@ -63,20 +71,27 @@ class ExpertLayout:
             tokens=by_rows,
             into=specs[0],
             out=specs[1],
+            biases=(specs[2], specs[2], specs[3]),
             divides=tuple(axis for axis in chain(*spec_axes(by_rows)) if mesh.shape[axis] > 1),
             parts=tuple(axis for axis in (EXPERT, TENSOR) if axis in used),
             shards=tuple(axis for axis in used if axis not in (EXPERT, TENSOR)),
         )
 
     def run(
-        self, function: Callable[..., Any], x: Array, valid: Array, router: Any, *matrices: Array
+        self,
+        function: Callable[..., Any],
+        x: Array,
+        valid: Array,
+        router: Any,
+        *weights: Any,
     ) -> Any:
         """Call `function` with these arrays on each device; it returns outputs like `x`, and sums reduced by `add_up`.
 
-        router: arrays that all devices have. matrices: two into the hidden layer, and one out of it.
+        router: arrays that all devices have. weights: two matrices into the hidden layer, one out of
+        it, and the tuple of their biases, where they have some.
         """
         if self.mesh is None:
-            return function(x, valid, router, *matrices)
+            return function(x, valid, router, *weights)
         replicated = PartitionSpec()
         specs = (
             self.tokens,
@@ -85,6 +100,7 @@ class ExpertLayout:
             self.into,
             self.into,
             self.out,
+            self.biases[: len(weights[-1])],
         )
         run = jax.shard_map(
             function,
@@ -93,12 +109,17 @@ class ExpertLayout:
             out_specs=(self.tokens, replicated),
             check_vma=False,
         )
-        return run(x, valid, router, *matrices)
+        return run(x, valid, router, *weights)
 
     @property
     def devices(self) -> int:
         """Return the number of devices that share the experts, 1 where each has all of them."""
         return self.mesh.shape[EXPERT] if EXPERT in self.parts else 1
+
+    @property
+    def cuts(self) -> int:
+        """Return the number of devices that have parts of an expert's hidden layer."""
+        return self.mesh.shape[TENSOR] if TENSOR in self.parts else 1
 
     @property
     def sends(self) -> bool:

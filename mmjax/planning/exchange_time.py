@@ -173,7 +173,7 @@ def attends_in_order(llm: DecoderConfig, context: int, machine: ClusterRun) -> b
     """
     heads = llm.heads, llm.kv_heads
     form = context_form(machine.context_attention, heads, context, machine.mesh["tensor"])
-    return llm.delta_net is not None and form == "gather"
+    return llm.reads_in_order and form == "gather"
 
 
 def recomputed_attention(policies: Sequence[Remat]) -> int:

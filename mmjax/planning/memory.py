@@ -297,7 +297,7 @@ def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int)
         numbers = llm.latent.key_rank + 2 * llm.rotary_pairs
     else:
         numbers = 2 * llm.kv_heads * llm.head_width / sharding.llm
-    return (llm.layers - sum(llm.delta_layers)) * numbers * activation
+    return llm.attention_layers * numbers * activation
 
 
 def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:

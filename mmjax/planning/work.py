@@ -55,8 +55,8 @@ def layer_sizes(config: Tower) -> LayerSizes:
             gated=c.gated,
             cross=c.cross_width,
         )
-    # (queries, keys, heads) of attention, and of a delta net (0 heads, as it has no scores),
-    # weighed by their shares of the layers; the width of the MLP likewise. Of keys and values of
+    # (queries, keys, heads) of attention, and of a delta net or a convolution (0 heads, as
+    # they have no scores), weighed by their shares of the layers; the width of the MLP likewise. Of keys and values of
     # different widths the mean.
     keys = c.kv_heads * (c.head_width + c.value_width) / 2
     attention = np.array([c.heads * c.value_width, keys, c.heads], float)
@@ -66,6 +66,8 @@ def layer_sizes(config: Tower) -> LayerSizes:
             [net.value_heads * net.value_width, net.key_heads * net.key_width, 0], float
         )
         attention += (of_net - attention) * share
+    of_convolution = np.array([c.width, c.width, 0], float)
+    attention += (of_convolution - attention) * sum(c.convolution_layers) / max(1, c.layers)
     mlp = float(c.mlp_width)
     if experts := c.experts:
         sparse = experts.per_token * experts.width + experts.shared_width

@@ -159,7 +159,9 @@ def check_fits(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]) -> N
     have = folder.stored(part.key).shape
     cuts = [part.rows, part.columns][: len(have)]
     beyond = any(cut is not None and cut[1] > size for cut, size in zip(cuts, have, strict=False))
-    ends = [size if cut is None else cut[1] - cut[0] for cut, size in zip(cuts, have, strict=False)]
+    ends = [
+        size if cut is None else len(range(*cut)) for cut, size in zip(cuts, have, strict=False)
+    ]
     selected = (*ends, *have[len(ends) :])
     if part.groups is not None:
         count, first, stop = part.groups
@@ -260,13 +262,12 @@ def _read_into(
     transposed = part.order == TRANSPOSED
     along = index[1] if transposed else index[0]
     across = index[:1] if transposed else index[1:]
-    if part.columns is not None:
-        across = tuple(slice(part.columns[0] + s.start, part.columns[0] + s.stop) for s in across)
     row_bytes = max(1, math.prod(stored.shape[1:]) * DTYPES[stored.dtype].itemsize)
     step = max(1, CHUNK // row_bytes)
     for begin in range(along.start, along.stop, step):
         end = min(begin + step, along.stop)
         chunk = folder.read(part.key, slice(first + begin, first + end))
+        chunk = chunk if part.columns is None else chunk[:, slice(*part.columns)]
         target = slice(begin - along.start, end - along.start)
         chunk = chunk[(slice(None), *across)]
         if transposed:

@@ -61,6 +61,8 @@ WHOLE = (
         "exaone4",
         "granite",
         "hyperclovax",
+        "gpt_oss",
+        "lfm2",
     ),
     *(
         "llava",
@@ -69,6 +71,7 @@ WHOLE = (
         "llava_onevision",
         "glm4v",
         "glm46v",
+        "glmga",
         "idefics3",
         "smolvlm",
         "mistral3",
@@ -103,6 +106,7 @@ WHOLE = (
         "exaone4_5",
         "hyperclovax_vision_v2",
         "qwen3_vl",
+        "cosmos3_omni",
         "qwen3_vl_moe",
         "qwen3_5",
         "qwen3_5_moe",
@@ -125,6 +129,7 @@ IMAGES = {  # by the folder of their model
     "kimi_k25": ("Kimi_K25ImageProcessor",),
     "glm4v": ("Glm4vImageProcessor", "Glm4vVideoProcessor"),
     "glm46v": ("Glm46VImageProcessor",),
+    "glmga": ("GlmgaImageProcessor",),
     "idefics3": ("Idefics3ImageProcessor",),
     "smolvlm": ("SmolVLMImageProcessor",),
     "gemma3": ("Gemma3ImageProcessor",),
@@ -287,6 +292,8 @@ def _add(configs: dict[str, Any], kind: str, nulls: bool) -> None:
     )
     if rope := getattr(made(), "rope_parameters", None):
         entry["rope"] = rope
+        if rope.get("rope_type", "default") != "default" and _says_theta(made):
+            entry["own_theta"] = True
     parts = {}
     for name, spec in made.sub_configs_defaults.items():
         if name not in PARTS or (kind, name) in UNREAD_PARTS:
@@ -301,6 +308,11 @@ def _add(configs: dict[str, Any], kind: str, nulls: bool) -> None:
         entry["parts"] = parts
     if "text_config" in parts:
         entry |= _text_rules(made, parts["text_config"]["type"])
+
+
+def _says_theta(made: type) -> bool:
+    """Return whether a class that says its RoPE takes no `rope_theta` from beside it."""
+    return made(rope_theta=2.0).rope_parameters.get("rope_theta") != 2.0
 
 
 def _is_merged(made: type, name: str, defaults: dict[str, Any]) -> bool:

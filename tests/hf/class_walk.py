@@ -391,6 +391,7 @@ ENABLED = {
     "sliding_window": 16,
     "max_window_layers": 1,
     "output_router_logits": True,
+    "full_attn_idxs": [1],
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
 }
 

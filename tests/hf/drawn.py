@@ -34,6 +34,8 @@ DECODERS = {
     "gemma2": transformers.Gemma2Config,
     "gemma3": transformers.Gemma3TextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "gpt_oss": transformers.GptOssConfig,
+    "lfm2": transformers.Lfm2Config,
     "mixtral": transformers.MixtralConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
@@ -55,7 +57,7 @@ LATENT = ("mistral4", "deepseek_v2", "deepseek_v3")  # attention
 NOT_IN_LLAVA = (
     *LATENT,
     *("ministral3", "qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "glm4_moe"),
-    *("opt", "gpt2", "ernie4_5"),
+    *("opt", "gpt2", "ernie4_5", "gpt_oss", "lfm2"),
 )
 # as the text of any vision tower
 IN_LLAVA = [name for name in DECODERS if name not in NOT_IN_LLAVA]
@@ -141,6 +143,10 @@ def decoder(
         given |= late_windows(rng, given["num_hidden_layers"])
     if family in ("mixtral", "qwen3_moe"):
         given |= expert_fields(rng, family, given["num_hidden_layers"])
+    if family == "gpt_oss":
+        given |= gpt_oss_fields(rng, given["num_hidden_layers"])
+    if family == "lfm2":
+        given |= lfm2_fields(rng, given)
     if family == "phi3":
         given |= phi3_fields(rng, given)
     if family in ("glm4", "glm4_moe"):
@@ -245,6 +251,39 @@ def expert_fields(rng: np.random.Generator, family: str, layers: int) -> Fields:
         "norm_topk_prob": pick(rng, False, True),
     }
     return experts | windows | sparse | width | {"num_experts": count}
+
+
+def gpt_oss_fields(rng: np.random.Generator, layers: int) -> Fields:
+    """gpt-oss's experts, whose gates are cut off, and its windows: in turns, or by name."""
+    windows = pick(rng, {}, {"layer_types": layer_types(rng, layers)})
+    count = between(rng, 2, 6)
+    return windows | {
+        "num_local_experts": count,
+        "num_experts_per_tok": between(rng, 1, count),
+        "swiglu_limit": pick(rng, 0.1, 7.0),
+        "swiglu_alpha": pick(rng, 1.0, 1.702),
+        "sliding_window": pick(rng, 3, 6),
+        "attention_bias": pick(rng, False, True),
+        "pad_token_id": 0,
+    }
+
+
+def lfm2_fields(rng: np.random.Generator, given: Fields) -> Fields:
+    """LFM2's convolutions, and the width of its MLPs; its heads are of the width's share."""
+    layers = between(rng, 1, 7)
+    types = [pick(rng, "full_attention", "conv") for _ in range(layers)]
+    attended = [i for i, kind in enumerate(types) if kind == "full_attention"]
+    return {
+        "hidden_size": given["num_attention_heads"] * given["head_dim"],
+        "num_hidden_layers": layers,
+        "norm_eps": given["rms_norm_eps"],
+        "conv_L_cache": between(rng, 2, 4),
+        "conv_bias": pick(rng, False, True),
+        "block_auto_adjust_ff_dim": pick(rng, False, True),
+        "block_multiple_of": pick(rng, 8, 10),
+        "block_ffn_dim_multiplier": pick(rng, 1, 1.3),
+        **pick(rng, {"layer_types": types}, {"full_attn_idxs": attended}),
+    }
 
 
 def grouped_experts(rng: np.random.Generator, layers: int) -> Fields:
@@ -855,11 +894,18 @@ def hyperclovax(rng: np.random.Generator, **tokens: int) -> transformers.PreTrai
     )
 
 
-def qwen3_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+def cosmos3_omni(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """Cosmos 3's reasoner, a Qwen3-VL."""
+    return qwen3_vl(rng, transformers.Cosmos3OmniConfig, **tokens)
+
+
+def qwen3_vl(
+    rng: np.random.Generator, kind: type = transformers.Qwen3VLConfig, **tokens: int
+) -> transformers.PreTrainedConfig:
     """Qwen3-VL: a table of positions that is stretched, features of several layers added to the text's."""
     text = qwen_text(rng, interleaved=True)
     vision = qwen3_tower(rng, text["hidden_size"])
-    return transformers.Qwen3VLConfig(
+    return kind(
         text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
     )
 
@@ -960,6 +1006,7 @@ def glm4v(rng: np.random.Generator, family: str, **tokens: int) -> transformers.
         "glm4v_moe": transformers.Glm4vMoeConfig,
         "glm4v": transformers.Glm4vConfig,
         "glm46v": transformers.Glm46VConfig,
+        "glmga": transformers.GlmgaConfig,
         "glm_ocr": transformers.GlmOcrConfig,
     }[family]
     return kind(

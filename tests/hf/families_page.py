@@ -30,7 +30,10 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "ps_version": "v2",
     },
     **{kind: {"vision_config": {}} for kind in ("clip", "evaclip", "siglip", "aya_vision")},
-    **{kind: {"text_config": {"partial_rotary_factor": 0.5}} for kind in ("glm4v", "glm46v")},
+    **{
+        kind: {"text_config": {"partial_rotary_factor": 0.5}}
+        for kind in ("glm4v", "glm46v", "glmga")
+    },
     "glm4_moe": {"head_dim": 128},
     "deepseek_v2": {
         "num_experts_per_tok": 6,
@@ -47,7 +50,10 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
     "exaone4_5": {"vision_config": {"out_hidden_size": 4096}},
-    **{kind: {"vision_config": {"out_hidden_size": 4096}} for kind in ("qwen3_vl", "qwen3_5")},
+    **{
+        kind: {"vision_config": {"out_hidden_size": 4096}}
+        for kind in ("qwen3_vl", "cosmos3_omni", "qwen3_5")
+    },
     "qwen2_5_omni": {"thinker_config": {"text_config": {}, "vision_config": {}}},
     "qwen3_asr": {"audio_config": {"output_dim": 4096}, "text_config": {}},
     "qwen2_5_omni_thinker": {"text_config": {}, "vision_config": {}},

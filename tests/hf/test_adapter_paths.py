@@ -75,6 +75,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "llava_onevision": lambda: around("llava_onevision", SIGLIP, video_token_index=6),
     "glm4v": lambda: drawn.glm4v(rng(), "glm4v", image_token_id=5),
     "glm46v": lambda: drawn.glm4v(rng(), "glm46v", image_token_id=5),
+    "glmga": lambda: drawn.glm4v(rng(), "glmga", image_token_id=5),
     "glm4v_moe": lambda: drawn.glm4v(rng(), "glm4v_moe", image_token_id=5),
     "glm_ocr": lambda: drawn.glm4v(rng(), "glm_ocr", image_token_id=5),
     "idefics3": lambda: around("idefics3", SIZES, TEXT | {"model_type": "llama"}),
@@ -95,7 +96,8 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     **{name: lambda name=name: drawn.cohere_vision(rng(), name, image_token_id=5)
        for name in ("aya_vision", "cohere2_vision")},
     **{name: lambda name=name: getattr(drawn, name)(rng())
-       for name in ("qwen2_vl", "qwen2_5_vl", "exaone4_5", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe")},
+       for name in ("qwen2_vl", "qwen2_5_vl", "exaone4_5", "qwen3_vl", "cosmos3_omni", "qwen3_5", "qwen3_vl_moe",
+                    "qwen3_5_moe")},
     "hyperclovax_vision_v2": lambda: drawn.hyperclovax(rng()),
     **{f"{name}_thinker": lambda name=name: OMNI[name].draw(rng()) for name in OMNI},
     **{name: lambda name=name: OMNI[name].whole[1](thinker_config=OMNI[name].draw(rng()).to_dict(),

@@ -70,6 +70,8 @@ YARN = {
     "gemma2-1",
     "gemma3-0",
     "qwen3_5_text-0",
+    "gpt_oss-0",
+    "lfm2-0",
     "mixtral-0",
     "qwen3_moe-2",
     "glm4-0",
@@ -431,6 +433,16 @@ def test_what_other_decoders_do_not_support_is_refused_by_field(tmp_path, kind, 
     edit_config(tmp_path, lambda config: config.update(change))
     with pytest.raises(UserError, match=message):
         from_hf(tmp_path)
+
+
+def test_experts_in_mxfp4_are_refused_by_name(tmp_path):
+    saved(tmp_path, transformers.GptOssConfig, head_dim=12, num_local_experts=5)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({f"{name}_blocks": tensors.pop(name)}))
+    with pytest.raises(
+        UserError, match=r"experts in MXFP4 .* are not read; save it once in bfloat16"
+    ):
+        loaded(tmp_path)
 
 
 @pytest.mark.parametrize("biased", [False, True])

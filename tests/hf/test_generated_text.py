@@ -153,7 +153,15 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
 @pytest.mark.default_cases(
-    "gemma2", "llama longrope", "llama dynamic", "opt", "gemma3", "cohere2", "mistral4"
+    "gemma2",
+    "llama longrope",
+    "llama dynamic",
+    "opt",
+    "gemma3",
+    "cohere2",
+    "mistral4",
+    "gpt_oss",
+    "lfm2",
 )
 @pytest.mark.parametrize(
     ("kind", "own"),
@@ -181,6 +189,14 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         ),
         (transformers.Exaone4Config, {"sliding_window": 6, "sliding_window_pattern": 2}),
         (
+            transformers.Lfm2Config,
+            {"full_attn_idxs": [1], "conv_bias": True, "pad_token_id": 0, "conv_L_cache": 4},
+        ),
+        (
+            transformers.GptOssConfig,
+            {"head_dim": 12, "sliding_window": 6, "num_local_experts": 3, "num_experts_per_tok": 2},
+        ),
+        (
             transformers.HyperCLOVAXConfig,
             {"residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
         ),
@@ -198,6 +214,8 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         "gemma3",
         "cohere2",
         "exaone4",
+        "lfm2",
+        "gpt_oss",
         "hyperclovax",
         "deepseek_v3",
         "mistral4",
@@ -328,6 +346,8 @@ def qwen_like(family, seed):
     draw, kind = test_qwen_vl.WHOLE[family]
     tokens = {"image_token_id": test_qwen_vl.IMAGE, "video_token_id": test_qwen_vl.VIDEO}
     config = draw(np.random.default_rng(seed), **tokens)
+    if family == "cosmos3_omni":  # whose cache there has windows that its layers have not
+        config.text_config.sliding_window = None
     return random_whole(config, kind)
 
 
@@ -341,6 +361,8 @@ MADE = {
     "exaone4_5": partial(qwen_like, "exaone4_5", 1),
     "hyperclovax_vision_v2": partial(qwen_like, "hyperclovax_vision_v2", 2),
     "qwen3_vl_moe": qwen3_vl_moe,
+    "cosmos3_omni": partial(qwen_like, "cosmos3_omni", 1),
+    "glmga": partial(glm, "glmga", 1),
     "qwen2_vl": partial(qwen_like, "qwen2_vl", 1),
 }
 

@@ -18,6 +18,7 @@ from mmjax.hf.families import from_hf
 WHOLE = {
     "glm4v": transformers.Glm4vForConditionalGeneration,
     "glm46v": transformers.Glm46VForConditionalGeneration,
+    "glmga": transformers.Glm46VForConditionalGeneration,
     "glm4v_moe": transformers.Glm4vMoeForConditionalGeneration,
     "glm_ocr": transformers.GlmOcrForConditionalGeneration,
 }
@@ -104,6 +105,15 @@ def test_a_processor_of_other_patches_is_refused_and_an_image_counts_as_a_tempor
     )
     edit(tmp_path / "preprocessor_config.json", patch_size=vision.patch_size + 1)
     with pytest.raises(UserError, match="make patch_size and merge_size the same"):
+        from_hf(tmp_path)
+
+
+def test_images_in_whole_multiples_of_merge_windows_are_refused(tmp_path):
+    vision = made("glmga", 1, tmp_path).config.vision_config
+    said = {"image_processor_type": "GlmgaImageProcessor", "patch_size": vision.patch_size}
+    said |= {"merge_size": vision.spatial_merge_size, "patch_expand_factor": 2}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    with pytest.raises(UserError, match=r"patch_expand_factor=2.*set it to 1"):
         from_hf(tmp_path)
 
 

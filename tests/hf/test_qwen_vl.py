@@ -252,6 +252,7 @@ WHOLE = {
         transformers.HyperCLOVAXVisionV2ForConditionalGeneration,
     ),
     "qwen3_vl": (drawn.qwen3_vl, transformers.Qwen3VLForConditionalGeneration),
+    "cosmos3_omni": (drawn.cosmos3_omni, transformers.Cosmos3OmniForConditionalGeneration),
     "qwen3_5": (drawn.qwen3_5, transformers.Qwen3_5ForConditionalGeneration),
     "qwen3_vl_moe": (drawn.qwen3_vl_moe, transformers.Qwen3VLMoeForConditionalGeneration),
     "qwen3_5_moe": (drawn.qwen3_5_moe, transformers.Qwen3_5MoeForConditionalGeneration),
@@ -276,6 +277,25 @@ def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
     )
     model.save_pretrained(tmp_path)
     check(model, tmp_path)
+
+
+def test_cosmos_3_is_read_beside_what_makes_images_and_by_qwen3_vls_names(tmp_path):
+    draw, kind = WHOLE["cosmos3_omni"]
+    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    model = random_whole(draw(np.random.default_rng(1), **tokens), kind)
+    model.save_pretrained(tmp_path)
+    _, params, _ = loaded(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    extra = {f"layers.0.{name}.weight": torch.ones(3) for name in ("mlp_moe_gen", "add_q_proj")}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path)[1], params)
+
+    same = random_whole(drawn.qwen3_vl(np.random.default_rng(1), **tokens), WHOLE["qwen3_vl"][1])
+    same.load_state_dict(model.state_dict())
+    config = (tmp_path / "config.json").read_text()
+    same.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(config)
+    jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path)[1], params)
 
 
 @pytest.mark.parametrize(

@@ -135,14 +135,14 @@ def test_vipllava_is_what_transformers_makes_of_it_with_features_of_several_laye
     check_samples(model, tmp_path, samples(side), theirs((side // patch) ** 2))
 
 
-@pytest.mark.default_cases("0")
+@pytest.mark.default_cases("any-0", "gpt_oss-0")
 @pytest.mark.parametrize("seed", range(12))
-def test_internvl_is_what_transformers_makes_of_it(seed, tmp_path):
+@pytest.mark.parametrize("text", ["any", "gpt_oss"])
+def test_internvl_is_what_transformers_makes_of_it(text, seed, tmp_path):
     rng = np.random.default_rng(seed)
     vision, own = drawn.intern_tower(rng)
-    config = InternVLConfig(
-        vision_config=vision, text_config=drawn.any_decoder(rng, VOCAB), image_token_id=IMAGE, **own
-    )
+    text = drawn.any_decoder(rng, VOCAB) if text == "any" else drawn.decoder(rng, text, VOCAB)
+    config = InternVLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, **own)
     model = random_model(config, InternVLForConditionalGeneration)
     side, patch = vision.image_size[0], vision.patch_size[0]
     save(model, tmp_path, side)

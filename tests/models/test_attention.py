@@ -178,6 +178,30 @@ def test_scores_are_scaled_and_bent():
     np.testing.assert_allclose(out[0], np.einsum("nts,snh->tnh", weights, v[0]), atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["dense", "blockwise", "flash"])
+def test_a_sink_takes_its_part_of_the_softmax_and_gives_nothing(backend):
+    q, k, v, mask = random_case(1, 24, 4, 2)
+    rng = np.random.default_rng(2)
+    sinks = jnp.asarray(rng.normal(size=4), jnp.float32)
+    factors = jnp.asarray(rng.normal(size=q.shape), jnp.float32)
+
+    def ours(q, k, v, sinks):
+        return jnp.sum(attention(q, k, v, mask, backend, sinks=sinks) * factors)
+
+    def by_hand(q, k, v, sinks):
+        scores = jnp.einsum("btnh,bsnh->bnts", q, jnp.repeat(k, 2, 2)) / 8**0.5
+        scores = jnp.where(allowed(mask, mask)[:, None], scores, -jnp.inf)
+        sinks = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sinks], -1))[..., :-1]
+        return jnp.sum(jnp.einsum("bnts,bsnh->btnh", weights, jnp.repeat(v, 2, 2)) * factors)
+
+    found, wanted = (
+        jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(q, k, v, sinks) for f in (ours, by_hand)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
+
+
 def test_blocks_beyond_every_window_are_not_visited():
     mask = random_case(2, 96, 2, 2, rows=1)[3]
     mask = mask._replace(sample=0 * mask.pos, span=0 * mask.pos, reach=0 * mask.pos + 8)

@@ -26,12 +26,12 @@ RAGGED = replace(RULES, exchange="ragged")
 
 
 def gradients(backend, scoring):
-    def loss(q, k, v, mask, weight):
+    def loss(q, k, v, sinks, mask, weight):
         plan = plan_attention(mask, backend, q.shape[3], (q.shape[2], k.shape[2]), q.dtype)
-        out = attention(q, k, v, mask, backend, scoring, plan)
+        out = attention(q, k, v, mask, backend, scoring, plan, sinks=sinks)
         return (out * weight).sum(), out
 
-    return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+    return jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
 
 
 def shuffled(case, seed, block):
@@ -43,6 +43,7 @@ def shuffled(case, seed, block):
 
 
 @pytest.mark.covering(1)
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("backend", ["dense", "blockwise", "flash"])
 @pytest.mark.parametrize("form", ["gather", "heads"])
@@ -56,7 +57,7 @@ def shuffled(case, seed, block):
     ],
     ids=["2", "data 2 x 4", "8", "fsdp 2 x 2 x tensor 2"],
 )
-def test_rows_over_several_devices_attend_as_on_one(mesh, form, backend, window):
+def test_rows_over_several_devices_attend_as_on_one(mesh, form, backend, window, has_sinks):
     devices = prod(max(1, getattr(mesh, axis)) for axis in ("data", "fsdp", "context", "tensor"))
     heads, kv_heads = (8, 8) if form == "heads" else (4, 2)
     *arrays, mask = shuffled(random_case(devices + window, 64, heads, kv_heads), 7, 4)
@@ -65,10 +66,11 @@ def test_rows_over_several_devices_attend_as_on_one(mesh, form, backend, window)
     arrays.append(jnp.asarray(np.random.default_rng(3).normal(size=arrays[0].shape), jnp.float32))
     q, k, v, weight = arrays
     scoring = Scoring(0.4, 3.0) if window else DEFAULT_SCORING
-    wanted = gradients("dense", scoring)(q, k, v, mask, weight)
+    sinks = jnp.asarray(np.random.default_rng(4).normal(size=heads)) if has_sinks else None
+    wanted = gradients("dense", scoring)(q, k, v, sinks, mask, weight)
     rules = replace(ShardingRules(), context_attention=form)
     with activations_on(make_mesh(mesh, jax.devices()[:devices]), rules):
-        found = gradients(backend, scoring)(q, k, v, mask, weight)
+        found = gradients(backend, scoring)(q, k, v, sinks, mask, weight)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
@@ -108,9 +110,9 @@ def test_keys_that_no_query_of_a_device_may_attend_are_not_needed_there(
         mask = mask._replace(reach=jnp.full_like(mask.pos, window))
     arrays.append(jnp.asarray(np.random.default_rng(3).normal(size=arrays[0].shape), jnp.float32))
     q, k, v, weight = arrays
-    wanted = gradients("dense", DEFAULT_SCORING)(q, k, v, mask, weight)
+    wanted = gradients("dense", DEFAULT_SCORING)(q, k, v, None, mask, weight)
     with activations_on(make_mesh(mesh, jax.devices()[:devices]), RAGGED):
-        found = gradients(backend, DEFAULT_SCORING)(q, k, v, mask, weight)
+        found = gradients(backend, DEFAULT_SCORING)(q, k, v, None, mask, weight)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
@@ -140,7 +142,9 @@ def test_a_ragged_exchange_is_compiled_for_gpus_and_returns_gradients_in_float32
     with activations_on(
         make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), RAGGED
     ):
-        program = gradients("blockwise", DEFAULT_SCORING).trace(q, k, v, mask, jnp.ones(q.shape))
+        program = gradients("blockwise", DEFAULT_SCORING).trace(
+            q, k, v, None, mask, jnp.ones(q.shape)
+        )
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     sent = re.findall(r"@ragged_all_to_all.*-> tensor<[\dx]+x(\w+)>", text)
     assert sorted(sent) == ["bf16"] * 4 * (devices - 1) + ["f32"] * 2 * (devices - 1)
@@ -162,7 +166,9 @@ def test_only_keys_and_values_travel_and_their_gradients_return_in_float32():
     with activations_on(
         make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), ShardingRules()
     ):
-        lowered = gradients("blockwise", DEFAULT_SCORING).lower(q, k, v, mask, jnp.ones(q.shape))
+        lowered = gradients("blockwise", DEFAULT_SCORING).lower(
+            q, k, v, None, mask, jnp.ones(q.shape)
+        )
     text = lowered.as_text()
     sent = re.findall(r"collective_permute.*-> tensor<([\dx]+)x(\w+)>", text)
     assert not re.search(r"all_gather|all_to_all|reduce_scatter", text)

@@ -18,6 +18,7 @@ from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import (
     AudioConfig,
     ConnectorConfig,
+    ConvolutionConfig,
     DecoderConfig,
     DeltaNetConfig,
     ExpertsConfig,
@@ -253,6 +254,12 @@ def normed_outputs(model: ModelConfig) -> ModelConfig:
     return replace(model, llm=llm, encoders=model.encoders | {"vision": vision})
 
 
+def convolved(model: ModelConfig) -> ModelConfig:
+    """Its LLM has a convolution in place of attention in its last layer, and sinks in the others."""
+    convolution = ConvolutionConfig((model.llm.layers - 1,))
+    return replace(model, llm=replace(model.llm, sinks=True, convolution=convolution))
+
+
 def features(model: ModelConfig) -> ModelConfig:
     """Its connector of images reads two of three layers."""
     read = {"layers": 3, "feature_layers": (2, 0), "head_norm": False}
@@ -277,6 +284,7 @@ KINDS = {
     "normed outputs": normed_outputs,
     "features": features,
     "merger inside": merging,
+    "convolved": convolved,
 }
 
 

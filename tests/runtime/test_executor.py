@@ -31,6 +31,7 @@ from mmjax.batch import FIRST_BRANCH_BIT, Microbatch
 from mmjax.config import (
     AdamW,
     Config,
+    ConvolutionConfig,
     CrossEntropy,
     DeltaNetConfig,
     ExpertsConfig,
@@ -315,6 +316,24 @@ def assert_gradients_of_one_mesh(
 )
 def test_gradients_of_an_llm_with_experts_are_those_of_one_program(units, tmp_path):
     assert_same_gradients(with_experts(config_of(units)), tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("units", ["tensor parallel", "context, interleaved"])
+def test_gradients_of_an_llm_with_convolutions_are_those_of_one_program(units, tmp_path):
+    config = config_of(units)
+    llm = replace(config.model.llm, convolution=ConvolutionConfig((0, 1, 3), biased=True))
+    assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path)
+
+
+@pytest.mark.default_cases("experts, all axes")
+@pytest.mark.parametrize("units", ["experts, all axes", "context", "tensor parallel"])
+def test_gradients_of_sinks_and_biased_experts_are_those_of_one_program(units, tmp_path):
+    config = with_experts(config_of(units))
+    llm = config.model.llm
+    experts = replace(llm.experts, shared_width=0, biases=True, limit=0.5, slope=1.7)
+    llm = replace(llm, sinks=True, attention="auto", experts=experts)
+    assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path)
 
 
 @pytest.mark.exhaustive

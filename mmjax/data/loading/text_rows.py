@@ -56,7 +56,7 @@ class BatchLayout:
             modules=model.item_modules,
             items=model.llm.items,
             vocab=model.llm.vocab,
-            in_order=model.llm.delta_net is not None,
+            in_order=model.llm.reads_in_order,
             branches=branches or loss.is_branched,
             axes=len(model.llm.rope_sections),
             loss=loss,
@@ -357,13 +357,13 @@ def _check_order(sample: Sample, branches: bool) -> None:
     for previous, branch in pairwise(order):
         if branch and branch != previous and branch in begun:
             raise ValueError(
-                f"its branch {branch} goes on behind other tokens, and a gated delta net (model.llm.delta_net) reads "
-                "a branch's tokens one after the other; put them together"
+                f"its branch {branch} goes on behind other tokens, and a layer without attention (model.llm.delta_net, "
+                "convolution) reads a branch's tokens one after the other; put them together"
             )
         if previous and branch != previous and not branches:
             raise ValueError(
-                f"it has tokens behind its branch {previous}, and a gated delta net (model.llm.delta_net) goes on from "
-                "the last token of a prompt; leave out all branches but one"
+                f"it has tokens behind its branch {previous}, and a layer without attention (model.llm.delta_net, "
+                "convolution) goes on from the last token of a prompt; leave out all branches but one"
             )
         begun.add(branch)
 

@@ -60,7 +60,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                     "image": image,
                     "video": Placeholder(written, image.written, before=begin, after=end),
                 }
-            case "glm46v":
+            case "glm46v" | "glmga":
                 return {"image": Placeholder(named.get("image_token", "<|image|>"))}
             case "qwen2vl" | "qwen25vl" | "exaone45" | "hyperclovaxvisionv2":
                 video = Placeholder(named.get("video_token", "<|video_pad|>"))
@@ -68,7 +68,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                     "image": Placeholder(named.get("image_token", "<|image_pad|>")),
                     "video": video,
                 }
-            case "qwen3vl" | "qwen3vlmoe" | "qwen35" | "qwen35moe":
+            case "qwen3vl" | "qwen3vlmoe" | "cosmos3omni" | "qwen35" | "qwen35moe":
                 # Every temporal patch has a vision span of its own, inside the video's, which the
                 # template writes.
                 video = Placeholder(
