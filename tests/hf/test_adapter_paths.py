@@ -188,6 +188,7 @@ def test_every_linear_layer_has_the_path_of_its_module(family: str, tmp_path: Pa
         ("language_model.model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),
         ("visual.blocks.0.attn.proj", "model.visual.blocks.0.attn.proj"),
         ("model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),
+        ("lm_head", "lm_head"),
     ],
 )
 def test_old_names_are_known(key, path):

@@ -10,18 +10,23 @@ from pathlib import Path
 
 import drawn
 import numpy as np
+import peft
 import pytest
 import test_paddleocr
+import torch
 import transformers
+from fine_tuning import moved
 from parity_samples import check_samples
 from safetensors.torch import load_file, save_file
-from test_qwen_vl import IMAGE, VIDEO, random_whole, samples_of, theirs
+from test_qwen_vl import IMAGE, random_whole, samples_of, theirs
 
-from mmjax.config import PaddedResize
+from mmjax import export
+from mmjax.config import LoraConfig, PaddedResize
 from mmjax.data.media.image_transforms import prepare_image, prepared_sizes
 from mmjax.data.media.preparations import preparation
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
+from mmjax.hf.writing import has_module, module_path
 
 # What transformers writes where a published checkpoint has other names.
 WRITTEN = {
@@ -43,7 +48,7 @@ def save(model, folder):
 
 def made(seed, folder):
     """A random model in a folder, with one or the other names."""
-    config = drawn.kimi_k25(np.random.default_rng(seed), image_token_id=IMAGE, video_token_id=VIDEO)
+    config = drawn.kimi_k25(np.random.default_rng(seed), image_token_id=IMAGE)
     model = random_whole(config, transformers.Kimi_K25ForConditionalGeneration)
     (save if seed % 2 == 0 else type(model).save_pretrained)(model, folder)
     return model
@@ -117,3 +122,48 @@ def test_images_have_the_sizes_that_its_processor_gives_them_and_black_around(tm
     path.write_text(json.dumps(said | {"size": {"max_height": 9, "max_width": 8}}))
     with pytest.raises(UserError, match="give the same max_height and max_width"):
         from_hf(tmp_path)
+
+
+ADAPTED = ("llm.*.attention.*", "vision.*.output", "vision.*.mlp.*", "vision.connector.*")
+
+
+@pytest.mark.default_cases("0")
+@pytest.mark.parametrize("seed", [0, 1])
+def test_adapters_compute_in_peft_what_the_merged_folder_computes(seed, tmp_path):
+    made(seed, tmp_path / "source")
+    run = moved(tmp_path / "source", tmp_path / "run", lora={"all": LoraConfig(ADAPTED, 4, 6.0)})
+    export.export(run, tmp_path / "merged")
+    export.export(run, tmp_path / "adapter", adapter=True)
+    kind = transformers.Kimi_K25ForConditionalGeneration
+    merged, source = (kind.from_pretrained(tmp_path / name).eval() for name in ("merged", "source"))
+    vision = source.config.vision_config
+    samples = samples_of(vision.patch_size * vision.merge_kernel_size[0])
+    inputs = inputs_of(source, tmp_path / "source")(samples[0])
+    with torch.no_grad():
+        before, wanted = source(**inputs).logits, merged(**inputs).logits
+        found = peft.PeftModel.from_pretrained(source, tmp_path / "adapter").eval()(**inputs).logits
+    assert (before - wanted).abs().max() > 0.01
+    np.testing.assert_allclose(found.numpy(), wanted.numpy(), atol=1e-4)
+
+
+def test_adapters_of_the_matrices_that_are_three_in_transformers_are_refused(tmp_path):
+    made(0, tmp_path / "source")
+    adapters = {"all": LoraConfig(("vision.*.query",), 4, 6.0)}
+    run = moved(tmp_path / "source", tmp_path / "run", lora=adapters)
+    with pytest.raises(UserError, match=r"wqkv.weight is no linear layer's own weight there"):
+        export.export(run, tmp_path / "out", adapter=True)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_is_trained_whole_has_the_name_of_its_module_or_none(seed, tmp_path):
+    model = made(seed, tmp_path)
+    keys = set(load_file(tmp_path / "model.safetensors"))
+    whole = {key for key in keys if has_module(key)}
+    assert {
+        key.rpartition(".")[0].rpartition(".")[2] for key in keys - whole if "vision" in key
+    } == {
+        "wqkv",
+        "pos_emb",
+    }
+    modules = dict(model.named_modules())
+    assert {module_path(key.removesuffix(".bias"), "wrapped") for key in whole} <= set(modules)
