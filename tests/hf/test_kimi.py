@@ -135,7 +135,11 @@ def test_adapters_compute_in_peft_what_the_merged_folder_computes(seed, tmp_path
     export.export(run, tmp_path / "merged")
     export.export(run, tmp_path / "adapter", adapter=True)
     kind = transformers.Kimi_K25ForConditionalGeneration
-    merged, source = (kind.from_pretrained(tmp_path / name).eval() for name in ("merged", "source"))
+    # some of the drawn widths are not what torch's grouped products take
+    merged, source = (
+        kind.from_pretrained(tmp_path / name, experts_implementation="eager").eval()
+        for name in ("merged", "source")
+    )
     vision = source.config.vision_config
     samples = samples_of(vision.patch_size * vision.merge_kernel_size[0])
     inputs = inputs_of(source, tmp_path / "source")(samples[0])
