@@ -355,7 +355,9 @@ INERT_IN = {
     # have no loss of these logits.
     "ministral3": {"max_position_embeddings"},
     "mistral4": {"max_position_embeddings", "output_router_logits"},
-    **{kind: {"output_router_logits"} for kind in ("glm4_moe", "deepseek_v2", "deepseek_v3")},
+    **{kind: {"output_router_logits"} for kind in ("glm4_moe", "deepseek_v2")},
+    # The class of Kimi K2.5 has the word on the tables.
+    "deepseek_v3": {"output_router_logits", "tie_word_embeddings"},
     "llava_next_video": {"spatial_pool_stride", "video_seq_length"},  # of videos
     # Their text's default, which they take over, is true.
     **{
