@@ -75,6 +75,7 @@ from mmjax.config.images import (
     PaddedResize,
     PanAndScan,
     PixtralResize,
+    ResizeOrTiles,
     Slices,
     SmartResize,
     SplitTiles,
