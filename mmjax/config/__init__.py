@@ -75,6 +75,7 @@ from mmjax.config.images import (
     DynamicTiles,
     FixedSize,
     ImagePreparation,
+    PaddedResize,
     PanAndScan,
     PatchBudget,
     PixtralResize,

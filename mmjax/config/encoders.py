@@ -92,6 +92,8 @@ class StretchedGrid:
     # bilinear, with the corner patches on the corner cells (Qwen3-VL), or bicubic, edge on edge
     # (GLM-4.1V), or bilinear_edges: bilinear, edge on edge (PaddleOCR-VL)
     filter: Literal["bilinear", "bicubic", "bilinear_edges"] = "bilinear"
+    # RoPE turns channels 2i and 2i + 1 of a head together, with x and y in turns (MoonViT)
+    neighbours: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,11 @@ class VisionConfig(TowerFacts):
     def head_width(self) -> int:
         """Return the channels of a head of attention."""
         return self.width // self.heads
+
+    @property
+    def rope_neighbours(self) -> bool:
+        """Tell whether RoPE turns neighbouring channels of a head together."""
+        return isinstance(self.positions, StretchedGrid) and self.positions.neighbours
 
     @property
     def window_inputs(self) -> int:

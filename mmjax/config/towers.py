@@ -81,6 +81,7 @@ class TowerFacts:
     merge_after: int = 0
     gated: bool = False  # the MLP has a gate
     parallel_mlp: bool = False  # the MLP reads what attention reads
+    rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 of a head together
     cross_width: int = 0  # channels of attention to a condition
     experts: Any = None  # in place of the MLP in some layers
     queries: int = 0  # learned tokens in the LLM that stand for an image to be made

@@ -29,7 +29,11 @@ ROPE = (
 # Whose first checkpoints have the fields of their text beside `vision_config`, as older versions
 # read them.
 # Names of parts in checkpoints of before transformers had their classes.
-PART_KINDS = {"exaone4_5_text": "exaone4", "qwen2_5_vl": "qwen2_5_vl_vision"}
+PART_KINDS = {
+    "exaone4_5_text": "exaone4",
+    "kimi_k2": "deepseek_v3",
+    "qwen2_5_vl": "qwen2_5_vl_vision",
+}
 FLAT = ("glm4v", "glm46v")
 # Whose configs say by layer what those without a window have, and are read so.
 PER_LAYER = ("gemma4_text",)

@@ -115,7 +115,9 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
         return internlm2_parts(config, inner, output)
     if f"{inner}embedding_norm.weight" in folder.tensors:
         return lfm2_parts(config, inner, output)
-    layer = f"{inner}layers.*."
+    # as transformers writes Kimi K2.5
+    blocks = f"{inner}blocks.0.input_layernorm.weight" in folder.tensors
+    layer = f"{inner}{'blocks' if blocks else 'layers'}.*."
     # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2 and 3, where it
     # comes after attention.
     gemma = f"{inner}layers.0.pre_feedforward_layernorm.weight" in folder.tensors

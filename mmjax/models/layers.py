@@ -609,5 +609,6 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
         scoring=Scoring(c.attention_scale, 0.0),
         value_norm=partial(HeadNorm, c.norm_eps) if c.value_norm else None,
         rope_halves=isinstance(c.positions, AxisTables),
+        rope_neighbours=c.rope_neighbours,
         window=longest_window(c) if c.modality == "image" and c.windowed else 0,
     )

@@ -37,13 +37,18 @@ def rotation_1d(time: Int[Array, "b t"], width: int, theta: float) -> Rotation:
 
 
 def rotation_2d(
-    coordinates: Int[Array, "b t 2"], head_width: int, theta: float, alternating: bool = False
+    coordinates: Int[Array, "b t 2"],
+    head_width: int,
+    theta: float,
+    alternating: bool = False,
+    turns: bool = False,
 ) -> Rotation:
     """Compute rotary angles of (y, x): the first half of the channel pairs turns with y, the other half with x.
 
     Pair i of an axis turns by coordinate * theta^(-i / pairs), `pairs` being those of that axis.
     alternating: the axes share the frequencies of the whole head, y has the even ones and x the odd
-    ones (Pixtral). Raises ValueError for a head that does not split into pairs.
+    ones (Pixtral). turns: pairs 2i and 2i + 1 turn with x and y, by the frequency of pair i of an
+    axis (MoonViT). Raises ValueError for a head that does not split into pairs.
     """
     if head_width % (2 if alternating else 4):
         raise ValueError(
@@ -59,6 +64,8 @@ def rotation_2d(
     pairs = head_width // 4
     frequencies = theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
     angles = coordinates.astype(jnp.float32)[..., None] * frequencies
+    if turns:
+        angles = jnp.swapaxes(angles[..., ::-1, :], -1, -2)
     angles = angles.reshape(*coordinates.shape[:-1], head_width // 2)
     return Rotation(jnp.cos(angles), jnp.sin(angles))
 

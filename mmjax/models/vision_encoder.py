@@ -380,7 +380,9 @@ class VisionEncoder(nnx.Module):
         patch = patch[..., ::-1] if isinstance(c.positions, AxisTables) else patch
         alternating = isinstance(c.positions, AlternatingGrid)
         return context._replace(
-            rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta, alternating)
+            rotation=rotation_2d(
+                patch, c.width // c.heads, c.positions.theta, alternating, turns=c.rope_neighbours
+            )
         )
 
     def _windows(self, items: ItemBatch) -> Windows:

@@ -102,6 +102,7 @@ WHOLE = (
         "mistral4",
         "deepseek_v2",
         "deepseek_v3",
+        "kimi_k25",
     ),
     *(
         "paligemma",
@@ -141,6 +142,7 @@ IMAGES = {  # by the folder of their model
     "qwen2_vl": ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
     "qwen3_vl": ("Qwen3VLVideoProcessor",),
     "pixtral": ("PixtralImageProcessor",),
+    "kimi_k25": ("Kimi_K25ImageProcessor",),
     "glm4v": ("Glm4vImageProcessor", "Glm4vVideoProcessor"),
     "glm46v": ("Glm46VImageProcessor",),
     "glmga": ("GlmgaImageProcessor",),

@@ -356,7 +356,9 @@ INERT_IN = {
     # have no loss of these logits.
     "ministral3": {"max_position_embeddings"},
     "mistral4": {"max_position_embeddings", "output_router_logits"},
-    **{kind: {"output_router_logits"} for kind in ("glm4_moe", "deepseek_v2", "deepseek_v3")},
+    **{kind: {"output_router_logits"} for kind in ("glm4_moe", "deepseek_v2")},
+    # The class of Kimi K2.5 has the word on the tables.
+    "deepseek_v3": {"output_router_logits", "tie_word_embeddings"},
     "llava_next_video": {"spatial_pool_stride", "video_seq_length"},  # of videos
     # Their text's default, which they take over, is true.
     **{
@@ -385,6 +387,7 @@ INERT_IN = {
     # read of other RoPE than it is allowed
     "glmasr_encoder": {"max_position_embeddings"},
     **{kind: {"image_size"} for kind in ("pixtral", "glm_ocr_vision")},  # images are of any size
+    "kimi_k25_vision": {"pos_emb_time"},  # of videos
     "janus_vision_model": {"num_image_tokens"},  # that it makes
     "clip": {"projection_dim"},
     "clip_vision_model": {"projection_dim"},

@@ -1207,6 +1207,33 @@ def minicpm(
     return getattr(transformers, f"{kind}Config")(**given | own)
 
 
+def kimi_k25(rng: np.random.Generator, **own: int) -> transformers.PreTrainedConfig:
+    """Kimi K2.5: interpolated positions and RoPE of x and y in turns, around a DeepSeek-V3."""
+    heads = pick(rng, 1, 2, 3)
+    width, side, merge = heads * 4 * between(rng, 3, 5), between(rng, 2, 6), pick(rng, 1, 2, 2, 3)
+    vision = {
+        "num_hidden_layers": between(rng, 1, 4),
+        "hidden_size": width,
+        "intermediate_size": between(rng, 20, 60),
+        "num_attention_heads": heads,
+        "patch_size": between(rng, 3, 6),
+        "pos_emb_height": side,
+        "pos_emb_width": side,
+        "merge_kernel_size": [merge, merge],
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "rope_parameters": {"rope_type": "axial", "rope_theta": pick(rng, 1e4, 100.0)},
+    }
+    return transformers.Kimi_K25Config(
+        # transformers would write a plain matrix of queries under the name of the tower's
+        text_config=decoder(rng, "deepseek_v3", q_lora_rank=between(rng, 5, 20)),
+        vision_config=vision,
+        projection_hidden_size=width,
+        projection_layer_norm_eps=pick(rng, 1e-6, 1e-5, 1e-3),
+        tie_word_embeddings=pick(rng, False, True),
+        **own,
+    )
+
+
 def audio_tower(rng: np.random.Generator) -> Fields:
     """Whisper's encoder, and Qwen2-Audio's, for windows of one or two seconds."""
     heads = pick(rng, 1, 2, 3, 4)

@@ -14,6 +14,7 @@ import pytest
 import test_any_res
 import test_gemma4
 import test_glm4v
+import test_kimi
 import test_minicpm
 import test_paddleocr
 import test_pixtral
@@ -427,6 +428,16 @@ def test_gemma4_writes_what_it_writes_there_after_images_of_several_sizes(seed, 
     model.save_pretrained(tmp_path)
     prompts = [*test_gemma4.samples(model), *test_gemma4.samples(model, seed=1)]
     check(model, tmp_path, prompts, lambda prompt: test_gemma4.inputs(model, prompt))
+
+
+@pytest.mark.exhaustive
+def test_kimi_writes_what_it_writes_there_after_images_of_several_sizes(tmp_path):
+    model = test_kimi.made(1, tmp_path)
+    vision = model.config.vision_config
+    unit = vision.patch_size * vision.merge_kernel_size[0]
+    prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
+    prompts = [prompt if is_text(prompt[-1]) else [*prompt, np.array([7, 8])] for prompt in prompts]
+    check(model, tmp_path, prompts, test_kimi.inputs_of(model, tmp_path))
 
 
 def test_qwen2_audio_writes_what_it_writes_there_after_clips_of_several_lengths(tmp_path):
