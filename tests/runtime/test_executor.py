@@ -331,7 +331,7 @@ def test_gradients_of_an_llm_with_convolutions_are_those_of_one_program(units, t
     assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path)
 
 
-@pytest.mark.default_cases("experts, all axes")
+@pytest.mark.default_cases("context")
 @pytest.mark.parametrize("units", ["experts, all axes", "context", "tensor parallel"])
 def test_gradients_of_sinks_and_biased_experts_are_those_of_one_program(units, tmp_path):
     config = with_experts(config_of(units))
