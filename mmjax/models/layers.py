@@ -193,6 +193,17 @@ class RMSNorm(nnx.Module):
         return norm(x, self.scale[...])
 
 
+def unit_rms(x: Float[Array, "*b d"], eps: float) -> Float[Array, "*b d"]:
+    """Divide by the root mean square along the last axis; float32 inside."""
+
+    @keep_inputs
+    def norm(x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+    return norm(x)
+
+
 class LayerNorm(nnx.Module):
     """Zero mean and unit variance of each position, then scale and bias, if it has one; float32 inside."""
 
@@ -297,6 +308,9 @@ class LayerConfig:
     window: int = 0  # tokens of a closed window that layers of its tower attend in, at most
     rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 together
     has_rope: bool = True  # where the context has rotary positions
+    grows: bool = True  # queries grow, where the context's do
+    # of a norm without weights of rotated queries and keys; 0: there is none
+    rotated_norm_eps: float = 0.0
     sinks: bool = False  # a score of each head that attention's softmax has beside the keys'
 
 
@@ -331,6 +345,8 @@ class SelfAttention(nnx.Module):
         self.window = b.window
         self.rope_neighbours = b.rope_neighbours
         self.has_rope = b.has_rope
+        self.grows = b.grows
+        self.rotated_norm_eps = b.rotated_norm_eps
         self.sinks = nnx.Param(jnp.zeros(b.heads), axes=("heads",)) if b.sinks else None
 
     def __call__(
@@ -351,8 +367,10 @@ class SelfAttention(nnx.Module):
         if context.rotation is not None and self.has_rope:
             q = rotate(q, context.rotation, self.rope_neighbours)
             k = rotate(k, context.rotation, self.rope_neighbours)
-            if context.rotation.growth is not None:
-                q = q * context.rotation.growth[:, :, None, None].astype(q.dtype)
+            if self.rotated_norm_eps:
+                q, k = (unit_rms(y, self.rotated_norm_eps) for y in (q, k))
+        if context.rotation is not None and self.grows:
+            q = context.rotation.grown(q)
         sinks = None if self.sinks is None else self.sinks[...]
         if past is None:
             heads = self.heads, self.kv_heads

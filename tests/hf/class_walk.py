@@ -356,6 +356,7 @@ INERT_IN = {
     "ministral3": {"max_position_embeddings"},
     "mistral4": {"max_position_embeddings", "output_router_logits"},
     **{kind: {"output_router_logits"} for kind in ("glm4_moe", "deepseek_v2", "deepseek_v3")},
+    "llama4_text": {"output_router_logits", "router_jitter_noise"},
     "llava_next_video": {"spatial_pool_stride", "video_seq_length"},  # of videos
     # Their text's default, which they take over, is true.
     **{

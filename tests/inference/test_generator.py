@@ -14,7 +14,14 @@ from commands import TINY_MEDIA
 from decoding_reference import greedy_tokens
 
 from mmjax.batch import Microbatch, TextBatch
-from mmjax.config import Config, DeltaNetConfig, LatentAttentionConfig, LoraConfig, MeshConfig
+from mmjax.config import (
+    Config,
+    DeltaNetConfig,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    LoraConfig,
+    MeshConfig,
+)
 from mmjax.config.loading import copy_config, load
 from mmjax.inference.evaluation import evaluation_sources
 from mmjax.inference.generator import Generator, Sampling
@@ -78,6 +85,7 @@ def generator(model: Model, source, mesh: MeshConfig | None = None, **own) -> Ge
         "adapters",
         "blockwise, scanned with a border",
         "latent attention",
+        "chunks",
     ],
 )
 def test_the_cache_gives_what_a_full_forward_pass_for_every_token_gives(few, change):
@@ -117,6 +125,11 @@ def changed(config: Config, how: str):
             llm = replace(
                 llm, layers=4, parallel_mlp=True, window=5, windowed=(0, 1, 3), unrotated=(2,)
             )
+        case "chunks":
+            growing = {"query_growth": 0.5, "query_span": 4, "growing": "unrotated"}
+            llm = replace(llm, layers=4, window=5, windowed=(0, 1, 3), unrotated=(2,), **growing)
+            experts = ExpertsConfig((1,), 3, 2, 12, normalized=False, weighted="inputs")
+            llm = replace(llm, chunked=True, qk_norm="rotated", experts=experts)
         case "latent attention":
             latent = LatentAttentionConfig(key_rank=12, value_width=6, query_rank=10)
             llm = replace(llm, latent=latent, kv_heads=llm.heads, rotary_width=4)
@@ -132,7 +145,7 @@ def changed(config: Config, how: str):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "change", ["plain", "delta nets", "parallel, without rope", "latent attention"]
+    "change", ["plain", "delta nets", "parallel, without rope", "latent attention", "chunks"]
 )
 @pytest.mark.parametrize("where", MESHES)
 def test_a_mesh_writes_what_one_device_writes(few, where, change):
