@@ -528,10 +528,11 @@ class Slices(ImageKind):
     end: str = ""  # text behind the whole image
     slice_begin: str = ""  # text before each slice
     slice_end: str = ""  # text behind each slice
+    enlarged: bool = True  # whole images that are smaller than that square are
     filter: Filter = "bicubic"  # of resizing
     kind: Literal["slices"] = "slices"
 
-    hf_processors = ("MiniCPMV4_6ImageProcessor",)
+    hf_processors = ("MiniCPMV4_6ImageProcessor", "MiniCPMOcrImageProcessor")
 
     @property
     def writes_texts(self) -> bool:
@@ -547,11 +548,15 @@ class Slices(ImageKind):
         sides = {"16x": 4, "4x": 2}  # patches of a token
         if (mode := fields.text("downsample_mode")) not in sides:
             raise fields.refused("downsample_mode", f"known are {', '.join(sides)}")
+        enlarged = fields.value("small_image_upsize", null="always")
+        if enlarged not in ("always", "never"):
+            raise fields.refused("small_image_upsize", "known are always, never")
         return cls(
             unit=fields.count("patch_size") * sides[mode],
             side=fields.count("scale_resolution"),
             max_slices=fields.count("max_slice_nums") if fields.flag("slice_mode") else 1,
             begin="{image}" if fields.flag("use_image_id") else "",
+            enlarged=enlarged == "always",
             filter=fields.filter(),
         )
 

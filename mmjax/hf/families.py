@@ -75,7 +75,7 @@ CHECKPOINTS = {
     "deepseek_vl": Checkpoints(llava.read_deepseek, llava.deepseek_layout, modules="named"),
     "janus": Checkpoints(llava.read_janus, llava.janus_layout, modules="named"),
     "video_llama_3": Checkpoints(llava.read_video_llama, llava.video_llama_layout, modules="named"),
-    "minicpmv4_6": Checkpoints(minicpm.read, minicpm.layout, modules="named"),
+    **dict.fromkeys(minicpm.FAMILIES, Checkpoints(minicpm.read, minicpm.layout, modules="named")),
     "mistral3": Checkpoints(mistral3.read, mistral3.layout),
     "lighton_ocr": Checkpoints(mistral3.read_lighton, mistral3.layout, modules="named"),
     **dict.fromkeys(gemma3.FAMILIES, Checkpoints(gemma3.read, gemma3.layout)),

@@ -50,6 +50,7 @@ PROJECTORS = (
     "multi_modal_projector.",
 )
 MAKES_IMAGES = ("model.vqmodel.", "model.generation_")  # of Janus
+VIDEO_TOWERS = ("model.video_tower.", "video_tower.")  # of Video-LLaVA
 NEWLINES = ("model.image_newline", "image_newline")
 
 
@@ -64,6 +65,7 @@ class Family:
 FAMILIES = {
     "llava": Family(),
     "vipllava": Family(),
+    "video_llava": Family(),
     "llava_next": Family("LlavaNextImageProcessor"),
     "llava_next_video": Family("LlavaNextImageProcessor"),
     "llava_onevision": Family("LlavaOnevisionImageProcessor", max_tiles="vision_aspect_ratio"),
@@ -250,7 +252,11 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         newline = next((key for key in NEWLINES if key in folder.tensors), NEWLINES[-1])
         connector["newline"] = {"weight": TensorSlice(newline, (0,))}
         begins += (newline,)
-    return whole_layout(folder, model, TensorNames(connector), *begins)
+    whole = whole_layout(folder, model, TensorNames(connector), *begins)
+    if fields.get("model_type", str) != "video_llava":
+        return whole
+    note(f"{folder.path}: its tower of videos is not read; an export copies it as it is")
+    return replace(whole, unused=(*whole.unused, *(f"{first}*" for first in VIDEO_TOWERS)))
 
 
 def find_projector(folder: HfFolder, first: str = "linear_1") -> str:

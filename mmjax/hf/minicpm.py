@@ -1,4 +1,4 @@
-"""MiniCPM-V: a SigLIP that merges patches between its layers, an MLP that merges them again, a Qwen3.5."""
+"""MiniCPM-V and -OCR: a SigLIP that merges patches between its layers, an MLP that merges them again, a Qwen3.5."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from mmjax.hf.layout import Layout, TensorNames, linears, norm
 from mmjax.hf.llava import text_of, whole_layout
 from mmjax.hf.vision import find_tower, kind_of, vision_of, with_images
 
+FAMILIES = ("minicpmv4_6", "minicpm_ocr")
 EPS = 1e-6  # of the merger's norm, written in no config
 MERGERS = ("model.merger.", "merger.")
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
-    """The model that a MiniCPM-V's config says. Raises UserError for what is missing or not supported."""
+    """The model that a config of one of `FAMILIES` says. Raises UserError for what is missing or not supported."""
     # Of text and images alike all three coordinates of a position are one number.
     llm = replace(text_of(fields), rope_sections=(), rope_interleaved=False)
     fields.allow_only("merger_times", 1)

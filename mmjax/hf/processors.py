@@ -25,8 +25,11 @@ from mmjax.hf.folder import Fields, note
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-# as the first Qwen2.5-VL checkpoints call it
-RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}
+# as the first Qwen2.5-VL checkpoints call it, and a copy of another
+RENAMED = {
+    "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",
+    "VideoLlavaImageProcessor": "CLIPImageProcessor",
+}
 # models whose processor is that one whatever files say
 CALLERS = {"internvl": "InternVLProcessor", "aya_vision": "AyaVisionProcessor"}
 IMAGE_KINDS = {name: kind for kind in get_args(ImagePreparation) for name in kind.hf_processors}

@@ -41,6 +41,8 @@ ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
 TOWERS = (
     "model.vision_tower.",
     "vision_tower.",
+    "model.image_tower.",
+    "image_tower.",
     "model.vision_encoder.",
     "model.vision_model.",
     "model.visual.",
@@ -385,7 +387,10 @@ TOWERS_BY_KIND = {
         ("idefics3_vision", "smolvlm_vision"),
         Tower(_idefics3, "embeddings.position_embedding.weight", clip_parts),
     ),
-    "minicpmv4_6_vision": Tower(_idefics3, "embeddings.position_embedding.weight", minicpm_parts),
+    **dict.fromkeys(
+        ("minicpmv4_6_vision", "minicpm_ocr_vision"),
+        Tower(_idefics3, "embeddings.position_embedding.weight", minicpm_parts),
+    ),
     "pixtral": Tower(_pixtral, "patch_conv.weight", pixtral_parts),
     "dinov2": Tower(_dinov2, "embeddings.cls_token", dinov2_parts, MASK_TOKEN),
     "dinov2_with_registers": Tower(

@@ -25,6 +25,7 @@ MOVED = {
     "model.language_model.": "model.language_model.",
     "model.visual.": "model.visual.",
     "model.vision_tower.": "model.vision_tower.",
+    "model.image_tower.": "model.image_tower.",
     "model.multi_modal_projector.": "model.multi_modal_projector.",
     "model.audio_tower.": "model.audio_tower.",
     "model.vision_model.": "model.vision_model.",

@@ -84,7 +84,9 @@ WHOLE = (
         "janus",
         "paddleocr_vl",
         "video_llama_3",
+        "video_llava",
         "minicpmv4_6",
+        "minicpm_ocr",
         "ernie4_5",
         "lighton_ocr",
         "shieldgemma2",
@@ -139,6 +141,7 @@ IMAGES = {  # by the folder of their model
     "paddleocr_vl": ("PaddleOCRVLImageProcessor",),
     "video_llama_3": ("VideoLlama3ImageProcessor",),
     "minicpmv4_6": ("MiniCPMV4_6ImageProcessor",),
+    "minicpm_ocr": ("MiniCPMOcrImageProcessor",),
     "cohere2_vision": ("Cohere2VisionImageProcessor",),
 }
 # processors of texts and images whose own fields are read

@@ -1095,10 +1095,10 @@ def video_llama_3(
     )
 
 
-def minicpmv(
-    rng: np.random.Generator, vocab: int = 97, **own: Any
+def minicpm(
+    rng: np.random.Generator, family: str, vocab: int = 97, **own: Any
 ) -> transformers.PreTrainedConfig:
-    """MiniCPM-V 4.6: a SigLIP with a merger behind one of its layers, around a Qwen3.5 or another text."""
+    """MiniCPM-V 4.6 and -OCR: a SigLIP with a merger behind one of its layers, around a Qwen3.5 or another text."""
     text = (
         any_decoder(rng, vocab) if pick(rng, False, True) else decoder(rng, "qwen3_5_text", vocab)
     )
@@ -1121,7 +1121,8 @@ def minicpmv(
         "downsample_mode": pick(rng, "16x", "16x", "16x", "4x"),
         "tie_word_embeddings": text.tie_word_embeddings,
     }
-    return transformers.MiniCPMV4_6Config(**given | own)
+    kind = {"minicpmv4_6": "MiniCPMV4_6", "minicpm_ocr": "MiniCPMOcr"}[family]
+    return getattr(transformers, f"{kind}Config")(**given | own)
 
 
 def audio_tower(rng: np.random.Generator) -> Fields:

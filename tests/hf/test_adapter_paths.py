@@ -85,11 +85,13 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "deepseek_vl": lambda: drawn.deepseek_vl(rng(), image_token_id=5),
     "paddleocr_vl": lambda: drawn.paddleocr_vl(rng(), image_token_id=5),
     "video_llama_3": lambda: drawn.video_llama_3(rng(), 64, image_token_id=5),
-    "minicpmv4_6": lambda: drawn.minicpmv(rng(), 64, image_token_id=5, video_token_id=6),
+    **{name: lambda name=name: drawn.minicpm(rng(), name, 64, image_token_id=5, video_token_id=6)
+       for name in ("minicpmv4_6", "minicpm_ocr")},
     "janus": lambda: drawn.janus(rng(), image_token_id=5),
     "gemma3": lambda: drawn.gemma3(rng(), image_token_index=5),
     "shieldgemma2": lambda: drawn.shieldgemma2(rng(), image_token_index=5),
     "paligemma": lambda: drawn.paligemma(rng(), image_token_index=5),
+    "video_llava": lambda: around("video_llava", CLIP, video_token_index=6),
     "vipllava": lambda: around("vipllava", CLIP, vision_feature_layer=[-1, 1]),
     "internvl": lambda: around("internvl", SIZES),
     **{name: lambda name=name: drawn.cohere_vision(rng(), name, image_token_id=5)

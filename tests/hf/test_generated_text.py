@@ -256,7 +256,7 @@ def with_images(tokens_per_image: int) -> Inputs:
 
 
 @pytest.mark.default_cases("Llava")
-@pytest.mark.parametrize("name", ["Llava", "VipLlava"])
+@pytest.mark.parametrize("name", ["Llava", "VipLlava", "VideoLlava"])
 def test_llava_and_vipllava_write_what_they_write_there(name, tmp_path):
     own = {"vision_feature_layer": [3, 1]} if name == "VipLlava" else {}
     vision = transformers.CLIPVisionConfig(**TOWER)

@@ -244,7 +244,9 @@ def test_minicpms_images_are_numbered_and_sliced_as_its_processor_writes_them(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, extra_special_tokens=named)
     own = {"patch_size": 2, "scale_resolution": 20, "max_slice_nums": 6, **options}
     images = MiniCPMV4_6ImageProcessorPil(**own)
-    config = drawn.minicpmv(np.random.default_rng(0), image_token_id=0, video_token_id=1).to_dict()
+    config = drawn.minicpm(
+        np.random.default_rng(0), "minicpmv4_6", image_token_id=0, video_token_id=1
+    ).to_dict()
     config["vision_config"]["patch_size"] = 2
     config["downsample_mode"] = own.get("downsample_mode", "16x")
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -16,13 +16,17 @@ from mmjax.config import Slices
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 
+WHOLE = {
+    "minicpmv4_6": transformers.MiniCPMV4_6ForConditionalGeneration,
+    "minicpm_ocr": transformers.MiniCPMOcrForConditionalGeneration,
+}
 
-def made(seed, folder, **own):
+
+def made(seed, folder, family="minicpmv4_6", **own):
     """A random model in a folder."""
-    config = drawn.minicpmv(
-        np.random.default_rng(seed), image_token_id=IMAGE, video_token_id=VIDEO, **own
-    )
-    model = random_whole(config, transformers.MiniCPMV4_6ForConditionalGeneration)
+    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    config = drawn.minicpm(np.random.default_rng(seed), family, **tokens, **own)
+    model = random_whole(config, WHOLE[family])
     model.save_pretrained(folder)
     return model
 
@@ -60,10 +64,11 @@ def unit_of(folder):
     return vision.patch * vision.token_side
 
 
-@pytest.mark.default_cases("0")
+@pytest.mark.default_cases("minicpmv4_6-0")
 @pytest.mark.parametrize("seed", range(12))
-def test_a_whole_model_is_what_transformers_makes_of_it(seed, tmp_path):
-    model = made(seed, tmp_path)
+@pytest.mark.parametrize("family", WHOLE)
+def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
+    model = made(seed, tmp_path, family)
     samples = samples_of(unit_of(tmp_path))
     check_samples(model, tmp_path, samples, theirs(inputs_of(model, tmp_path)))
 
@@ -89,7 +94,7 @@ def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
     ],
 )
 def test_what_would_be_another_model_is_refused(part, own, message, tmp_path):
-    config = drawn.minicpmv(np.random.default_rng(0)).to_dict()
+    config = drawn.minicpm(np.random.default_rng(0), "minicpmv4_6").to_dict()
     (config[part] if part else config).update(own)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
@@ -99,17 +104,19 @@ def test_what_would_be_another_model_is_refused(part, own, message, tmp_path):
 @pytest.mark.parametrize(
     ("own", "message"),
     [
+        ({"small_image_upsize": "adaptive"}, "'adaptive': known are always, never"),
         ({"do_resize": False}, "do_resize=False.*set it to true"),
         ({"downsample_mode": "64x"}, "downsample_mode='64x': known are 16x, 4x"),
         ({"downsample_mode": "4x"}, "multiples of 12 pixels, the tower has tokens of 24"),
     ],
 )
 def test_other_processors_are_refused(own, message, tmp_path):
-    config = drawn.minicpmv(np.random.default_rng(0)).to_dict()
+    config = drawn.minicpm(np.random.default_rng(0), "minicpmv4_6").to_dict()
     config["vision_config"]["patch_size"] = 6
     config["downsample_mode"] = "16x"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    said = {"image_processor_type": "MiniCPMV4_6ImageProcessor", "patch_size": 6}
+    said = {"image_processor_type": "MiniCPMOcrImageProcessor", "patch_size": 6}
+    said["downsample_mode"] = "16x"
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps(said))
     texts = ("<image_id>{image}</image_id><image>", "</image>", "<slice>", "</slice>")

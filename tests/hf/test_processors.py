@@ -43,6 +43,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import (
     VideoLlama3ImageProcessorPil,
 )
+from transformers.models.video_llava.image_processing_video_llava import VideoLlavaImageProcessor
 
 from mmjax.config import DynamicTiles, FixedSize, Slices, SmartResize, WhisperMel
 from mmjax.data.media.image_transforms import prepare_image
@@ -310,6 +311,16 @@ def test_older_names_are_known(tmp_path):
         {"feature_extractor_type": "CLIPFeatureExtractor", "size": 60},
     )
     check(tmp_path, CLIPImageProcessorPil(size=60))
+    write(
+        tmp_path, "preprocessor_config.json", {"image_processor_type": "VideoLlavaImageProcessor"}
+    )
+    how = read_image_processing(tmp_path)
+    there = VideoLlavaImageProcessor()
+    for shape in (SHAPES[0], SHAPES[1], SHAPES[3]):  # it takes a side of one pixel for channels
+        (made,) = prepare_image(before_encoder(how.preparation), picture(*shape))
+        (expected,) = there([Image.fromarray(picture(*shape))])["pixel_values_images"]
+        made = (made * how.rescale - np.array(how.mean)) / np.array(how.std)
+        np.testing.assert_allclose(made, expected.transpose(1, 2, 0), atol=2e-6)
     old = {
         "image_processor_type": "Qwen2_5_VLImageProcessor",
         "size": {"min_pixels": 900, "max_pixels": 9000},

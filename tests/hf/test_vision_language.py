@@ -135,6 +135,22 @@ def test_vipllava_is_what_transformers_makes_of_it_with_features_of_several_laye
     check_samples(model, tmp_path, samples(side), theirs((side // patch) ** 2))
 
 
+@pytest.mark.default_cases("1")
+@pytest.mark.parametrize("seed", range(12))
+def test_video_llava_is_what_transformers_makes_of_it_but_its_videos(seed, tmp_path, capsys):
+    rng = np.random.default_rng(seed)
+    vision, own = drawn.two_norm_tower(rng)
+    text = drawn.any_decoder(rng, VOCAB)
+    config = transformers.VideoLlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=IMAGE, video_token_index=0, **own
+    )
+    model = random_model(config, transformers.VideoLlavaForConditionalGeneration)
+    save(model, tmp_path, vision.image_size)
+    tokens = (vision.image_size // vision.patch_size) ** 2
+    check_samples(model, tmp_path, samples(vision.image_size), theirs(tokens))
+    assert "its tower of videos is not read" in capsys.readouterr().err
+
+
 @pytest.mark.default_cases("any-0", "gpt_oss-0")
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("text", ["any", "gpt_oss"])

@@ -43,9 +43,17 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 }
             case "paddleocrvl":
                 return {"image": Placeholder(named.get("image_token", "<|IMAGE_PLACEHOLDER|>"))}
-            case "lightonocr" | "videollama3" | "minicpmv46":
+            case "lightonocr" | "videollama3" | "minicpmv46" | "minicpmocr":
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>"))}
-            case "llava" | "llavanext" | "llavanextvideo" | "vipllava" | "idefics3" | "smolvlm":
+            case (
+                "llava"
+                | "videollava"
+                | "llavanext"
+                | "llavanextvideo"
+                | "vipllava"
+                | "idefics3"
+                | "smolvlm"
+            ):
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
             case "paligemma":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}

@@ -13,9 +13,8 @@ def items(how: Slices, image: LazyImage, images: int) -> tuple[LazyImage, ...]:
     """Resize an image to whole tokens; a large one is followed by its slices, row by row."""
     grid = slice_grid(how, image.size)
     is_large = image.size[0] * image.size[1] > how.side**2
-    whole = image.resized(
-        _whole_tokens(how, image.size, enlarge=grid is None or is_large), how.filter
-    )
+    enlarge = is_large or (grid is None and how.enlarged)
+    whole = image.resized(_whole_tokens(how, image.size, enlarge), how.filter)
     if grid is None:
         return (whole,)
     # Sides are made multiples of the slices' number before they are divided by it.
