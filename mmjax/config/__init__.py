@@ -74,6 +74,7 @@ from mmjax.config.images import (
     ImagePreparation,
     PanAndScan,
     PixtralResize,
+    ResizeOrTiles,
     Slices,
     SmartResize,
     SplitTiles,

@@ -61,7 +61,7 @@ class LearnedGrid:
     """A learned vector per cell of a grid; images have at most as many rows and columns of patches.
 
     With an interpolation the grid is a square, whose vectors are interpolated to images of other
-    sizes (DINOv2).
+    sizes (DINOv2, SigLIP 2).
     """
 
     counts: ClassVar[Counted] = "patches"
@@ -69,8 +69,8 @@ class LearnedGrid:
     rows: PositiveInt  # of patches
     columns: PositiveInt  # of patches
     kind: Literal["learned"] = "learned"
-    # antialiased: bicubic, wider where it shrinks
-    interpolation: Literal["none", "bicubic", "antialiased"] = "none"
+    # antialiased: bicubic, wider where it shrinks; and so is bilinear
+    interpolation: Literal["none", "bicubic", "antialiased", "bilinear"] = "none"
 
     def check(self, where: str) -> None:
         check(

@@ -572,6 +572,101 @@ class Slices(ImageKind):
         return replace(self, begin="", end="", slice_begin="", slice_end="")
 
 
+@dataclass(frozen=True)
+class ResizeOrTiles(ImageKind):
+    """One item of about the image's own shape; of a large image tiles first, as for LFM2-VL."""
+
+    patch: PositiveInt = 16  # pixels per side of the encoder's patches
+    merge: PositiveInt = 2  # patches per side of an LLM token
+    min_tokens: PositiveInt = 64  # of the resized image
+    max_tokens: int = 256  # of the resized image
+    # images with more than so many times the pixels of max_tokens are cut into tiles
+    tolerance: PositiveFloat = 2.0
+    tile: PositiveInt = 512  # pixels per side
+    min_tiles: PositiveInt = 2  # of an image that is cut, not counting the whole of it
+    max_tiles: int = 10  # the same at most; 1: no image is cut
+    thumbnail: bool = True  # adds the whole image, resized, behind its tiles
+    begin: str = ""  # text before all of an image
+    # text before each tile, with {row} and {column} of it from 1 on
+    label: str = ""
+    whole: str = ""  # text before the whole image behind its tiles
+    end: str = ""  # text behind all of an image
+    filter: Filter = "bilinear"  # of resizing
+    kind: Literal["resize_or_tiles"] = "resize_or_tiles"
+
+    hf_processors = ("Lfm2VlImageProcessor",)
+
+    @property
+    def writes_texts(self) -> bool:
+        """Return whether text is written between an image's tokens."""
+        return bool(self.begin or self.label or self.whole or self.end)
+
+    def check(self, where: str) -> None:
+        ordered(where, self, "min_tokens", "max_tokens")
+        if self.max_tiles == 1:
+            return
+        ordered(where, self, "min_tiles", "max_tiles")
+        check(
+            self.min_tiles > 1,
+            f"{where}.min_tiles=1: an image that is cut has several tiles; use at least 2",
+        )
+        unit = self.patch * self.merge
+        check(
+            self.tile % unit == 0,
+            f"{where}.tile={self.tile}: tiles are whole tokens; use a multiple of patch * merge, {unit}",
+        )
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> ResizeOrTiles:
+        patch, merge = fields.count("encoder_patch_size"), fields.count("downsample_factor")
+        least, most = fields.count("min_tiles"), fields.count("max_tiles")
+        split = fields.flag("do_image_splitting") and (least, most) != (1, 1)
+        if split and least == 1:
+            several = "of a large image as one tile the class counts tokens that it does not make"
+            raise fields.refused("min_tiles", f"{several}; set it to 2")
+        if split and least > most:
+            raise fields.refused("min_tiles", f"set it to at most max_tiles={most}")
+        tile = fields.count("tile_size")
+        if split and tile % (patch * merge):
+            raise fields.refused("tile_size", f"give a multiple of {patch * merge}, whole tokens")
+        made = cls(
+            patch=patch,
+            merge=merge,
+            min_tokens=fields.count("min_image_tokens"),
+            max_tokens=fields.count("max_image_tokens"),
+            tolerance=fields.number("max_pixels_tolerance"),
+            tile=tile,
+            min_tiles=least,
+            max_tiles=most if split else 1,
+            thumbnail=fields.flag("use_thumbnail"),
+            filter=fields.filter(),
+        )
+        written = fields.caller.value("use_image_special_tokens", null=True)
+        return made.with_tokens() if written else made
+
+    def with_tokens(self) -> ResizeOrTiles:
+        """Return the preparation with the texts that LFM2-VL's processor writes."""
+        return replace(
+            self,
+            begin="<|image_start|>",
+            label="<|img_row_{row}_col_{column}|>",
+            whole="<|img_thumbnail|>",
+            end="<|image_end|>",
+        )
+
+    def fitted(self, where: str, patch: int, merge: int, positions: str) -> ResizeOrTiles:
+        if (self.patch, self.merge) != (patch, merge):
+            raise UserError(
+                f"{where}: it makes patches of {self.patch} pixels and tokens of {self.merge} x {self.merge} of them, "
+                f"the tower has patches of {patch} and tokens of {merge} x {merge}; make encoder_patch_size and "
+                "downsample_factor the same"
+            )
+        return self
+
+    def without_tokens(self) -> ResizeOrTiles:
+        return replace(self, begin="", label="", whole="", end="")
+
+
 ImagePreparation = (
     AsIs
     | FixedSize
@@ -582,4 +677,5 @@ ImagePreparation = (
     | SplitTiles
     | PanAndScan
     | Slices
+    | ResizeOrTiles
 )

@@ -22,6 +22,7 @@ from mmjax.hf import (
     gpt,
     idefics3,
     internvl,
+    lfm2_vl,
     llava,
     minicpm,
     mistral3,
@@ -72,6 +73,7 @@ CHECKPOINTS = {
     **dict.fromkeys(
         idefics3.FAMILIES, Checkpoints(idefics3.read, idefics3.layout, modules="named")
     ),
+    "lfm2_vl": Checkpoints(lfm2_vl.read, lfm2_vl.layout),
     "deepseek_vl": Checkpoints(llava.read_deepseek, llava.deepseek_layout, modules="named"),
     "janus": Checkpoints(llava.read_janus, llava.janus_layout, modules="named"),
     "video_llama_3": Checkpoints(llava.read_video_llama, llava.video_llama_layout, modules="named"),

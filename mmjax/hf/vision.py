@@ -1,7 +1,8 @@
-"""Vision towers: CLIP, EVA-CLIP, SigLIP, Janus, Pixtral, DINOv2, InternViT in transformers' and OpenGVLab's layouts."""
+"""Vision towers: CLIP, EVA-CLIP, SigLIP, SigLIP 2, Janus, Pixtral, DINOv2, InternViT in both its layouts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +36,7 @@ from mmjax.hf.vision_tensors import (
     minicpm_parts,
     open_intern_parts,
     pixtral_parts,
+    siglip2_parts,
 )
 
 ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
@@ -183,13 +185,25 @@ def _paddleocr(fields: Fields) -> VisionConfig:
 
 
 def _video_llama_3(fields: Fields) -> VisionConfig:
-    # Its images are of any size, and its class has no field for one.
-    plain = _siglip(
-        replace(
-            fields, values={"image_size": fields.get("patch_size", (int, list)), **fields.values}
-        )
-    )
+    plain = _siglip_of_any_size(fields)
     return replace(plain, positions=RotaryGrid(axial_theta(fields, plain.head_width)))
+
+
+def _siglip2(fields: Fields) -> VisionConfig:
+    count = fields.size("num_patches")
+    side = math.isqrt(count)
+    if side**2 != count:
+        raise UserError(
+            f"{fields.where}: num_patches={count} is no square, whose positions are not supported"
+        )
+    grid = LearnedGrid(side, side, interpolation="bilinear")
+    return replace(_siglip_of_any_size(fields), positions=grid)
+
+
+def _siglip_of_any_size(fields: Fields) -> VisionConfig:
+    # Its class has no field for the size of images.
+    size = {"image_size": fields.get("patch_size", (int, list))}
+    return _siglip(replace(fields, values={**size, **fields.values}))
 
 
 def _idefics3(fields: Fields) -> VisionConfig:
@@ -370,6 +384,9 @@ TOWERS_BY_KIND = {
     "evaclip_vision_model": Tower(_evaclip, "embeddings.class_embedding", clip_parts),
     "siglip_vision_model": Tower(
         _siglip, "embeddings.position_embedding.weight", clip_parts, POOLING_HEAD
+    ),
+    "siglip2_vision_model": Tower(
+        _siglip2, "embeddings.position_embedding.weight", siglip2_parts, POOLING_HEAD
     ),
     "janus_vision_model": Tower(
         _janus,

@@ -42,6 +42,12 @@ def clip_parts(config: VisionConfig, prefix: str, output: str = "out_proj") -> T
     )
 
 
+def siglip2_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    """Name the tensors of SigLIP 2, which projects patches by a matrix."""
+    patches = linear(f"{prefix}embeddings.patch_embedding")
+    return TensorNames({**clip_parts(config, prefix).by_module, "embed.patches": patches})
+
+
 def minicpm_parts(config: VisionConfig, prefix: str) -> TensorNames:
     """Name the tensors of MiniCPM-V's towers, whose merger stands behind one of the layers."""
     ours, merger = "layers.*.merger", f"{prefix}vit_merger"

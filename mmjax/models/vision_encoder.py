@@ -81,7 +81,7 @@ class PatchEmbedding(nnx.Module):
             if c.positions.interpolation == "none":
                 x = x + self.positions(index, dtype)
             else:
-                x = x + bicubic_positions(self.positions, c.positions, items).astype(dtype)
+                x = x + resized_positions(self.positions, c.positions, items).astype(dtype)
         if self.registers is not None:
             # In columns -2, -3, ..: behind the class token in column -1.
             number = jnp.clip(-2 - column, 0, c.registers - 1)
@@ -156,21 +156,20 @@ def _cell_borders(side: int) -> np.ndarray:
     return ((step + step * first).astype(np.float32) + (index - first) * step).astype(np.float32)
 
 
-def bicubic_positions(
+def resized_positions(
     table: PositionTable, grid: LearnedGrid, items: ItemBatch
 ) -> Float[Array, "r l d"]:
-    """Interpolate a square of position vectors to each image's size, as PyTorch's bicubic `interpolate` does.
+    """Interpolate a square of position vectors to each image's size, as PyTorch's `interpolate` does.
 
     The class token's own vector, where the table begins with one, stays as it is.
     """
     side = grid.rows
     first = len(table.weight[...]) - side**2  # entry of the square's first cell
-    antialiased = grid.interpolation == "antialiased"
 
     @keep_inputs
     def interpolated(patch: Array, size: Array, weight: Array) -> Array:
         row, column = (
-            cubic_weights(patch[..., i], size[..., i], side, antialiased) for i in (0, 1)
+            axis_weights(patch[..., i], size[..., i], side, grid.interpolation) for i in (0, 1)
         )
         # A product with the whole square, most of whose factors are 0: a fraction of what one layer
         # costs.
@@ -190,8 +189,8 @@ def bicubic_positions(
     )
 
 
-def cubic_weights(
-    place: Int[Array, "r l"], count: Int[Array, "r l"], side: int, antialiased: bool
+def axis_weights(
+    place: Int[Array, "r l"], count: Int[Array, "r l"], side: int, interpolation: str
 ) -> Float[Array, "r l s"]:
     """Compute the share of each of `side` cells in cell `place` of `count`, both along one axis.
 
@@ -201,8 +200,10 @@ def cubic_weights(
     scale = side / count.astype(jnp.float32)[..., None]
     centre = (place.astype(jnp.float32)[..., None] + 0.5) * scale - 0.5
     cells = jnp.arange(side)
-    if antialiased:
-        weights = _cubic((cells - centre) / jnp.maximum(scale, 1), -0.5)
+    if interpolation != "bicubic":
+        distance = jnp.abs(cells - centre) / jnp.maximum(scale, 1)
+        linear = interpolation == "bilinear"
+        weights = jnp.maximum(1 - distance, 0) if linear else _cubic(distance, -0.5)
         return weights / weights.sum(-1, keepdims=True)
     taps = jnp.floor(centre) + jnp.arange(-1, 3)
     # Beyond the border lies the border's own cell again.

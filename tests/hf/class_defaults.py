@@ -89,6 +89,7 @@ WHOLE = (
         "minicpm_ocr",
         "ernie4_5",
         "lighton_ocr",
+        "lfm2_vl",
         "shieldgemma2",
         "glm_ocr",
         "glm4v_moe",
@@ -114,7 +115,15 @@ WHOLE = (
         "qwen3_5_moe",
     ),
     *("qwen2_5_omni", "qwen3_omni_moe", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
-    *("clip", "clip_vision_model", "siglip", "siglip_vision_model", "pixtral", "internvl_vision"),
+    *(
+        "clip",
+        "clip_vision_model",
+        "siglip",
+        "siglip_vision_model",
+        "siglip2_vision_model",
+        "pixtral",
+        "internvl_vision",
+    ),
     *("dinov2", "dinov2_with_registers", "qwen2_audio", "qwen2_audio_encoder", "whisper"),
     *("qwen3_asr", "voxtral", "glmasr"),
 )
@@ -143,6 +152,7 @@ IMAGES = {  # by the folder of their model
     "minicpmv4_6": ("MiniCPMV4_6ImageProcessor",),
     "minicpm_ocr": ("MiniCPMOcrImageProcessor",),
     "cohere2_vision": ("Cohere2VisionImageProcessor",),
+    "lfm2_vl": ("Lfm2VlImageProcessor",),
 }
 # processors of texts and images whose own fields are read
 AROUND = {"pixtral": "PixtralProcessor", "aya_vision": "AyaVisionProcessor"}

@@ -771,6 +771,27 @@ def idefics3(
     )
 
 
+def lfm2_vl(rng: np.random.Generator, vocab: int = 97, **own: Any) -> transformers.Lfm2VlConfig:
+    """LFM2-VL: a SigLIP 2 with positions of a square, and an MLP on squares of patches."""
+    vision = tower_sizes(rng, 5) | {
+        "model_type": "siglip2_vision_model",
+        "num_patches": between(rng, 1, 7) ** 2,
+        "vision_use_head": pick(rng, False, True),
+    }
+    del vision["image_size"]
+    given = {
+        "vision_config": vision,
+        "text_config": decoder(rng, pick(rng, "lfm2", "lfm2", *IN_LLAVA), vocab),
+        "downsample_factor": pick(rng, 1, 2, 3),
+        "projector_hidden_size": between(rng, 10, 40),
+        "projector_hidden_act": pick(rng, *ACTIVATIONS),
+        "projector_bias": pick(rng, False, True),
+        "projector_use_layernorm": pick(rng, False, True),
+        "tie_word_embeddings": pick(rng, False, True),
+    }
+    return transformers.Lfm2VlConfig(**given | own)
+
+
 def intern_tower(rng: np.random.Generator) -> tuple[transformers.PreTrainedConfig, Fields]:
     """InternViT, and what an InternVL around it says of the features that it takes."""
     sizes = tower_sizes(rng, 5)

@@ -11,6 +11,7 @@ import drawn
 import numpy as np
 import pytest
 from checkpoints import byte_level, save
+from lfm2_tiles import Lfm2VlImageProcessor
 from PIL import Image
 from transformers import (
     AutoTokenizer,
@@ -18,6 +19,7 @@ from transformers import (
     Cohere2VisionProcessor,
     Idefics3Processor,
     JanusProcessor,
+    Lfm2VlProcessor,
     MiniCPMV4_6Processor,
     SmolVLMProcessor,
 )
@@ -96,6 +98,13 @@ MINICPM_NAMES = (
 MINICPM = (
     *("<|image_pad|>", "<|video_pad|>", "<image>", "</image>", "<slice>", "</slice>"),
     *("<image_id>", "</image_id>", "<|User|>", "<eos>"),
+)
+
+
+LFM2_NAMES = ("image_token", "image_start_token", "image_end_token", "image_thumbnail_token")
+LFM2 = (
+    *("<image>", "<|image_start|>", "<|image_end|>", "<|whole|>", "<|User|>", "<eos>"),
+    *(f"<|img_row_{row}_col_1|>" for row in (1, 2)),
 )
 
 
@@ -272,6 +281,44 @@ def test_minicpms_images_are_numbered_and_sliced_as_its_processor_writes_them(
     facts = source.facts(0)
     assert facts.text_tokens + sum(item_size(encoder, s).tokens for _, s in facts.items) == len(ids)
     assert len(facts.items) > 9
+    assert tokenizer.decode(np.array(ids)[weights > 0]) == "A cat.<eos>Two dogs.<eos>"
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("options", [{}, {"use_thumbnail": False}, {"do_image_splitting": False}])
+def test_lfm2s_large_images_are_cut_and_labelled_as_its_processor_writes_them(
+    options: dict, special: bool, tmp_path: Path
+) -> None:
+    named = dict(zip(LFM2_NAMES, LFM2, strict=False))
+    template = JANUS_TEMPLATE.replace("<image_placeholder>", "<image>")
+    save(tmp_path, byte_level(LFM2), template, eos_token="<eos>", **named)
+    config = drawn.lfm2_vl(np.random.default_rng(0), downsample_factor=3).to_dict()
+    config["vision_config"]["patch_size"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = {"tile_size": 18, "encoder_patch_size": 2, "downsample_factor": 3}
+    sizes |= {"min_image_tokens": 5, "max_image_tokens": 26, "max_tiles": 5, **options}
+    images = Lfm2VlImageProcessor(**sizes)
+    images.save(tmp_path)
+    around = {"processor_class": "Lfm2VlProcessor", "use_image_special_tokens": special}
+    (tmp_path / "processor_config.json").write_text(json.dumps(around))
+    talk = conversation(tmp_path)
+    encoder = from_hf(tmp_path).encoders["vision"]
+    source = source_of(tmp_path, encoder, talk)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, extra_special_tokens=named)
+    text = tokenizer.apply_chat_template(talk, tokenize=False)
+    made = images([Image.open(tmp_path / f"{number}.png") for number in range(3)])
+    there = object.__new__(Lfm2VlProcessor)
+    vars(there).update(named | {"image_token": "<tile>", "image_processor": images})
+    for number in range(3):
+        one = there.replace_image_token(made, number, use_image_special_tokens=special)
+        text = text.replace("<image>", one, 1)
+    wanted = tokenizer(text.replace("<tile>", "<image>"), add_special_tokens=False)["input_ids"]
+    ids, weights = ids_and_weights(source, encoder, tokenizer.convert_tokens_to_ids("<image>"))
+    assert ids == wanted
+    facts = source.facts(0)
+    assert facts.text_tokens + sum(item_size(encoder, s).tokens for _, s in facts.items) == len(ids)
+    assert len(facts.items) == len(made["spatial_shapes"])
+    assert (len(facts.items) > 3) == images.do_image_splitting
     assert tokenizer.decode(np.array(ids)[weights > 0]) == "A cat.<eos>Two dogs.<eos>"
 
 

@@ -53,6 +53,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 | "vipllava"
                 | "idefics3"
                 | "smolvlm"
+                | "lfm2vl"
             ):
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
             case "paligemma":

@@ -33,23 +33,30 @@ def tile_grid(config: DynamicTiles, size: Size) -> tuple[int, int]:
     """Choose rows and columns of an image's tiles, of the grids of a permitted count.
 
     By scale, the grid that an image is enlarged least to fill, or else shrunk least to fit, the
-    first of equal ones. By shape, that which is nearest to its aspect ratio; of equally near ones
-    the larger, as long as it has less than twice the image's pixels. OpenGVLab's own code
-    (`dynamic_preprocess`) chooses the same where one tile is permitted, as it is for all their
-    models. From `min_tiles=2` up, grids of the same count can be equally near and nearest of all
+    first of equal ones.
+    """
+    if config.grid_by == "scale":
+        return _grid_by_scale(config, size)
+    return nearest_grid(size, config.tile, config.min_tiles, config.max_tiles)
+
+
+def nearest_grid(size: Size, tile: Size, min_tiles: int, max_tiles: int) -> tuple[int, int]:
+    """Choose the rows and columns of tiles that are nearest to an image's aspect ratio.
+
+    Of equally near ones the larger, as long as it has less than twice the image's pixels.
+    OpenGVLab's own code (`dynamic_preprocess`) chooses the same where one tile is permitted, as it
+    is for all their models. From `min_tiles=2` up, grids of the same count can be equally near and nearest of all
     (1 x 2 and 2 x 1 tiles for 4 x 5 pixels); which one that code takes then depends on the order of
     a Python set, and here it is as in transformers.
     """
     height, width = size
-    if config.grid_by == "scale":
-        return _grid_by_scale(config, size)
     best_distance = math.inf
     best = (1, 1)
-    for rows, columns in _grids(config.min_tiles, config.max_tiles):
+    for rows, columns in _grids(min_tiles, max_tiles):
         # Grids come with few tiles first, so a tie goes to the larger grid only if the image can
         # fill half of it.
         distance = abs(width / height - columns / rows)
-        filled = height * width > 0.5 * config.tile[0] * config.tile[1] * rows * columns
+        filled = height * width > 0.5 * tile[0] * tile[1] * rows * columns
         if distance < best_distance or (distance == best_distance and filled):
             best_distance = distance
             best = (rows, columns)

@@ -41,7 +41,7 @@ def smart_size(size: Size, unit: int, bounds: tuple[int, int]) -> Size:
         raise BadMedia(
             f"an image of {size[0]} x {size[1]} pixels: one side is more than {MAX_ASPECT} times the other"
         )
-    return _whole_units(size, unit, bounds, frames=1, group=1)
+    return whole_units(size, unit, bounds)
 
 
 def smart_size_of_frames(
@@ -62,14 +62,25 @@ def smart_size_of_frames(
         raise BadMedia(
             f"{size[0]} x {size[1]} pixels: one side is more than {MAX_ASPECT} times the other"
         )
-    return _whole_units((height, width), unit, bounds, frames, group)
+    return whole_units((height, width), unit, bounds, frames, group)
 
 
-def _whole_units(size: Size, unit: int, bounds: tuple[int, int], frames: int, group: int) -> Size:
+def whole_units(
+    size: Size,
+    unit: int,
+    bounds: tuple[int, int],
+    frames: int = 1,
+    group: int = 1,
+    least: int = 0,
+) -> Size:
+    """Compute the size in whole units of about an image's own shape, within the bounds on pixels of all frames.
+
+    least: units of a side before the bounds are looked at.
+    """
     min_pixels, max_pixels = bounds
     height, width = size
-    rows = round(height / unit)
-    columns = round(width / unit)
+    rows = max(round(height / unit), least)
+    columns = max(round(width / unit), least)
     # Compared for whole groups, and scaled for the frames themselves. Rounding down after shrinking
     # and up after growing keeps the area within the bounds. In units of 28, 1000 x 700 pixels are
     # 36 x 25; with at most 500,000 they shrink by sqrt(1.4) = 1.183 to 30 x 21, 493,920 pixels.
