@@ -30,6 +30,7 @@ from mmjax.hf.writing import (
     NewTensor,
     adapter_config,
     copy_beside,
+    has_module,
     module_path,
     saved_name,
     tensor_names,
@@ -285,14 +286,14 @@ def _modules_to_save(
     paths: set[str] = set()
     tensors: dict[str, NewTensor] = {}
     for key, pieces in exporter.pieces(source, modules).items():
-        path, _, last = key.rpartition(".")
-        if last not in ("weight", "bias"):
+        if not has_module(key):
             raise UserError(
                 f"--adapter: {key} was trained and is no module of its own in transformers, so PEFT has no place for "
                 "it; leave out --adapter"
             )
         stored = source.stored(key)
-        path = module_path(f"{path}.weight", names)
+        layer, _, last = key.rpartition(".")
+        path = module_path(f"{layer}.weight", names)
 
         # Read when it is written: tensors of a large model never are in memory together.
         def read(key: str = key, pieces: Sequence[Piece] = pieces):

@@ -171,6 +171,7 @@ def allocation_problem(
             1,
             *(n for n in VIRTUAL if _is_allowed(config, "llm", Unit(pipeline=2, virtual=n))),
         ),
+        one_stage=() if _is_allowed(config, "llm", Unit(pipeline=2)) else ("llm",),
     )
 
 

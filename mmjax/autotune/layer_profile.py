@@ -51,6 +51,11 @@ def kinds_of_layers(config: DecoderConfig) -> list[tuple[DecoderConfig, float]]:
             delta_net=replace(config.delta_net, layers=layers) if kind.has_delta_net else None,
             experts=replace(config.experts, layers=layers) if kind.has_experts else None,
             unrotated=() if kind.has_rope else layers,
+            # Layers that share keys are timed with their own, which takes longer.
+            shared_layers=0,
+            shared_mlp_width=0,
+            mlp_width=(kind.shares_keys and config.shared_mlp_width) or config.mlp_width,
+            windowed=(() if kind.is_full else layers) if config.splits_windows else config.windowed,
             convolution=replace(config.convolution, layers=layers)
             if kind.has_convolution
             else None,
@@ -105,8 +110,10 @@ def tower_inputs(
         condition = jnp.broadcast_to(tokens[..., None], (*tokens.shape, config.condition_width))
         x = part.embedded(latents_of(config, batch), batch)
         return nnx.split(part.layers)[1], x, part.context(batch, time, condition)
-    x = part.embedded(batch.token if isinstance(batch, TextBatch) else batch)
-    return nnx.split(part.layers)[1], x, module.context(tower, batch, None)
+    if isinstance(batch, TextBatch):
+        x = part.embedded(batch.token)
+        return nnx.split(part.layers)[1], x, module.text_context(x, batch)
+    return nnx.split(part.layers)[1], part.embedded(batch), module.context(tower, batch, None)
 
 
 def tower_vjp(

@@ -95,7 +95,18 @@ class LongRope:
     kind: Literal["long"] = "long"
 
 
-RopeScaling = PlainRope | LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope
+@dataclass(frozen=True)
+class ProportionalRope:
+    """Gemma 4: of the pairs over all channels of a head only the first ones turn."""
+
+    share: Annotated[float, at_least(0.0, "it is a share of the pairs")] = 1.0  # of the pairs
+    factor: PositiveFloat = 1.0  # that channels are divided by
+    kind: Literal["proportional"] = "proportional"
+
+
+RopeScaling = (
+    PlainRope | LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope | ProportionalRope
+)
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,14 @@ class DeltaNetConfig:
             f"{where}.layers is empty; name the layers that have it, or use {where}=none",
         )
         divides(where, self.value_heads, "value_heads", self.key_heads, "key_heads")
+
+
+@dataclass(frozen=True)
+class TokenInputsConfig:
+    """Gemma's per-layer embeddings: every layer adds what it makes of a vector of its own for each token."""
+
+    width: PositiveInt  # of the vector
+    vocab: PositiveInt  # tokens of their table; 0 stands for images, clips and padding, and is not trained
 
 
 @dataclass(frozen=True)
@@ -180,6 +199,9 @@ class ExpertsConfig:
     group_best: PositiveInt = 2  # scores of a group that are added up when groups are chosen
     # of experts, which the weights of a token's experts multiply
     weighted: Literal["outputs", "inputs"] = "outputs"
+    # Gemma 4's: beside the MLP, with learned scales of what the router and the experts read, and of
+    # what an expert weighs
+    beside_mlp: bool = False
 
     def check(self, where: str) -> None:
         check(
@@ -233,6 +255,8 @@ class LayerKind(NamedTuple):
     has_experts: bool  # in place of the MLP
     has_float8: bool  # products of linear layers in FP8
     has_rope: bool  # queries and keys are turned
+    is_full: bool  # no window, where heads or caches of layers with and without one differ
+    shares_keys: bool  # attends the keys and values of a layer before it
     has_convolution: bool  # in place of attention
 
 
@@ -285,8 +309,8 @@ class DecoderConfig(TowerFacts):
     delta_net: DeltaNetConfig | None = None
     tied: bool = True  # the embedding is the output table too
     # How the tokens of an image or clip attend; prefix: as all before the first answer, which
-    # attends both ways.
-    items: Literal["causal", "bidirectional", "isolated", "prefix"] = "causal"
+    # attends both ways; in_windows: both ways in layers with a window, causal in others.
+    items: Literal["causal", "bidirectional", "isolated", "prefix", "in_windows"] = "causal"
     # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
     attention: Attention = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
@@ -320,6 +344,21 @@ class DecoderConfig(TowerFacts):
     convolution: ConvolutionConfig | None = None
     # multi-head latent attention in place of grouped-query attention
     latent: LatentAttentionConfig | None = None
+    full_head_width: NonNegativeInt = (
+        0  # channels per head of layers without a window; 0: as others
+    )
+    full_kv_heads: NonNegativeInt = 0  # key and value heads of those layers; 0: as others
+    # in layers without a window values are what keys are before their norm
+    keys_as_values: bool = False
+    value_norm: bool = False  # divides the values of a head by their root mean square
+    # last layers that attend the keys and values of the last layer of their kind, with a window or
+    # without, before them all
+    shared_layers: NonNegativeInt = 0
+    shared_mlp_width: NonNegativeInt = 0  # of the MLP's hidden layer in those; 0: as in others
+    # vectors for every token that each layer takes; none: there are none
+    token_inputs: TokenInputsConfig | None = None
+    # a stored number, not trained, multiplies every layer's output
+    output_scales: bool = False
 
     @property
     def window_inputs(self) -> int:
@@ -384,13 +423,74 @@ class DecoderConfig(TowerFacts):
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Tell how the layers differ."""
-        has_rope = [i not in self.unrotated for i in range(self.layers)]
-        facts = self.delta_layers, self.expert_layers, self.float8_layers, has_rope
-        return tuple(map(LayerKind, *facts, self.convolution_layers))
+        first_shared = self.layers - self.shared_layers
+        return tuple(
+            LayerKind(
+                has_delta_net=self.delta_layers[i],
+                has_experts=self.expert_layers[i],
+                has_float8=self.float8_layers[i],
+                has_rope=i not in self.unrotated,
+                is_full=self.splits_windows and i not in self.windowed,
+                shares_keys=i >= first_shared,
+                has_convolution=self.convolution_layers[i],
+            )
+            for i in range(self.layers)
+        )
+
+    @property
+    def splits_windows(self) -> bool:
+        """Return whether layers with and without a window are stored apart."""
+        return bool(
+            self.full_head_width or self.full_kv_heads or self.keys_as_values or self.shared_layers
+        )
+
+    @property
+    def key_sources(self) -> tuple[int, ...]:
+        """Return the layers whose keys and values later ones share: the last of each kind before these."""
+        if not self.shared_layers:
+            return ()
+        before = range(self.layers - self.shared_layers)
+        kinds = ([i for i in before if (i in self.windowed) == kind] for kind in (False, True))
+        return tuple(sorted(layers[-1] for layers in kinds if layers))
+
+    @property
+    def stack_borders(self) -> tuple[int, ...]:
+        """Return the layers that begin a stack: those whose keys are shared, alone, and the first that shares."""
+        return tuple(sorted({i + n for i in self.key_sources for n in (0, 1)}))
+
+    def heads_of(self, windowed: bool) -> tuple[int, tuple[int, int]]:
+        """Return the width of a head, and the numbers of heads of queries and of keys, of layers of a kind."""
+        if windowed:
+            return self.head_width, (self.heads, self.kv_heads)
+        kv_heads = self.full_kv_heads or self.kv_heads
+        return self.full_head_width or self.head_width, (self.heads, kv_heads)
+
+    @property
+    def key_channels(self) -> tuple[int, ...]:
+        """Return the channels of the keys of every layer; 0 where it has none of its own."""
+        channels = []
+        for i, kind in enumerate(self.layer_kinds):
+            width, (_, kv_heads) = self.heads_of(i in self.windowed)
+            without = kind.has_delta_net or kind.has_convolution or kind.shares_keys
+            channels.append(0 if without else width * kv_heads)
+        return tuple(channels)
+
+    @property
+    def mean_head_width(self) -> float:
+        """Return the channels per head, of layers that differ the mean."""
+        full, windowed = (self.heads_of(windowed)[0] for windowed in (False, True))
+        return full + (windowed - full) * len(self.windowed) / self.layers
+
+    @property
+    def windowed_share(self) -> float:
+        return len(self.windowed) * self.head_width / (self.layers * self.mean_head_width)
 
     def check(self, where: str) -> None:
         check_remat(where, self)
         divides(where, self.heads, "heads", self.kv_heads, "kv_heads")
+        if self.full_kv_heads:
+            divides(where, self.heads, "heads", self.full_kv_heads, "full_kv_heads")
+        self._check_shared(where)
         if self.learned_positions:
             self._check_learned_positions(where)
         else:
@@ -408,7 +508,7 @@ class DecoderConfig(TowerFacts):
         )
         biased = [name for name in self.biases if name in ("gate", "up", "down")]
         check(
-            not biased or not all(self.expert_layers),
+            not biased or not all(self.expert_layers) or self.experts.beside_mlp,
             f"{where}.biases has {listed(biased)}, and all layers have experts, whose matrices have none; leave it out",
         )
         check_windows(where, self)
@@ -442,6 +542,24 @@ class DecoderConfig(TowerFacts):
             f"{where}.latent: latent attention has no qk_norm, attention_gate, sinks or bias of values; leave them out",
         )
 
+    def _check_shared(self, where: str) -> None:
+        shared = range(self.layers - self.shared_layers, self.layers)
+        sources = {i in self.windowed for i in self.key_sources}
+        check(
+            {i in self.windowed for i in shared} <= sources,
+            f"{where}.shared_layers={self.shared_layers}: layers with a window and without must each have one of "
+            "their kind before them, whose keys they share",
+        )
+        for name in ("delta_net", "convolution"):
+            check(
+                getattr(self, name) is None or not self.splits_windows,
+                f"{where}.{name}: heads of layers without a window that differ, and shared keys, do not go with it",
+            )
+        check(
+            bool(self.shared_layers) or not self.shared_mlp_width,
+            f"{where}.shared_mlp_width={self.shared_mlp_width}: shared_layers=0; leave it out",
+        )
+
     def _check_learned_positions(self, where: str) -> None:
         positions, first = self.learned_positions, self.first_position
         check(
@@ -463,8 +581,10 @@ class DecoderConfig(TowerFacts):
         )
 
     def _check_rope(self, where: str) -> None:
+        for name in ("head_width", "full_head_width"):
+            width = getattr(self, name)
+            check(width % 2 == 0, f"{where}.{name}={width}: RoPE turns pairs; make it even")
         width = self.head_width
-        check(width % 2 == 0, f"{where}.head_width={width}: RoPE turns pairs; make it even")
         turned = self.rotary_width
         check(
             turned % 2 == 0 and 0 <= turned <= width,
@@ -495,5 +615,6 @@ def head_counts(tower: DecoderConfig | Encoder) -> list[int]:
     heads = [tower.heads, tower.key_heads]
     if not tower.is_causal:
         return heads
+    heads += [tower.full_kv_heads] * bool(tower.full_kv_heads)
     delta_heads = [tower.delta_net.key_heads] if tower.delta_net else []
     return [*heads, *delta_heads, *([tower.width] if tower.convolution else [])]

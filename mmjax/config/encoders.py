@@ -9,6 +9,7 @@ from mmjax.config.checks import check, divides, listed
 from mmjax.config.clips import AudioPreparation, LogMel
 from mmjax.config.images import AsIs, ImagePreparation
 from mmjax.config.ranges import (
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -91,6 +92,8 @@ class StretchedGrid:
     # bilinear, with the corner patches on the corner cells (Qwen3-VL), or bicubic, edge on edge
     # (GLM-4.1V), or bilinear_edges: bilinear, edge on edge (PaddleOCR-VL)
     filter: Literal["bilinear", "bicubic", "bilinear_edges"] = "bilinear"
+    # RoPE turns channels 2i and 2i + 1 of a head together, with x and y in turns (MoonViT)
+    neighbours: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,20 @@ class FractionalGrid:
     head_unit: ClassVar[int] = 1  # no RoPE
     side: PositiveInt  # of the square
     kind: Literal["fractional"] = "fractional"
+
+
+@dataclass(frozen=True)
+class AxisTables:
+    """A learned vector per row and one per column, added up, and 2D RoPE in each half of a head (Gemma 4).
+
+    Of an image only whole patches count.
+    """
+
+    counts: ClassVar[Counted] = "squares"
+    head_unit: ClassVar[int] = 4  # RoPE turns pairs of a head's channels along two axes
+    side: PositiveInt  # rows, and columns, at most
+    theta: PositiveFloat = 100.0  # base of the frequencies
+    kind: Literal["axis_tables"] = "axis_tables"
 
 
 @dataclass(frozen=True)
@@ -141,9 +158,9 @@ class VisionConfig(TowerFacts):
     std: tuple[float, ...] = (0.5,)  # per channel, or one for all
     images: ImagePreparation = AsIs()  # preprocessing
     videos: VideoPreparation = NoVideo()  # which frames of a video are taken, and their size
-    positions: RotaryGrid | LearnedGrid | StretchedGrid | AlternatingGrid | FractionalGrid = (
-        RotaryGrid()
-    )
+    positions: (
+        RotaryGrid | LearnedGrid | StretchedGrid | AlternatingGrid | FractionalGrid | AxisTables
+    ) = RotaryGrid()
     # side, in patches, of the square windows that the layers in `windowed` attend within; a
     # multiple of connector.merge
     window: NonNegativeInt = 0
@@ -179,8 +196,8 @@ class VisionConfig(TowerFacts):
     embed_norm_first: bool = False  # embed_norm comes before learned positions are added
     # further learned tokens beside the class token, without positions
     registers: NonNegativeInt = 0
-    # a layer's norms: of the inputs of attention and MLP, or outputs
-    norm_place: Literal["before", "after"] = "before"
+    # a layer's norms: of the inputs of attention and MLP, or outputs, or both
+    norm_place: Literal["before", "after", "both"] = "before"
     quantize: Quantization = "none"  # of the linear layers' frozen weights
     # layers whose outputs the connector reads side by side, in this order; (): the last one
     feature_layers: tuple[int, ...] = ()
@@ -188,6 +205,8 @@ class VisionConfig(TowerFacts):
     # layers before a merger inside the tower, of 2 x 2 patches, which attend each other before
     # (MiniCPM-V); 0: there is none
     merge_after: NonNegativeInt = 0
+    value_norm: bool = False  # divides the values of a head by their root mean square
+    attention_scale: NonNegativeFloat = 0.0  # of the scores; 0: head width ** -0.5
 
     @property
     def pool(self) -> int:
@@ -208,6 +227,11 @@ class VisionConfig(TowerFacts):
     def head_width(self) -> int:
         """Return the channels of a head of attention."""
         return self.width // self.heads
+
+    @property
+    def rope_neighbours(self) -> bool:
+        """Tell whether RoPE turns neighbouring channels of a head together."""
+        return isinstance(self.positions, StretchedGrid) and self.positions.neighbours
 
     @property
     def window_inputs(self) -> int:
@@ -287,7 +311,8 @@ class VisionConfig(TowerFacts):
         )
         check(
             self.norm_place == "before" or not self.layer_scale,
-            f"{where}.layer_scale=true: what norm_place=after norms is scaled by the norms; use layer_scale=false",
+            f"{where}.layer_scale=true: what norm_place={self.norm_place} norms is scaled by the norms; use "
+            "layer_scale=false",
         )
         check_windows(where, self)
         check(
@@ -365,6 +390,8 @@ class AudioConfig(TowerFacts):
     norm: ClassVar[str] = "layer"
     norm_place: ClassVar[str] = "before"
     qk_norm: ClassVar[str] = "none"
+    value_norm: ClassVar[bool] = False
+    attention_scale: ClassVar[float] = 0.0
     layer_scale: ClassVar[bool] = False
 
     layers: LayerCount  # number of layers

@@ -197,6 +197,47 @@ class SmartResize(ImageKind):
 
 
 @dataclass(frozen=True)
+class PaddedResize(ImageKind):
+    """One item shrunk to a number of patches in the image's own shape, padded to whole tokens, as for Kimi K2.5."""
+
+    patch: PositiveInt = 14  # pixels per side of the encoder's patches
+    merge: PositiveInt = 2  # patches per side of an LLM token
+    # patches of the resized image, at most; smaller images are not enlarged
+    max_patches: PositiveInt = 16384
+    max_side: PositiveInt = 512  # patches of one of its sides, at most
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["padded_resize"] = "padded_resize"
+
+    hf_processors = ("Kimi_K25ImageProcessor",)
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> PaddedResize:
+        if not fields.flag("do_resize"):
+            raise fields.refused(
+                "do_resize", "images that are not whole tokens cannot be patched; set it to true"
+            )
+        size = fields.value("size")
+        sides = {size.get("max_height"), size.get("max_width")} if isinstance(size, dict) else set()
+        if len(sides) != 1 or not is_count(side := sides.pop()):
+            raise fields.refused("size", "give the same max_height and max_width, in patches")
+        return cls(
+            patch=fields.count("patch_size"),
+            merge=fields.count("merge_size"),
+            max_patches=fields.count("max_patches"),
+            max_side=side,
+            filter=fields.filter(),
+        )
+
+    def fitted(self, where: str, patch: int, merge: int, positions: str) -> PaddedResize:
+        if (self.patch, self.merge) != (patch, merge):
+            raise UserError(
+                f"{where}: it makes patches of {self.patch} pixels and merges {self.merge} x {self.merge} of them, the "
+                f"tower has patches of {patch} and merges {merge} x {merge}; make patch_size and merge_size the same"
+            )
+        return self
+
+
+@dataclass(frozen=True)
 class PixtralResize(ImageKind):
     """One item of about the image's own shape, shrunk into a box, in whole tokens, as for Pixtral and Mistral 3."""
 
@@ -667,15 +708,52 @@ class ResizeOrTiles(ImageKind):
         return replace(self, begin="", label="", whole="", end="")
 
 
+@dataclass(frozen=True)
+class PatchBudget(ImageKind):
+    """One item of about the image's own shape, in whole tokens, as large as a number of them allows (Gemma 4)."""
+
+    unit: PositiveInt = 48  # pixels per side of an LLM token
+    max_tokens: PositiveInt = 280  # of an image
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["patch_budget"] = "patch_budget"
+
+    hf_processors = ("Gemma4ImageProcessor",)
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> PatchBudget:
+        if not fields.flag("do_resize"):
+            raise fields.refused(
+                "do_resize", "images that are not whole tokens cannot be merged; set it to true"
+            )
+        tokens = fields.count("max_soft_tokens")
+        if tokens not in (known := (70, 140, 280, 560, 1120)):
+            raise fields.refused("max_soft_tokens", f"known are {listed(known)}")
+        return cls(
+            unit=fields.count("patch_size") * fields.count("pooling_kernel_size"),
+            max_tokens=tokens,
+            filter=fields.filter(),
+        )
+
+    def fitted(self, where: str, patch: int, merge: int, positions: str) -> PatchBudget:
+        if self.unit != patch * merge and positions == "axis_tables":
+            raise UserError(
+                f"{where}: it makes images in multiples of {self.unit} pixels, the tower has tokens of "
+                f"{patch * merge}; make patch_size times pooling_kernel_size the same"
+            )
+        return self
+
+
 ImagePreparation = (
     AsIs
     | FixedSize
     | SmartResize
     | DynamicTiles
     | AnyRes
+    | PaddedResize
     | PixtralResize
     | SplitTiles
     | PanAndScan
     | Slices
     | ResizeOrTiles
+    | PatchBudget
 )

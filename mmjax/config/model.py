@@ -223,6 +223,7 @@ def linear_layers(model: ModelConfig) -> Sizes:
     experts that a router chooses, connectors of generators and UNets may not.
     """
     llm = model.llm
+    # Of layers that differ, those with a window.
     query_width = llm.heads * llm.head_width
     key_width = llm.kv_heads * llm.head_width
     sizes = _layer_sizes("llm", llm.width, query_width, key_width, llm.mlp_width, gated=llm.gated)
@@ -242,7 +243,7 @@ def linear_layers(model: ModelConfig) -> Sizes:
         sizes["llm.layers.*.attention.query"] = (llm.width, 2 * query_width)
     if llm.attention_layers == 0:
         sizes = {name: size for name, size in sizes.items() if ".attention." not in name}
-    if all(llm.expert_layers):
+    if all(llm.expert_layers) and not llm.experts.beside_mlp:
         sizes = {name: size for name, size in sizes.items() if ".mlp." not in name}
     if llm.experts and (hidden := llm.experts.shared_width):
         shared = {
@@ -251,6 +252,9 @@ def linear_layers(model: ModelConfig) -> Sizes:
             "down": (hidden, llm.width),
         }
         sizes |= {f"llm.layers.*.experts.shared.{name}": size for name, size in shared.items()}
+    if c := llm.token_inputs:
+        sizes["llm.layers.*.token_input.gate"] = (llm.width, c.width)
+        sizes["llm.layers.*.token_input.projection"] = (c.width, llm.width)
     if c := llm.delta_net:
         keys = c.key_heads * c.key_width
         values = c.value_heads * c.value_width
@@ -421,12 +425,18 @@ def layer_count(model: ModelConfig, name: str) -> int:
         return 1
     if module != "llm":
         return model.towers[module].layers
-    layers = model.llm.layers
-    sparse = sum(model.llm.expert_layers)
+    llm = model.llm
+    layers = llm.layers
+    sparse = sum(llm.expert_layers)
+    own = [kind for kind in llm.layer_kinds if not kind.shares_keys]
+    without_values = sum(llm.keys_as_values and kind.is_full for kind in own)
+    shared = layers - len(own)
+    absent = {"key": shared, "value": shared + without_values}
     return {
-        "delta_net": sum(model.llm.delta_layers),
-        "convolution": sum(model.llm.convolution_layers),
-        "attention": model.llm.attention_layers,
+        "delta_net": sum(llm.delta_layers),
+        "convolution": sum(llm.convolution_layers),
+        "attention": llm.attention_layers - absent.get(path[-1], 0),
         "experts": sparse,
-        "mlp": layers - sparse,
+        "mlp": layers if sparse and llm.experts.beside_mlp else layers - sparse,
+        "token_input": layers,
     }[path[1]]

@@ -81,6 +81,7 @@ class TowerFacts:
     merge_after: int = 0
     gated: bool = False  # the MLP has a gate
     parallel_mlp: bool = False  # the MLP reads what attention reads
+    rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 of a head together
     cross_width: int = 0  # channels of attention to a condition
     experts: Any = None  # in place of the MLP in some layers
     queries: int = 0  # learned tokens in the LLM that stand for an image to be made
@@ -100,6 +101,11 @@ class TowerFacts:
     def window_positions(self) -> int:
         """Return how many positions of the layers a window has at most."""
         return self.window_inputs
+
+    @property
+    def windowed_share(self) -> Any:
+        """Return the share of attention that is in windows, per pair of positions."""
+        return len(self.windowed) / self.layers
 
     @property
     def token_positions(self) -> int:
@@ -129,7 +135,8 @@ class ConnectorConfig:
     merge: Annotated[int, at_least(1), at_most(MAX_MERGE)] = 2
     mlp_width: NonNegativeInt = 256  # 0: a single matrix instead of an MLP, whose bias is "down"
     # before they are merged, or after
-    norm: Literal["none", "layer", "rms", "merged_layer", "merged_rms"] = "layer"
+    # (merged_unscaled: RMSNorm without a learned scale)
+    norm: Literal["none", "layer", "rms", "merged_layer", "merged_rms", "merged_unscaled"] = "layer"
     norm_eps: float = 0.0  # 0: the encoder's
     norm_offset: float = 0.0  # added to an RMSNorm's scales
     activation: Activation = "gelu_tanh"  # of the MLP
@@ -149,3 +156,7 @@ class ConnectorConfig:
     gated: bool = False  # the MLP has a gate
     # of what the MLP makes, of which a matrix makes the tokens (HyperCLOVA X); 0: there is none
     output_width: NonNegativeInt = 0
+    feature_scale: float = 1.0  # that merged features are multiplied by
+    # stored numbers of every channel, not trained, are subtracted from merged features and multiply
+    # them (Gemma 4)
+    standardize: bool = False

@@ -181,6 +181,12 @@ def _check_stages(config: Config, name: str, unit: Unit, modules: Sequence[str])
         stages <= layers,
         f"{setting} makes {stages} stages of {layers} layers; use at most {layers}",
     )
+    llm = model.llm
+    check(
+        stages == 1 or "llm" not in modules or not (llm.shared_layers or llm.token_inputs),
+        f"{setting}: model.llm.shared_layers={llm.shared_layers} and token_inputs give layers what is not passed "
+        f"between stages; use {where}.pipeline=1",
+    )
     check(
         unit.virtual == 1
         or bool(unit.beside)

@@ -137,7 +137,7 @@ def _check_llm_layout(
     where: str, form: ContextAttention, model: ModelConfig, expert: int, context: int, tensor: int
 ) -> None:
     llm = model.llm
-    for key in ("heads", "kv_heads"):
+    for key in ("heads", "kv_heads", "full_kv_heads"):
         count = getattr(llm, key)
         check(
             count % tensor == 0,

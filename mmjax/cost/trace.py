@@ -26,7 +26,7 @@ from jax.extend.core import Var
 from jax.interpreters import partial_eval
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, TextBatch
-from mmjax.config import ModelConfig, Remat
+from mmjax.config import DecoderConfig, ModelConfig, Remat
 from mmjax.config.model import with_one_item_module
 from mmjax.cost.operations import Operations, inner_programs, list_operations
 from mmjax.cost.rates import UNITS, Cost, Ends, ModuleParameters, TowerTrace
@@ -39,7 +39,9 @@ from mmjax.models.generation import (
     noised_latents,
     velocity_errors,
 )
+from mmjax.models.kv_cache import KeyValue
 from mmjax.models.layer_stacks import Params
+from mmjax.models.layers import Context
 from mmjax.models.model import Model, merge, parameter_group, partition, towers_of
 from mmjax.models.multimodal import MultimodalModel
 from mmjax.models.stack_scan import LayerStack, apply_stack
@@ -126,7 +128,8 @@ def _before(module: MultimodalModel, tower: str, inputs: Inputs) -> tuple[Any, A
     """Return the first layer's input, and the context that all layers share."""
     if tower == "llm":
         x, _ = module.embedded(inputs.batch, {})
-        return x + inputs.x, module.context("llm", inputs.batch, None)
+        x = x + inputs.x
+        return x, _with_keys(module.text_context(x, inputs.batch), x, module.llm.config)
     if tower in module.encoders:
         return module.encoders[tower].embedded(inputs.batch), module.context(
             tower, inputs.batch, None
@@ -137,6 +140,19 @@ def _before(module: MultimodalModel, tower: str, inputs: Inputs) -> tuple[Any, A
         return condition, None
     x = generator.embedded(noised_latents(inputs.clean, inputs.batch, inputs.draws), inputs.batch)
     return x, generator.context(inputs.batch, inputs.draws.time, condition)
+
+
+def _with_keys(context: Context, x: Any, llm: DecoderConfig) -> Context:
+    """Add keys and values for the layers that share those of another, which is not traced with them."""
+
+    def keys(windowed: bool) -> KeyValue:
+        width, (_, kv_heads) = llm.heads_of(windowed)
+        array = jnp.broadcast_to(x[..., :1, None], (*x.shape[:2], kv_heads, width))
+        return KeyValue(array, array)
+
+    if not llm.shared_layers:
+        return context
+    return context._replace(shared=keys(False), window_shared=keys(True))
 
 
 def _after(module: MultimodalModel, tower: str, x: Any, context: Any, inputs: Inputs) -> Any:
@@ -227,7 +243,7 @@ class _Tower:
                 kind = (
                     nnx.graphdef(self.layers.runs[name]),
                     tuple(leaves.items()),
-                    self._windows(run),
+                    self._windows(run, name),
                     self._is_behind_merger(numbers[0]),
                 )
                 kinds |= dict.fromkeys(numbers, first.setdefault(kind, numbers[0]))
@@ -250,11 +266,15 @@ class _Tower:
             passed[0] = jax.ShapeDtypeStruct((rows, length // self.merged, width), passed[0].dtype)
         return passed, structure, [self.reached[n] for n in numbers]
 
-    def _windows(self, run: LayerStack) -> tuple[bool, ...]:
-        """Return which kinds a stack's layers have: without a window (False), with one (True), or both."""
-        return tuple(
-            sorted({number in self.layers.windowed for number in range(run.start, run.stop)})
-        )
+    def _windows(self, run: LayerStack, name: str) -> tuple[bool, ...]:
+        """Return what a part of a stack computes: layers without a window (False), with one (True), or both."""
+        kinds = {
+            part: {number in self.layers.windowed for number in numbers}
+            for part, numbers in run.parts.items()
+        }
+        # as `apply_stack` chooses masks
+        mixed = any(len(of_part) > 1 for of_part in kinds.values())
+        return (False, True) if mixed else tuple(kinds[name])
 
     def ends(self) -> Ends:
         """Trace what stands around the layers."""
@@ -329,7 +349,7 @@ class _Tower:
         stack = LayerStack(0, layers, policy)
         # (True,): all layers have windows. (False, True): every other one stands for a mixture,
         # which a scan computes with both masks stacked, whatever the proportion.
-        windows = self._windows(run)
+        windows = self._windows(run, name)
         windowed = tuple(range(0, layers, len(windows))) if True in windows else ()
 
         def apply(stack: LayerStack, params: Any, x: Any, context: Any) -> Any:
@@ -342,6 +362,10 @@ class _Tower:
             x, context = jax.tree.unflatten(
                 structure, list((dict(enumerate(passed)) | trained["passed"]).values())
             )
+            if context is not None and context.token_inputs is not None:
+                of_all = (layers, *context.token_inputs.shape[1:])
+                token_inputs = jnp.broadcast_to(context.token_inputs[:1], of_all)
+                context = context._replace(token_inputs=token_inputs)
             params = params | trained["params"]
             if unscanned or number + 1 != self.merge_after:
                 return apply(stack, params, x, context), None

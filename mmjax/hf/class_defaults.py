@@ -29,8 +29,14 @@ ROPE = (
 # Whose first checkpoints have the fields of their text beside `vision_config`, as older versions
 # read them.
 # Names of parts in checkpoints of before transformers had their classes.
-PART_KINDS = {"exaone4_5_text": "exaone4", "qwen2_5_vl": "qwen2_5_vl_vision"}
+PART_KINDS = {
+    "exaone4_5_text": "exaone4",
+    "kimi_k2": "deepseek_v3",
+    "qwen2_5_vl": "qwen2_5_vl_vision",
+}
 FLAT = ("glm4v", "glm46v")
+# Whose configs say by layer what those without a window have, and are read so.
+PER_LAYER = ("gemma4_text",)
 
 
 @cache
@@ -95,7 +101,7 @@ def _completed(config: Values, kind: str, where: str) -> dict[str, Any]:
             raise UserError(
                 f"{where}: {name}=null is not supported, as in transformers; leave it out for {defaults[name]!r}"
             )
-    if fields.get("per_layer_config"):
+    if fields.get("per_layer_config") and kind not in PER_LAYER:
         raise UserError(
             f"{where}: per_layer_config is not supported: layers that differ in other fields than their type"
         )
@@ -107,7 +113,12 @@ def _completed(config: Values, kind: str, where: str) -> dict[str, Any]:
     for name, part in entry.get("parts", {}).items():
         fields[name] = _completed_part(fields, name, part, entry.get("flat") or kind in FLAT, where)
     rope = entry.get("rope", {})
-    if rope.get("rope_type", "default") != "default" and not any(map(fields.get, SCALINGS)):
+    by_layer = rope.get("full_attention", {}).get("rope_type", "default") != "default"
+    if by_layer:
+        # Such a class is too new for other names.
+        fields = {name: value for name, value in fields.items() if name not in ROPE[1:]}
+    scaled = by_layer or rope.get("rope_type", "default") != "default"
+    if scaled and not any(map(fields.get, SCALINGS)):
         # whose scaling is the class's own
         theta = None if entry.get("own_theta") else fields.get("rope_theta")
         fields["rope_parameters"] = rope if theta is None else {**rope, "rope_theta": theta}

@@ -115,7 +115,9 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
         return internlm2_parts(config, inner, output)
     if f"{inner}embedding_norm.weight" in folder.tensors:
         return lfm2_parts(config, inner, output)
-    layer = f"{inner}layers.*."
+    # as transformers writes Kimi K2.5
+    blocks = f"{inner}blocks.0.input_layernorm.weight" in folder.tensors
+    layer = f"{inner}{'blocks' if blocks else 'layers'}.*."
     llama4 = any(key.startswith(f"{inner}layers.0.feed_forward.") for key in folder.tensors)
     mlp = f"{layer}feed_forward" if llama4 else f"{layer}mlp"
     # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2 and 3, where it
@@ -138,6 +140,13 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
         "layers.*.mlp_norm": norm(f"{layer}{before_mlp}"),
         **linears("layers.*.mlp", mlp, **GATED_MLP),
         "layers.*.mlp_after": norm(f"{layer}{post_norms[1]}"),
+        "layers.*.token_input.gate": linear(f"{layer}per_layer_input_gate"),
+        "layers.*.token_input.projection": linear(f"{layer}per_layer_projection"),
+        "layers.*.token_input.norm": norm(f"{layer}post_per_layer_input_norm"),
+        "layers.*.output_scale": {"scale": TensorSlice(f"{layer}layer_scalar")},
+        "token_inputs.table": table(f"{inner}embed_tokens_per_layer"),
+        "token_inputs.projection": linear(f"{inner}per_layer_model_projection"),
+        "token_inputs.norm": norm(f"{inner}per_layer_projection_norm"),
         "head.norm": norm(f"{inner}norm"),
         "head.table": table(output),
     }
@@ -154,7 +163,9 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
         parts |= _latent_parts(config, layer)
     if config.delta_net:
         parts |= _delta_parts(config.delta_net, layer)
-    if config.experts:
+    if config.experts and config.experts.beside_mlp:
+        parts |= _experts_beside_parts(config.experts, layer)
+    elif config.experts:
         parts |= _expert_parts(config.experts, layer, folder)
     return TensorNames(parts)
 
@@ -236,16 +247,38 @@ def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[s
         keys = {ours: f"{block}.experts.#.{name}.weight" for ours, name in names.items()}
         slices = {ours: TensorSlice(key, TRANSPOSED, experts=True) for ours, key in keys.items()}
     else:
-        halves = {"gate": (0, config.width), "up": (config.width, 2 * config.width)}
         turned = not llama4 and fused.shape[1:2] == (2 * config.width,)
-        order = TRANSPOSED if turned else None
-        slices = {"down": TensorSlice(f"{block}.experts.down_proj[#]", order, experts=True)}
-        for ours, half in halves.items():
-            cut = {"rows": half} if turned else {"columns": half}
-            slices[ours] = TensorSlice(
-                f"{block}.experts.gate_up_proj[#]", order, experts=True, **cut
-            )
+        slices = _fused_experts(config, f"{block}.experts", turned)
     return parts | {f"{experts}.{ours}": {"weight": part} for ours, part in slices.items()}
+
+
+def _fused_experts(config: ExpertsConfig, key: str, turned: bool = True) -> dict[str, TensorSlice]:
+    """Locate the matrices of experts of a layer whose gate and up are one; turned: [out, in]."""
+    halves = {"gate": (0, config.width), "up": (config.width, 2 * config.width)}
+    order = TRANSPOSED if turned else None
+    slices = {"down": TensorSlice(f"{key}.down_proj[#]", order, experts=True)}
+    for ours, half in halves.items():
+        cut = {"rows": half} if turned else {"columns": half}
+        slices[ours] = TensorSlice(f"{key}.gate_up_proj[#]", order, experts=True, **cut)
+    return slices
+
+
+def _experts_beside_parts(config: ExpertsConfig, layer: str) -> dict[str, LeafTensors]:
+    """Locate the parameters of Gemma 4's experts, and of the norms around them and the MLP beside them."""
+    experts = "layers.*.experts"
+    slices = _fused_experts(config, f"{layer}experts")
+    router = {
+        "weight": TensorSlice(f"{layer}router.proj.weight", TRANSPOSED),
+        "input_scale": TensorSlice(f"{layer}router.scale"),
+        "share_scale": TensorSlice(f"{layer}router.per_expert_scale"),
+        "expert_input_scale": TensorSlice(f"{layer}pre_feedforward_layernorm_2.weight"),
+    }
+    return {
+        f"{experts}.router": router,
+        **{f"{experts}.{ours}": {"weight": part} for ours, part in slices.items()},
+        "layers.*.mlp_norm_after": norm(f"{layer}post_feedforward_layernorm_1"),
+        "layers.*.experts_norm_after": norm(f"{layer}post_feedforward_layernorm_2"),
+    }
 
 
 def _biased_expert_parts(config: ExpertsConfig, block: str) -> dict[str, LeafTensors]:

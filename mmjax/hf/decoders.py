@@ -11,6 +11,7 @@ from mmjax.config import (
     DeltaNetConfig,
     ExpertsConfig,
     LatentAttentionConfig,
+    TokenInputsConfig,
 )
 from mmjax.errors import UserError
 from mmjax.hf import gpt, lfm2
@@ -74,7 +75,7 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
         plain = replace(plain, query_growth=rope.growth, query_span=rope.span)
     if family.latent:
         plain = _with_latent(fields, plain, family, rope.score_scale)
-    fields.allow_only("use_bidirectional_attention", False)
+    fields.allow_only("use_bidirectional_attention", False, *family.bidirectional)
     return family.adapt(fields, plain)
 
 
@@ -421,6 +422,82 @@ def _gemma3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     )
 
 
+def _gemma4(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    layers = plain.layers
+    default = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)]
+    types = _layer_types(fields, default, LAYER_TYPES)
+    types[-1] = "full_attention"  # whatever the config says, as in transformers
+    full = [i for i, kind in enumerate(types) if kind == "full_attention"]
+    shared = fields.get("num_kv_shared_layers", int)
+    if not 0 <= shared < layers or set(types[: layers - shared]) != set(types):
+        raise UserError(
+            f"{fields.where}: num_kv_shared_layers={shared} leaves no layer of each type whose keys the others share"
+        )
+    same = fields.get("attention_k_eq_v", bool)
+    head_width, kv_heads = _full_heads(fields, full, same)
+    width = fields.get("hidden_size_per_layer_input", int)
+    if width:
+        fields.allow_only("pad_token_id", 0)
+    doubled = shared and fields.get("use_double_wide_mlp", bool)
+    experts = None
+    if fields.get("enable_moe_block", bool):
+        experts = ExpertsConfig(
+            layers=tuple(range(layers)),
+            count=fields.size("num_experts"),
+            per_token=fields.size("top_k_experts"),
+            width=fields.size("moe_intermediate_size"),
+            beside_mlp=True,
+        )
+    return replace(
+        plain,
+        biases=_attention_biases(fields),
+        qk_norm="head",
+        value_norm=True,
+        post_norms=True,
+        attention_scale=1.0,
+        embedding_scale=plain.width**0.5,
+        logit_cap=fields.get("final_logit_softcapping", float, 0.0),
+        window=fields.size("sliding_window"),
+        windowed=tuple(i for i in range(layers) if i not in full),
+        full_head_width=head_width,
+        full_kv_heads=kv_heads,
+        keys_as_values=same,
+        shared_layers=shared,
+        shared_mlp_width=2 * plain.mlp_width if doubled else 0,
+        token_inputs=TokenInputsConfig(width, fields.size("vocab_size_per_layer_input"))
+        if width
+        else None,
+        output_scales=True,
+        experts=experts,
+    )
+
+
+def _full_heads(fields: Fields, full: list[int], same: bool) -> tuple[int, int]:
+    """Read the head width and the heads of keys of Gemma 4's layers without windows.
+
+    Configs that transformers has written say them of each layer. Raises UserError where that says more.
+    """
+    head_width = fields.size("head_dim")
+    kv_heads = fields.size("num_key_value_heads")
+    if fields.values.get("per_layer_config") is None:
+        named = fields.get("num_global_key_value_heads", int, kv_heads)
+        return fields.size("global_head_dim", 512), named if same else kv_heads
+    layers = fields.get("per_layer_config", dict)
+    known = {"head_dim": head_width, "num_key_value_heads": kv_heads}
+    first = next(iter(layers.values()), {})
+    # their numbers may have zeros in front
+    alike = sorted(map(str.zfill, layers, [9] * len(layers))) == [f"{i:09}" for i in full]
+    if layers and not (
+        alike and set(first) <= set(known) and all(x == first for x in layers.values())
+    ):
+        raise UserError(
+            f"{fields.where}: per_layer_config is supported where it gives all layers of full_attention, and no "
+            f"others, the same {', '.join(known)}"
+        )
+    own = Fields({**known, **first}, f"{fields.where}: per_layer_config")
+    return own.size("head_dim"), own.size("num_key_value_heads")
+
+
 def _local_gemma(fields: Fields, plain: DecoderConfig, period: int) -> DecoderConfig:
     """Add windows of all layers but every `period`-th, norms of the outputs and a scale of the scores."""
     return replace(
@@ -533,5 +610,11 @@ FAMILIES = {
     "exaone4": Family(_exaone4),
     "gemma": Family(_gemma),
     "gemma2": Family(_gemma2, activation="hidden_activation"),
+    "gemma4_text": Family(
+        _gemma4,
+        activation="hidden_activation",
+        local_rope=True,
+        bidirectional=("vision",),
+    ),
     "gemma3_text": Family(_gemma3, activation="hidden_activation", local_rope=True),
 }

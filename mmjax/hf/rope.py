@@ -14,6 +14,7 @@ from mmjax.config import (
     Llama3Rope,
     LongRope,
     PlainRope,
+    ProportionalRope,
     RopeScaling,
     YarnRope,
 )
@@ -43,6 +44,7 @@ ROPE = {  # what a config may say of RoPE beside its base
         "original_max_position_embeddings",
         "attention_factor",
     ),
+    "proportional": ("factor",),
 }
 
 ROPE_ALWAYS = {
@@ -73,6 +75,8 @@ class Family:
     partial_rope: bool = False  # configs may say that RoPE turns a part of a head's channels
     local_rope: bool = False  # layers with windows have a RoPE of their own
     growing: bool = False  # queries grow with the position
+    # what `use_bidirectional_attention` may say, which of text alone changes nothing
+    bidirectional: tuple[str, ...] = ()
     # latent attention, and the channels of a head that `head_dim` counts: those that RoPE turns, or all
     latent: Literal["", "rotary", "whole"] = ""
 
@@ -128,7 +132,7 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
         {"rope_theta": fields.values.get("rope_theta"), **values}, f"{fields.where}: {place}"
     )
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
-    if kind not in ROPE:
+    if kind not in ROPE or (kind == "proportional" and not family.local_rope):
         raise UserError(
             f"{rope.where}: rope_type={kind!r} is not supported; known: {', '.join(ROPE)}"
         )
@@ -149,7 +153,7 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
     elif family.partial_rope:
         share = rope.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float))
     else:
-        for where in (rope, fields):
+        for where in (rope, fields)[kind == "proportional" :]:
             where.allow_only("partial_rotary_factor", 1, 1.0)
     return Rope(
         theta=rope.get("rope_theta", float),
@@ -186,6 +190,9 @@ def _scaling(kind: str, rope: Fields, fields: Fields) -> RopeScaling:
             return LinearRope(rope.get("factor", float))
         case "dynamic":
             return DynamicRope(rope.get("factor", float), max_positions)
+        case "proportional":
+            share = rope.get("partial_rotary_factor", float, 1.0)
+            return ProportionalRope(share, rope.get("factor", float, 1.0))
         case "llama3":
             low, high = rope.get("low_freq_factor", float), rope.get("high_freq_factor", float)
             return Llama3Rope(rope.get("factor", float), low, high, trained_positions)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from mmjax.config import (
     AlternatingGrid,
+    AxisTables,
     Biased,
     ConnectorConfig,
     FractionalGrid,
@@ -32,6 +33,7 @@ from mmjax.hf.vision_tensors import (
     POOLING_HEAD,
     clip_parts,
     dinov2_parts,
+    gemma4_parts,
     intern_parts,
     minicpm_parts,
     open_intern_parts,
@@ -237,7 +239,7 @@ def _tower(fields: Fields, **settings: Any) -> VisionConfig:
         layers=fields.size("num_hidden_layers"),
         width=fields.size("hidden_size"),
         heads=fields.size("num_attention_heads"),
-        channels=fields.size("num_channels"),
+        channels=fields.size("num_channels", 3),
         **settings,
     )
 
@@ -379,6 +381,36 @@ def _self_distilled(
     )
 
 
+# --------------------------------------------------------------------------------------------------
+# Gemma 4
+
+
+def _gemma4(fields: Fields) -> VisionConfig:
+    fields.allow_only("use_clipped_linears", False)
+    head_width = fields.size("hidden_size") // fields.size("num_attention_heads")
+    theta = axial_theta(fields, head_width)
+    eps = fields.get("rms_norm_eps", float)
+    return _tower(
+        fields,
+        kv_heads=fields.size("num_key_value_heads"),
+        mlp_width=fields.size("intermediate_size"),
+        patch=fields.size("patch_size"),
+        positions=AxisTables(fields.size("position_embedding_size"), theta),
+        embed_bias=False,
+        head_norm=False,
+        norm="rms",
+        norm_eps=eps,
+        norm_place="both",
+        activation=fields.choice("hidden_activation", ACTIVATIONS),
+        gated=True,
+        biases=(),
+        qk_norm="head",
+        qk_norm_eps=eps,
+        value_norm=True,
+        attention_scale=1.0,
+    )
+
+
 TOWERS_BY_KIND = {
     "clip_vision_model": Tower(_clip, "pre_layrnorm.weight", clip_parts),
     "evaclip_vision_model": Tower(_evaclip, "embeddings.class_embedding", clip_parts),
@@ -414,6 +446,7 @@ TOWERS_BY_KIND = {
         _dinov2_with_registers, "embeddings.register_tokens", dinov2_parts, MASK_TOKEN
     ),
     "internvl_vision": Tower(_intern, "embeddings.cls_token", intern_parts),
+    "gemma4_vision": Tower(_gemma4, "patch_embedder.input_proj.weight", gemma4_parts),
     "intern_vit_6b": Tower(_open_intern, "embeddings.class_embedding", open_intern_parts),
 }
 

@@ -151,6 +151,28 @@ def dinov2_parts(config: VisionConfig, prefix: str) -> TensorNames:
     )
 
 
+def gemma4_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    """Name the tensors of Gemma 4's towers."""
+    layer = f"{prefix}encoder.layers.*."
+    named = {ours: f"{theirs}.linear" for ours, theirs in PROJECTIONS.items()}
+    gated = {ours: f"{theirs}.linear" for ours, theirs in GATED_MLP.items()}
+    return TensorNames(
+        {
+            "embed.patches": linear(f"{prefix}patch_embedder.input_proj"),
+            # Stored `[2, side, width]`: the table of columns, then that of rows.
+            "embed.positions": array(f"{prefix}patch_embedder.position_embedding_table", (0, 1, 2)),
+            "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
+            **linears(ATTENTION, f"{layer}self_attn", **named, output="o_proj.linear"),
+            "layers.*.attention.query_norm": norm(f"{layer}self_attn.q_norm"),
+            "layers.*.attention.key_norm": norm(f"{layer}self_attn.k_norm"),
+            "layers.*.attention_after": norm(f"{layer}post_attention_layernorm"),
+            "layers.*.mlp_norm": norm(f"{layer}pre_feedforward_layernorm"),
+            **linears("layers.*.mlp", f"{layer}mlp", **gated),
+            "layers.*.mlp_after": norm(f"{layer}post_feedforward_layernorm"),
+        }
+    )
+
+
 _POOLED = ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
 POOLING_HEAD = (
     "head.probe",

@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -20,6 +21,8 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 # What checkpoints of vision- and audio-language models call their parts, and where these stand in
 # the model now. Longer prefixes come first, for the first one that fits is taken.
 MOVED = {
+    "language_model.lm_head": "lm_head",
+    "lm_head": "lm_head",
     "model.language_model.model.": "model.language_model.",
     "language_model.model.": "model.language_model.",
     "model.language_model.": "model.language_model.",
@@ -31,6 +34,7 @@ MOVED = {
     "model.vision_model.": "model.vision_model.",
     "model.vision_projector": "model.projector",
     "model.projector": "model.projector",
+    "model.mm_projector.": "model.mm_projector.",
     "mlp_AR.": "model.projector.",  # PaddleOCR-VL's
     "model.": "model.language_model.",
     # Cosmos 3's
@@ -50,6 +54,22 @@ RENAMED = {  # the projections of DINOv2's towers, and of Cosmos 3
     "self_attn.to_v": "self_attn.v_proj",
     "self_attn.to_out": "self_attn.o_proj",
 }
+MOON = "vision_tower.encoder.blocks."  # of Kimi K2.5's tower, whose modules have other names now
+MOON_MODULES = {
+    "norm0": "norm1",
+    "norm1": "norm2",
+    "wo": "attn.proj",
+    "mlp.fc0": "mlp.fc1",
+    "mlp.fc1": "mlp.fc2",
+}
+MOON_BESIDE = {  # its layers
+    "vision_tower.encoder.patch_embed.proj": "model.vision_tower.patch_embed.proj",
+    "vision_tower.encoder.final_layernorm": "model.vision_tower.final_layernorm",
+    "mm_projector.proj.0": "model.mm_projector.in_proj",
+    "mm_projector.proj.2": "model.mm_projector.out_proj",
+}
+# that transformers makes other tensors of: experts, and the matrices and positions of Kimi's tower
+NO_MODULES = ("*.experts.*", "vision_tower.*.wqkv", "vision_tower.*.pos_emb")
 WHOLE = "thinker."  # what the tensors of a thinker begin with inside a whole checkpoint
 ModuleNames = Literal["decoder", "named", "wrapped"]  # see `Checkpoints`; a decoder's are named too
 
@@ -62,12 +82,22 @@ def module_path(key: str, names: ModuleNames) -> str:
         return path
     if path.startswith(WHOLE):
         return WHOLE + module_path(path.removeprefix(WHOLE), names)
+    if path.startswith(MOON):
+        number, _, module = path.removeprefix(MOON).partition(".")
+        return f"model.vision_tower.layers.{number}.{MOON_MODULES.get(module, module)}"
+    path = path.replace("language_model.model.blocks.", "language_model.model.layers.")
     # as CLIP and SigLIP were wrapped once
     path = path.replace("vision_tower.vision_model.", "vision_tower.")
-    return next(
+    return MOON_BESIDE.get(path) or next(
         (new + path.removeprefix(old) for old, new in MOVED.items() if path.startswith(old)),
         f"model.{path}",
     )
+
+
+def has_module(key: str) -> bool:
+    """Tell whether this tensor is the weight or bias of a module where transformers loads the checkpoint."""
+    path, _, last = key.rpartition(".")
+    return last in ("weight", "bias") and not any(fnmatchcase(path, x) for x in NO_MODULES)
 
 
 def tensor_names(path: str) -> tuple[str, str]:

@@ -119,7 +119,7 @@ def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: i
         tokens = features[name][:, : features[name].shape[1] - (connector.newline is not None)]
         record(f"{name} connector", f"{name} connector", encoder, items, context, tokens)
     x, add = module.embedded(batch.text, features)
-    context = module.context("llm", batch.text, None)
+    context = module.text_context(x, batch.text)
     *_, x = layers("llm", module.llm, batch.text, context, x, add)
     hidden, output_table = module.llm.hidden_and_table(x)
     record("llm final norm", "llm final norm", module.llm, batch.text, context, hidden)

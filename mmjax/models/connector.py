@@ -11,12 +11,26 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import ConnectorConfig
-from mmjax.models.layers import ACTIVATIONS, MLP, LayerNorm, PositionTable, RMSNorm
+from mmjax.models.layers import ACTIVATIONS, MLP, HeadNorm, LayerNorm, PositionTable, RMSNorm
 from mmjax.models.linear import Linear
 from mmjax.parallel.sharding import constrain
 
 AXES = ("t", "y", "x")  # of `ItemBatch.coordinates`
 TORCH_EPS = 1e-5  # of PyTorch's LayerNorm where a config says none
+
+
+class Standardization(nnx.Module):
+    """Subtract a stored number of every channel and multiply by another, buffers in PyTorch's terms; float32 inside."""
+
+    def __init__(self, width: int):
+        self.bias = nnx.Param(jnp.zeros(width, jnp.float32), axes=("fixed",))
+        self.scale = nnx.Param(jnp.ones(width, jnp.float32), axes=("fixed",))
+
+    def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
+        bias, scale = (
+            jax.lax.stop_gradient(y[...]).astype(jnp.float32) for y in (self.bias, self.scale)
+        )
+        return (x.astype(jnp.float32) - bias) * scale
 
 
 class Connector(nnx.Module):
@@ -52,8 +66,11 @@ class Connector(nnx.Module):
         norms = {
             "layer": partial(LayerNorm, width, eps),
             "rms": partial(RMSNorm, width, eps, c.norm_offset),
+            "unscaled": partial(HeadNorm, eps),
         }
         self.norm = None if c.norm == "none" else norms[c.norm.removeprefix("merged_")]()
+        self.feature_scale = c.feature_scale
+        self.standardization = Standardization(merged) if c.standardize else None
         hidden = c.mlp_width
         bias = c.merger_bias
         self.merger = (
@@ -109,6 +126,7 @@ class Connector(nnx.Module):
             rows, length // self.group, self.group, width
         )
         x = x.mean(2) if self.mean else x.reshape(*x.shape[:2], self.group * width)
+        x = self._standardized(x)
         x = self.norm(x) if self.norm_merged else x
         x = x if self.merger is None else self.merger(x)
         x = (
@@ -124,6 +142,13 @@ class Connector(nnx.Module):
         for name, table in self.positions.items():
             x = x + table(corner[..., AXES.index(name)], x.dtype)
         return constrain(x, "rows", "length", "width")
+
+    def _standardized(self, x: Float[Array, "r m f"]) -> Float[Array, "r m f"]:
+        """Scale merged features, and standardise them where the connector does."""
+        if self.feature_scale == 1 and self.standardization is None:
+            return x
+        y = x.astype(jnp.float32) * self.feature_scale
+        return (y if self.standardization is None else self.standardization(y)).astype(x.dtype)
 
     def with_newline(
         self, tokens: Float[Array, "r m e"], deeper_only: bool

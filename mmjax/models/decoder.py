@@ -27,11 +27,13 @@ from mmjax.models.layer_stacks import LayerStacks
 from mmjax.models.layers import (
     NORMS,
     Context,
+    HeadNorm,
     LayerConfig,
     PositionTable,
     RMSNorm,
     TransformerLayer,
 )
+from mmjax.models.linear import Linear
 from mmjax.models.matmul import as_matrix, on_one_cpu, sum_outer_products
 from mmjax.models.rope import text_rotation
 from mmjax.models.stack_scan import LayerStack
@@ -164,13 +166,14 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
     """Describe a decoder's layers of a kind."""
     c = config
     delta_net = partial(GatedDeltaNet, c.delta_net, c.width, c.norm_eps, c.activation)
+    head_width, (heads, kv_heads) = c.heads_of(not kind.is_full)
     latent = partial(LatentAttention, c.latent, 2 * c.rotary_pairs)
     return LayerConfig(
         width=c.width,
-        heads=c.heads,
-        kv_heads=c.kv_heads,
-        head_width=c.head_width,
-        mlp_width=c.mlp_width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        mlp_width=(kind.shares_keys and c.shared_mlp_width) or c.mlp_width,
         backend=c.attention,
         norm=norm_of(c),
         activation=c.activation,
@@ -186,6 +189,8 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         if kind.has_convolution
         else None,
         experts=partial(Experts, c.experts, c.width, c.activation) if kind.has_experts else None,
+        experts_beside=kind.has_experts and c.experts.beside_mlp,
+        norm_eps=c.norm_eps,
         pre_norms=c.pre_norms,
         post_norms=c.post_norms,
         residual_scale=c.residual_scale,
@@ -194,9 +199,40 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         rope_neighbours=c.rope_neighbours,
         has_rope=kind.has_rope,
         grows=kind.has_rope == (c.growing == "rotated"),
-        rotated_norm_eps=c.norm_eps if c.qk_norm == "rotated" else 0.0,
+        rotated_norm=partial(HeadNorm, c.norm_eps) if c.qk_norm == "rotated" else None,
         sinks=c.sinks,
+        value_norm=partial(HeadNorm, c.norm_eps) if c.value_norm and not kind.shares_keys else None,
+        keys_as_values=c.keys_as_values and kind.is_full,
+        shares_keys=kind.shares_keys,
+        token_width=c.token_inputs.width if c.token_inputs else 0,
+        output_scale=c.output_scales,
     )
+
+
+class TokenInputs(nnx.Module):
+    """The vectors of tokens that layers take: of each layer's table, and of a projection of the embeddings."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        c = config
+        width = c.layers * c.token_inputs.width
+        self.table = TokenTable(c.token_inputs.vocab, width, rngs)
+        self.projection = Linear(c.width, width, ("embed", None), rngs)
+        self.norm = RMSNorm(c.token_inputs.width, c.norm_eps, c.norm_offset)
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "b t d"], token: Int[Array, "b t"]
+    ) -> Float[Array, "l b t p"]:
+        """Make them of embeddings, those of images and clips among them, and of tokens."""
+        c = self.config
+        shape = (*x.shape[:2], c.layers, c.token_inputs.width)
+        entries = self.table.embed(token, x.dtype)
+        # 0 stands for padding, images and clips: an entry that learns nothing.
+        entries = jnp.where((token == 0)[..., None], jax.lax.stop_gradient(entries), entries)
+        entries = scaled(entries, c.token_inputs.width**0.5)
+        projected = self.norm(scaled(self.projection(x), c.width**-0.5).reshape(shape))
+        added = scaled(projected + entries.reshape(shape), 2**-0.5)
+        return constrain(jnp.moveaxis(added, 2, 0), None, "rows", "length", None)
 
 
 class DecoderHead(nnx.Module):
@@ -216,10 +252,15 @@ class Decoder(nnx.Module):
         self.embed = TokenTable(config.vocab, config.width, rngs)
         learned = config.learned_positions
         self.positions = PositionTable(learned, config.width, rngs) if learned else None
+        self.token_inputs = TokenInputs(config, rngs) if config.token_inputs else None
         kinds = config.layer_kinds
         configs = {kind: decoder_layer_config(config, kind) for kind in set(kinds)}
         self.layers = LayerStacks(
-            lambda i, rngs: TransformerLayer(configs[kinds[i]], rngs), plan, rngs, config.windowed
+            lambda i, rngs: TransformerLayer(configs[kinds[i]], rngs),
+            plan,
+            rngs,
+            config.windowed,
+            key_sources=config.key_sources,
         )
         self.head = DecoderHead(config, rngs)
         self.config = config
@@ -246,6 +287,14 @@ class Decoder(nnx.Module):
             else x + self.positions(position + self.config.first_position, x.dtype)
         )
 
+    def with_token_inputs(
+        self, context: Context, x: Float[Array, "r t d"], token: Int[Array, "r t"]
+    ) -> Context:
+        """Add what layers take of tokens, where they do. x: the first layer's input."""
+        if self.token_inputs is None:
+            return context
+        return context._replace(token_inputs=self.token_inputs(x, token))
+
     def context(self, text: TextBatch) -> Context:
         """Build the masks and the rotary angles of a batch."""
         pos = text.pos
@@ -264,23 +313,27 @@ class Decoder(nnx.Module):
     def context_of(self, mask: MaskSpec, position: Int[Array, "b t *n"]) -> Context:
         """Build the masks and the rotary angles of tokens with this mask, at these RoPE positions."""
         c = self.config
-        rotation = None if c.learned_positions else text_rotation(c, position, mask.sample)
+        head_width, heads = c.heads_of(windowed=False)
+        full = replace(c, head_width=head_width)
+        rotation = None if c.learned_positions else text_rotation(full, position, mask.sample)
+        in_window = mask
+        if c.items == "in_windows":
+            mask = mask._replace(span=jnp.zeros_like(mask.span))
         if not c.windowed:
             # Without windows there is no `reach`, and the program has no comparison for it.
-            return Context(mask, rotation).planned(
-                c.attention, c.head_width, (c.heads, c.kv_heads), self.dtype
-            )
-        window_rotation = None
+            return Context(mask, rotation).planned(c.attention, head_width, heads, self.dtype)
+        near = c
         if c.window_rope_theta:
-            unscaled = replace(c, rope_theta=c.window_rope_theta, rope_scaling=PlainRope())
-            window_rotation = text_rotation(unscaled, position, mask.sample)
+            near = replace(c, rope_theta=c.window_rope_theta, rope_scaling=PlainRope())
+        is_own = near != full and not c.learned_positions
+        window_rotation = text_rotation(near, position, mask.sample) if is_own else None
         # Both masks need a window, so that a scan over layers of both kinds can select one of two
         # equal pytrees.
-        window_mask = mask._replace(reach=jnp.full_like(mask.pos, c.reach(position)))
+        window_mask = in_window._replace(reach=jnp.full_like(mask.pos, c.reach(position)))
         full_mask = mask._replace(reach=jnp.full_like(mask.pos, UNLIMITED))
         return Context(
             full_mask, rotation, window_mask=window_mask, window_rotation=window_rotation
-        ).planned(c.attention, c.head_width, (c.heads, c.kv_heads), self.dtype)
+        ).planned(c.attention, head_width, heads, self.dtype, in_window=c.heads_of(windowed=True))
 
     def origin(self, text: TextBatch) -> tuple[Int[Array, "r t"], Int[Array, "r t"]]:
         """Return every position's sample id and its index in the sample."""

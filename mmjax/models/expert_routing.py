@@ -11,6 +11,17 @@ from jaxtyping import Array, Bool, Float, Int
 from mmjax.config import ExpertsConfig
 
 
+class RouterArrays(NamedTuple):
+    """The parameters of a router."""
+
+    weight: Float[Array, "d e"]
+    correction: Float[Array, " e"] | None  # added to the scores of experts when they are chosen
+    bias: Float[Array, " e"] | None
+    input_scale: Float[Array, " d"] | None  # of the router's inputs, beside 1 / sqrt(d)
+    expert_input_scale: Float[Array, " d"] | None
+    share_scale: Float[Array, " e"] | None  # of the weights of each expert
+
+
 class Routes(NamedTuple):
     """The experts of every token, and the weights of their outputs."""
 
@@ -47,22 +58,24 @@ def unpack(packed: Float[Array, "1 l s"]) -> Routing:
 
 def route(
     x: Float[Array, "n d"],
-    weight: Float[Array, "d e"],
-    correction: Float[Array, " e"] | None,
-    bias: Float[Array, " e"] | None,
+    router: RouterArrays,
     valid: Bool[Array, " n"],
     config: ExpertsConfig,
 ) -> tuple[Routes, Routing]:
     """Choose the experts of tokens in float32. valid: positions that are tokens; padding gets no expert.
 
-    correction: added to the scores of experts when they are chosen. Groups of experts are chosen as
-    in DeepSeek-V3 (2024, section 2.1.2).
+    Groups of experts are chosen as in DeepSeek-V3 (2024, section 2.1.2).
     """
-    experts = weight.shape[1]
+    width, experts = router.weight.shape
+    correction = router.correction
+    inputs = x.astype(jnp.float32)
+    if router.input_scale is not None:
+        inputs = inputs * (router.input_scale.astype(jnp.float32) * width**-0.5)
     logits = jnp.matmul(
-        x.astype(jnp.float32), weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+        inputs, router.weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
-    logits = logits if bias is None else logits + bias.astype(jnp.float32)
+    if router.bias is not None:
+        logits = logits + router.bias.astype(jnp.float32)
     probability = jax.nn.softmax(logits)
     scores = probability if config.scores == "softmax" else jax.nn.sigmoid(logits)
     choice = scores if correction is None else scores + correction
@@ -71,6 +84,8 @@ def route(
     if config.normalized:
         share = share / share.sum(-1, keepdims=True)
     share = share * config.scale
+    if router.share_scale is not None:
+        share = share * router.share_scale.astype(jnp.float32)[expert]
     expert = jnp.where(valid[:, None], expert, experts)
     squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     routing = Routing(

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.config import Activation, ExpertsConfig
 from mmjax.kernels.grouped_matmul import grouped_matmul, takes
-from mmjax.models.expert_routing import Routes, Routing, route
+from mmjax.models.expert_routing import RouterArrays, Routes, Routing, route
 from mmjax.models.layers import ACTIVATIONS, MLP
 from mmjax.models.linear import Linear
 from mmjax.models.matmul import looped_matmul
@@ -57,16 +57,25 @@ class Router(nnx.Module):
 
     def __init__(self, inputs: int, config: ExpertsConfig, rngs: nnx.Rngs):
         count = config.count
+
+        def vector(width: int, *, made: bool, value: float = 0.0) -> nnx.Param | None:
+            return nnx.Param(jnp.full(width, value), axes=(None,)) if made else None
+
         weight = jax.random.normal(rngs.params(), (inputs, count), jnp.float32) * inputs**-0.5
         self.weight = nnx.Param(weight, axes=("embed", None))
         # Experts are chosen by it, and that has no gradient.
-        self.correction = nnx.Param(jnp.zeros(count), axes=(None,)) if config.correction else None
-        self.bias = nnx.Param(jnp.zeros(count), axes=(None,)) if config.biases else None
+        self.correction = vector(count, made=config.correction)
+        self.bias = vector(count, made=config.biases)
+        # of what it reads, what experts read, and the weights of each expert
+        scaled = config.beside_mlp
+        self.input_scale = vector(inputs, made=scaled, value=1.0)
+        self.expert_input_scale = vector(inputs, made=scaled, value=1.0)
+        self.share_scale = vector(count, made=scaled, value=1.0)
 
-    def arrays(self) -> tuple[Array, Array | None, Array | None]:
-        """Return the vectors, the correction and the bias."""
-        others = (None if x is None else x[...] for x in (self.correction, self.bias))
-        return self.weight[...], *others
+    def arrays(self) -> RouterArrays:
+        """Return the vectors, the correction, the bias and the scales."""
+        parameters = (getattr(self, name) for name in RouterArrays._fields)
+        return RouterArrays(*(None if x is None else x[...] for x in parameters))
 
 
 class Experts(nnx.Module):
@@ -93,10 +102,12 @@ class Experts(nnx.Module):
         layout = ExpertLayout.of(x.shape, self.gate.weight.shape)
 
         def on_device(
-            x: Array, valid: Array, router: tuple[Array | None, ...], *weights: Any
+            x: Array, valid: Array, router: RouterArrays, *weights: Any
         ) -> tuple[Array, Routing]:
             tokens = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
-            routes, routing = route(tokens, *router, valid.reshape(len(tokens)), c)
+            routes, routing = route(tokens, router, valid.reshape(len(tokens)), c)
+            if router.expert_input_scale is not None:
+                tokens = tokens * router.expert_input_scale.astype(tokens.dtype)
             # Sums over the tokens of all devices; turns are a number that all have in common.
             routing = layout.add_up(routing)._replace(turns=routing.turns)
             mlp = ExpertMLP(c, self.activation, layout.cuts)

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from mmjax.config import Remat
 from mmjax.models.expert_routing import Routing
-from mmjax.models.kv_cache import KVCacheView
+from mmjax.models.kv_cache import KeyValue, KVCacheView
 from mmjax.models.layers import Context
 from mmjax.models.parameter_keys import ParameterKeys
 from mmjax.models.stack_scan import KVCache, LayerStack, apply_stack
@@ -99,7 +99,8 @@ class LayerStacks(nnx.Module):
     """A tower's layers, in stacks. `make(i, rngs)` builds a layer like layer i, a `TransformerLayer`.
 
     windowed: indices of the layers that attend under the context's `window_mask`. merge_after:
-    layers whose last one merges positions; 0: none does.
+    layers whose last one merges positions; 0: none does. key_sources: those, each a stack of its
+    own, whose keys and values layers behind them share.
     """
 
     def __init__(
@@ -109,11 +110,15 @@ class LayerStacks(nnx.Module):
         rngs: nnx.Rngs,
         windowed: tuple[int, ...] = (),
         merge_after: int = 0,
+        key_sources: tuple[int, ...] = (),
     ):
         key = rngs.params()
         self.plan = plan
         self.windowed = windowed
         self.merge_after = merge_after
+        self.key_sources = key_sources
+        # keys and values of those that have run, by field of the context
+        self.shared: dict[str, KeyValue] = nnx.data({})
         # Gradient accumulators of scanned stacks by name, as `seed_accumulators` wants them; set by
         # `models.model`.
         self.accumulators: dict[str, Any] = nnx.data({})
@@ -183,13 +188,24 @@ class LayerStacks(nnx.Module):
                 }
                 merged = 0 < self.merge_after <= run.start
                 of_run = context.behind_merger() if merged else context._replace(merged=None)
+                is_source = run.start in self.key_sources
                 x, layer_cache, sums, routings = apply_stack(
-                    stored, run, x, of_run, self.windowed, with_kv, past, sums
+                    stored,
+                    run,
+                    x,
+                    of_run._replace(**self.shared),
+                    self.windowed,
+                    with_kv or is_source,
+                    past,
+                    sums,
                 )
+                if is_source:
+                    self._share(run, layer_cache, past)
                 self.accumulators.update(sums)
                 self.routings.extend(routings)
                 if with_kv:
-                    cache |= layer_cache
+                    # layers that share keys have nothing to keep
+                    cache |= {name: kept for name, kept in layer_cache.items() if kept is not None}
                 # `add` has an entry for each of the LLM's first layers; `Model.build` made each of
                 # those a stack of its own.
                 if run.start - start < len(add):
@@ -199,6 +215,12 @@ class LayerStacks(nnx.Module):
                         )
                     x = x + add[run.start - start]
         return x, cache
+
+    def _share(self, run: LayerStack, cache: KVCache, past: KVCacheView | None) -> None:
+        """Keep the keys and values of a layer for those that share them, the ones before new tokens among them."""
+        ((name, new),) = cache.items()
+        whole = new if past is None else past.cache[name].updated(new, past.column)
+        self.shared["window_shared" if run.start in self.windowed else "shared"] = whole
 
     @property
     def routing(self) -> Routing | None:

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import MaskSpec
-from mmjax.config import Activation, AudioConfig, Biased, VisionConfig
+from mmjax.config import Activation, AudioConfig, AxisTables, Biased, VisionConfig
 from mmjax.config.towers import INNER_MERGE
 from mmjax.kernels.window_attention import MixedPlan, WindowPlan, plan_windows
 from mmjax.models.attention import (
@@ -51,6 +51,11 @@ class Context(NamedTuple):
     # int32 [B, T] of layers that read tokens in order, where samples may have branches:
     # `token_paths.paths_of`
     path: Array | None = None
+    # keys and values of a layer before, for those that share them, and of one with a window
+    shared: KeyValue | None = None
+    window_shared: KeyValue | None = None
+    # [L, B, T, P] of tokens, for every layer; in a layer its own
+    token_inputs: Array | None = None
     # of the layers behind a merger inside the tower; dropped there as before it
     merged: Context | None = None
 
@@ -67,23 +72,26 @@ class Context(NamedTuple):
         heads: tuple[int, int],
         dtype: jnp.dtype,
         window: int = 0,
+        in_window: tuple[int, tuple[int, int]] | None = None,
     ) -> Context:
         """Plan attention under both masks, once for all layers. heads: of queries, and of keys. dtype: of both.
 
         window: tokens of a closed window of `window_mask`, at most; 0: its windows are of other kinds.
+        in_window: head width and heads of the layers with windows; None: those of the others.
         """
         windows = (backend, window, self.mask.pos.shape[1], heads, dtype)
         plan = partial(
-            plan_attention,
-            backend=backend,
-            head_width=head_width,
-            heads=heads,
-            dtype=dtype,
-            max_block=block_limit(*windows),
+            plan_attention, backend=backend, dtype=dtype, max_block=block_limit(*windows)
         )
-        plan_window = plan_windows if in_windows(*windows) else plan
+        window_width, window_heads = in_window or (head_width, heads)
+        plan_window = (
+            plan_windows
+            if in_windows(*windows)
+            else partial(plan, head_width=window_width, heads=window_heads)
+        )
         return self._replace(
-            plan=plan(self.mask), window_plan=self.window_mask and plan_window(self.window_mask)
+            plan=plan(self.mask, head_width=head_width, heads=heads),
+            window_plan=self.window_mask and plan_window(self.window_mask),
         )
 
     def of_layers(self, windowed: bool) -> Context:
@@ -92,9 +100,10 @@ class Context(NamedTuple):
             mask=self.window_mask,
             plan=self.window_plan,
             rotation=self.window_rotation or self.rotation,
+            shared=self.window_shared,
         )
         return (in_window if windowed else self)._replace(
-            window_mask=None, window_plan=None, window_rotation=None
+            window_mask=None, window_plan=None, window_rotation=None, window_shared=None
         )
 
     def stacked(self) -> Context:
@@ -193,15 +202,21 @@ class RMSNorm(nnx.Module):
         return norm(x, self.scale[...])
 
 
-def unit_rms(x: Float[Array, "*b d"], eps: float) -> Float[Array, "*b d"]:
-    """Divide by the root mean square along the last axis; float32 inside."""
+class HeadNorm(nnx.Module):
+    """Divides by the root mean square of each position, without a scale; float32 inside."""
 
-    @keep_inputs
-    def norm(x: Array) -> Array:
-        y = x.astype(jnp.float32)
-        return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    def __init__(self, eps: float):
+        self.eps = eps
 
-    return norm(x)
+    def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
+        @keep_inputs
+        def norm(x: Array) -> Array:
+            y = x.astype(jnp.float32)
+            return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)).astype(
+                x.dtype
+            )
+
+        return norm(x)
 
 
 class LayerNorm(nnx.Module):
@@ -296,6 +311,10 @@ class LayerConfig:
     delta_net: Callable[[nnx.Rngs], nnx.Module] | None = None
     convolution: Callable[[nnx.Rngs], nnx.Module] | None = None  # the same
     experts: Callable[[nnx.Rngs], nnx.Module] | None = None  # makes what takes the place of the MLP
+    # the experts are beside the MLP: they read the stream's root mean square norm, and the outputs
+    # of both have norms before they are added
+    experts_beside: bool = False
+    norm_eps: float = 1e-6  # of that norm
     merger: Callable[[nnx.Rngs], nnx.Module] | None = (
         None  # makes what merges its output's positions
     )
@@ -307,11 +326,17 @@ class LayerConfig:
     scoring: Scoring = DEFAULT_SCORING
     window: int = 0  # tokens of a closed window that layers of its tower attend in, at most
     rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 together
+    rope_halves: bool = False  # RoPE turns each half of a head by itself
     has_rope: bool = True  # where the context has rotary positions
     grows: bool = True  # queries grow, where the context's do
-    # of a norm without weights of rotated queries and keys; 0: there is none
-    rotated_norm_eps: float = 0.0
+    rotated_norm: Callable[[], nnx.Module] | None = None  # of queries and keys, behind RoPE
     sinks: bool = False  # a score of each head that attention's softmax has beside the keys'
+    value_norm: Callable[[], nnx.Module] | None = None  # of the values of each head
+    keys_as_values: bool = False  # values are what keys are before their norm
+    shares_keys: bool = False  # attends the context's keys and values, and has none of its own
+    # of the vector that the layer takes of each token; 0: it takes none
+    token_width: int = 0
+    output_scale: bool = False  # a stored number multiplies the layer's output
 
 
 class SelfAttention(nnx.Module):
@@ -324,10 +349,10 @@ class SelfAttention(nnx.Module):
         # With a gate, the outputs of a head are its query, then its gate (as in Qwen3.5).
         q_outputs = (1 + b.attention_gate) * q_width
         self.query = Linear(b.width, q_outputs, ("embed", "heads"), rngs, bias="query" in b.biases)
-        self.key = Linear(b.width, kv_width, ("embed", "kv_heads"), rngs, bias="key" in b.biases)
-        self.value = Linear(
-            b.width, kv_width, ("embed", "kv_heads"), rngs, bias="value" in b.biases
-        )
+        kv = partial(Linear, b.width, kv_width, ("embed", "kv_heads"), rngs)
+        self.key = None if b.shares_keys else kv(bias="key" in b.biases)
+        has_values = not (b.shares_keys or b.keys_as_values)
+        self.value = kv(bias="value" in b.biases) if has_values else None
         self.output = Linear(q_width, b.width, ("heads", "embed"), rngs, bias="output" in b.biases)
         # Queries and keys are normalised per head after the split (Qwen3), or over all heads before
         # it (InternViT).
@@ -335,7 +360,9 @@ class SelfAttention(nnx.Module):
         # At most one of the two is configured.
         norm = b.head_norm or b.width_norm
         self.query_norm = norm and norm(b.head_width if self.norm_heads else q_width)
-        self.key_norm = norm and norm(b.head_width if self.norm_heads else kv_width)
+        key_norm = None if b.shares_keys else norm
+        self.key_norm = key_norm and key_norm(b.head_width if self.norm_heads else kv_width)
+        self.value_norm = b.value_norm and b.value_norm()
         self.gated = b.attention_gate
         self.heads = b.heads
         self.kv_heads = b.kv_heads
@@ -344,34 +371,37 @@ class SelfAttention(nnx.Module):
         self.scoring = b.scoring
         self.window = b.window
         self.rope_neighbours = b.rope_neighbours
+        self.rope_halves = b.rope_halves
         self.has_rope = b.has_rope
         self.grows = b.grows
-        self.rotated_norm_eps = b.rotated_norm_eps
+        self.rotated_norm = b.rotated_norm and b.rotated_norm()
         self.sinks = nnx.Param(jnp.zeros(b.heads), axes=("heads",)) if b.sinks else None
 
     def __call__(
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
-    ) -> tuple[Float[Array, "b t d"], KeyValue]:
-        """Attend among the tokens, or the cache of `past` with them written in; return their keys and values too."""
-        q, k, v = apply_linears(x, self.query, self.key, self.value)
+    ) -> tuple[Float[Array, "b t d"], KeyValue | None]:
+        """Attend among the tokens, or the cache of `past` with them written in; return their keys and values too.
+
+        Those of another layer, which `context` has, are complete, and none are returned.
+        """
+        linears = [y for y in (self.query, self.key, self.value) if y is not None]
+        q, *own = apply_linears(x, *linears)
         if self.query_norm is not None and not self.norm_heads:
             q = self.query_norm(q)
-            k = self.key_norm(k)
         # A rank may have no rows, where no dimension can be left to be inferred.
         q = q.reshape(*x.shape[:2], self.heads, q.shape[-1] // self.heads)
         q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
-        k, v = (y.reshape(*x.shape[:2], self.kv_heads, self.head_width) for y in (k, v))
         if self.query_norm is not None and self.norm_heads:
             q = self.query_norm(q)
-            k = self.key_norm(k)
         if context.rotation is not None and self.has_rope:
-            q = rotate(q, context.rotation, self.rope_neighbours)
-            k = rotate(k, context.rotation, self.rope_neighbours)
-            if self.rotated_norm_eps:
-                q, k = (unit_rms(y, self.rotated_norm_eps) for y in (q, k))
+            q = rotate(q, context.rotation, self.rope_neighbours, self.rope_halves)
+            if self.rotated_norm is not None:
+                q = self.rotated_norm(q)
         if context.rotation is not None and self.grows:
             q = context.rotation.grown(q)
         sinks = None if self.sinks is None else self.sinks[...]
+        made = self._keys_and_values(own, context) if own else None
+        k, v = made or context.shared
         if past is None:
             heads = self.heads, self.kv_heads
             max_block = block_limit(self.backend, self.window, x.shape[1], heads, q.dtype)
@@ -382,8 +412,7 @@ class SelfAttention(nnx.Module):
             # One token is no block of queries, so the backend does not matter: all scores at once.
             # Written into a copy that only this layer reads; `forward_with_kv` of the stack writes
             # them into the cache.
-            keys = jax.lax.dynamic_update_slice_in_dim(past.cache.key, k, past.column, axis=1)
-            values = jax.lax.dynamic_update_slice_in_dim(past.cache.value, v, past.column, axis=1)
+            keys, values = past.cache.updated(made, past.column) if made else context.shared
             attn_out = dense_attention(
                 q, keys, values, context.mask, past.mask, self.scoring, sinks
             )
@@ -399,10 +428,26 @@ class SelfAttention(nnx.Module):
             )
 
         if gate is not None:
-            return output(attn_out, gate), KeyValue(k, v)
-        return self.output(attn_out.reshape(*x.shape[:2], self.heads * self.head_width)), KeyValue(
-            k, v
-        )
+            return output(attn_out, gate), made
+        return self.output(attn_out.reshape(*x.shape[:2], self.heads * self.head_width)), made
+
+    def _keys_and_values(
+        self, projected: list[Float[Array, "b t _"]], context: Context
+    ) -> KeyValue:
+        """Norm and turn what the layer's matrices make of the tokens; a single one makes both."""
+        k, v = projected[0], projected[-1]
+        if self.key_norm is not None and not self.norm_heads:
+            k = self.key_norm(k)
+        k, v = (y.reshape(*y.shape[:2], self.kv_heads, self.head_width) for y in (k, v))
+        if self.key_norm is not None and self.norm_heads:
+            k = self.key_norm(k)
+        if self.value_norm is not None:
+            v = self.value_norm(v)
+        if context.rotation is not None and self.has_rope:
+            k = rotate(k, context.rotation, self.rope_neighbours, self.rope_halves)
+            if self.rotated_norm is not None:
+                k = self.rotated_norm(k)
+        return KeyValue(k, v)
 
 
 class LayerScale(nnx.Module):
@@ -420,6 +465,36 @@ def _post_module(block: LayerConfig) -> nnx.Module | None:
     if block.post_norms:
         return block.norm(block.width)
     return LayerScale(block.width) if block.layer_scale else None
+
+
+class OutputScale(nnx.Module):
+    """A stored number, a buffer in PyTorch's terms, which gets no gradient."""
+
+    def __init__(self) -> None:
+        self.scale = nnx.Param(jnp.ones(1, jnp.float32), axes=("fixed",))
+
+    def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
+        return x * jax.lax.stop_gradient(self.scale[...]).astype(x.dtype)
+
+
+class TokenInput(nnx.Module):
+    """Multiply what a gate makes of the stream by a vector of each token, and project it (Gemma 3n)."""
+
+    def __init__(self, block: LayerConfig, rngs: nnx.Rngs):
+        b = block
+        self.gate = Linear(b.width, b.token_width, ("embed", "mlp"), rngs)
+        self.projection = Linear(b.token_width, b.width, ("mlp", "embed"), rngs)
+        self.norm = b.norm(b.width)
+        self.activation: Activation = b.activation
+
+    def __call__(
+        self, x: Float[Array, "b t d"], token: Float[Array, "b t p"]
+    ) -> Float[Array, "b t d"]:
+        @keep_inputs
+        def project(gate: Array, token: Array) -> Array:
+            return self.projection(ACTIVATIONS[self.activation](gate) * token)
+
+        return self.norm(project(self.gate(x), token))
 
 
 class LayerOutput(NamedTuple):
@@ -449,10 +524,16 @@ class TransformerLayer(nnx.Module):
         mlp = partial(
             MLP, b.width, b.mlp_width, b.width, b.activation, gated=b.gated, biases=b.biases
         )
-        self.mlp = None if b.experts else mlp(rngs)
+        beside = b.experts_beside and b.experts is not None
+        self.mlp = None if b.experts and not beside else mlp(rngs)
         self.experts = b.experts and b.experts(rngs)
+        self.experts_norm = HeadNorm(b.norm_eps) if beside else None
+        self.mlp_norm_after = b.norm(b.width) if beside else None
+        self.experts_norm_after = b.norm(b.width) if beside else None
         self.mlp_after = _post_module(b)
         self.residual_scale = b.residual_scale
+        self.token_input = TokenInput(b, rngs) if b.token_width else None
+        self.output_scale = OutputScale() if b.output_scale else None
         self.merger = b.merger and b.merger(rngs)
 
     def __call__(
@@ -472,13 +553,21 @@ class TransformerLayer(nnx.Module):
             x = checkpoint_name(x, "mlp_input")
             mlp_in = x if self.mlp_norm is None else self.mlp_norm(x)
         routing = None
+        valid = context.mask.sample >= 0
         if self.experts is None:
             mlp_out = self.mlp(mlp_in)
+        elif self.experts_norm is None:
+            mlp_out, routing = self.experts(mlp_in, valid)
         else:
-            mlp_out, routing = self.experts(mlp_in, context.mask.sample >= 0)
+            experts_out, routing = self.experts(self.experts_norm(x), valid)
+            mlp_out = self.mlp_norm_after(self.mlp(mlp_in)) + self.experts_norm_after(experts_out)
         if self.mlp_after is not None:
             mlp_out = self.mlp_after(mlp_out)
         x = x + self._scaled(drop(mlp_out, context.dropout, MLP_SITE))
+        if self.token_input is not None:
+            x = x + self.token_input(x, context.token_inputs)
+        if self.output_scale is not None:
+            x = self.output_scale(x)
         if self.merger is not None:
             x = self.merger(x, context.mask)
         return LayerOutput(x, layer_cache, routing)
@@ -523,7 +612,11 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
         head_norm=qk_norm if c.qk_norm == "head" else None,
         width_norm=qk_norm if c.qk_norm == "width" else None,
         layer_scale=c.layer_scale,
-        pre_norms=c.norm_place == "before",
-        post_norms=c.norm_place == "after",
+        pre_norms=c.norm_place != "after",
+        post_norms=c.norm_place != "before",
+        scoring=Scoring(c.attention_scale, 0.0),
+        value_norm=partial(HeadNorm, c.norm_eps) if c.value_norm else None,
+        rope_halves=isinstance(c.positions, AxisTables),
+        rope_neighbours=c.rope_neighbours,
         window=longest_window(c) if c.modality == "image" and c.windowed else 0,
     )

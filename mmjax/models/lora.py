@@ -61,8 +61,9 @@ def linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, r
     stacks = model.tower(tower).layers
     for run in stacks.plan:
         for stored, layers in run.parts.items():
-            if (mixer := getattr(stacks.runs[stored], path[1])) is not None:
-                yield reduce(getattr, path[2:], mixer), layers
+            mixer = getattr(stacks.runs[stored], path[1])
+            if mixer is not None and (linear := reduce(getattr, path[2:], mixer)) is not None:
+                yield linear, layers
 
 
 def _init_adapter(linear: Linear, lora: LoraConfig, layers: range | None, key: Array) -> LowRank:

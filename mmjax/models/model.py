@@ -113,6 +113,8 @@ class Model:
             # 1: with n = 2 and 6 layers, stacks of layers 0, 1 and 2..5.
             layers = range(deepest) if name == "llm" else (*c.deepstack, *c.feature_layers)
             borders = [i + 1 for i in layers if i + 1 < c.layers]
+            if name == "llm":
+                borders += [i for i in c.stack_borders if 0 < i < c.layers]
             if c.merge_after:  # whose last layer is one of a kind
                 borders += [i for i in (c.merge_after - 1, c.merge_after) if 0 < i < c.layers]
             if c.is_generator and c.frozen and c.layers > 1:

@@ -203,9 +203,14 @@ class MultimodalModel(nnx.Module):
         """Return final activations and output table, for losses computed in chunks."""
         with jax.named_scope("llm"):
             x, add = self.embedded(text, features)
-            return self.llm.hidden_and_table(
-                self.llm.layers(x, self.context("llm", text, noise), add=add)
-            )
+            context = self.text_context(x, text, noise)
+            return self.llm.hidden_and_table(self.llm.layers(x, context, add=add))
+
+    def text_context(
+        self, x: Float[Array, "b t d"], text: TextBatch, noise: Noise | None = None
+    ) -> Context:
+        """Build the layer inputs of the LLM. x: its embedded text, with the tokens of images and clips in place."""
+        return self.llm.with_token_inputs(self.context("llm", text, noise), x, text.token)
 
     def embedded(
         self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]
@@ -369,7 +374,7 @@ def prefill(
     prompt = text.sample >= 0
     length = prompt.sum(1, dtype=jnp.int32)
     x, add = model.embedded(text, features)
-    x, layers = model.llm.layers.forward_with_kv(x, model.context("llm", text, None), add)
+    x, layers = model.llm.layers.forward_with_kv(x, model.text_context(x, text), add)
     # Each row's last token; a row without a prompt takes its first column, and nobody reads the
     # result.
     last_column = jnp.maximum(length - 1, 0)
@@ -402,6 +407,7 @@ def step(
         position = jnp.broadcast_to(position[..., None], (*position.shape, len(sections)))
     x = model.llm.positioned(model.llm.embedded(token[:, None]), position)
     context = model.llm.context_of(query_mask, position)
+    context = model.llm.with_token_inputs(context, x, token[:, None])
     past = KVCacheView(cache.layers, cache.mask, cache.column)
     x, layers = model.llm.layers.forward_with_kv(x, context, past=past)
     return _logits(model, x), Cache(layers, cache.mask, cache.position + 1, cache.column + 1)

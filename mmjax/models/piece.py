@@ -167,8 +167,8 @@ class Piece:
         part = {"layers": {"runs": {name: tower["layers"]["runs"][name] for name in sorted(runs)}}}
         if self.first or (self.last and tied):
             part["embed"] = tower["embed"]
-        if self.first and "positions" in tower:
-            part["positions"] = tower["positions"]
+        if self.first:
+            part |= {name: tower[name] for name in ("positions", "token_inputs") if name in tower}
         if self.last and "head" in tower:
             part["head"] = tower["head"]
         if self.tower == "llm":
@@ -232,7 +232,7 @@ class Piece:
             x = values[self.inputs[0]]
             add = module.additions(text, features)
         layers = module.llm.layers
-        x = layers(x, module.context("llm", text, noise), self.start, self.stop, add)
+        x = layers(x, module.text_context(x, text, noise), self.start, self.stop, add)
         for name in [] if self.first else self._routing(self.start):
             layers.routings.insert(0, unpack(values[name]))
         if not self.last:

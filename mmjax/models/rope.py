@@ -16,6 +16,7 @@ from mmjax.config import (
     LinearRope,
     Llama3Rope,
     LongRope,
+    ProportionalRope,
     RopeScaling,
     YarnRope,
 )
@@ -40,13 +41,18 @@ def rotation_1d(time: Int[Array, "b t"], width: int, theta: float) -> Rotation:
 
 
 def rotation_2d(
-    coordinates: Int[Array, "b t 2"], head_width: int, theta: float, alternating: bool = False
+    coordinates: Int[Array, "b t 2"],
+    head_width: int,
+    theta: float,
+    alternating: bool = False,
+    turns: bool = False,
 ) -> Rotation:
     """Compute rotary angles of (y, x): the first half of the channel pairs turns with y, the other half with x.
 
     Pair i of an axis turns by coordinate * theta^(-i / pairs), `pairs` being those of that axis.
     alternating: the axes share the frequencies of the whole head, y has the even ones and x the odd
-    ones (Pixtral). Raises ValueError for a head that does not split into pairs.
+    ones (Pixtral). turns: pairs 2i and 2i + 1 turn with x and y, by the frequency of pair i of an
+    axis (MoonViT). Raises ValueError for a head that does not split into pairs.
     """
     if head_width % (2 if alternating else 4):
         raise ValueError(
@@ -62,6 +68,8 @@ def rotation_2d(
     pairs = head_width // 4
     frequencies = theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
     angles = coordinates.astype(jnp.float32)[..., None] * frequencies
+    if turns:
+        angles = jnp.swapaxes(angles[..., ::-1, :], -1, -2)
     angles = angles.reshape(*coordinates.shape[:-1], head_width // 2)
     return Rotation(jnp.cos(angles), jnp.sin(angles))
 
@@ -129,6 +137,9 @@ def frequencies_of(scaling: RopeScaling, theta: float, pairs: int) -> np.ndarray
             return ((1 - smooth) * unscaled / scaling.factor + smooth * unscaled).astype(np.float32)
         case YarnRope():
             return _yarn(unscaled, scaling, theta)
+        case ProportionalRope(share=share, factor=factor):
+            turned = np.arange(pairs) < int(share * pairs)
+            return np.where(turned, unscaled / np.float32(factor), np.float32(0))
     return unscaled
 
 
@@ -194,12 +205,18 @@ def _frequencies_by_length(
 
 
 def rotate(
-    x: Float[Array, "b t n h"], rotation: Rotation, neighbours: bool = False
+    x: Float[Array, "b t n h"],
+    rotation: Rotation,
+    neighbours: bool = False,
+    halves: bool = False,
 ) -> Float[Array, "b t n h"]:
     """Turn channel pairs (i, i + P) of every head, of its first 2 P channels; float32 inside.
 
-    neighbours: turn pairs (2 i, 2 i + 1), as in the paper and in GLM.
+    neighbours: turn pairs (2 i, 2 i + 1), as in the paper and in GLM. halves: turn pairs inside each
+    half of a head, the first pairs in its first half (Gemma 4's tower).
     """
+    if halves:
+        return _swap_quarters(rotate(_swap_quarters(x), rotation))
     # Of 8 channels that all turn (P = 4), pair 1 is channels 1 and 5, with `neighbours` 2 and 3.
     pairs = rotation.cos.shape[-1]
     # HF's layout, halves of a head.
@@ -214,3 +231,10 @@ def rotate(
         both = jnp.stack(turned, axis=-1)
         turned = [both.reshape(*both.shape[:-2], 2 * pairs)]
     return jnp.concatenate([*turned, rest], axis=-1).astype(x.dtype)
+
+
+def _swap_quarters(x: Float[Array, "b t n h"]) -> Float[Array, "b t n h"]:
+    """Swap the second and the third quarter of every head: pairs inside its halves become pairs of its halves."""
+    # Of 8 channels the pairs (0, 2), (1, 3), (4, 6), (5, 7) come to (0, 4), (1, 5), (2, 6), (3, 7).
+    first, second, third, last = jnp.split(x, 4, axis=-1)
+    return jnp.concatenate([first, third, second, last], axis=-1)

@@ -30,8 +30,9 @@ SAVED: dict[Remat, tuple[str, ...]] = {
     "full": (),
 }
 
-# by name of stored layers; those of several layers have a leading layer axis
-KVCache = dict[str, LayerCache]
+# by name of stored layers; those of several layers have a leading layer axis, and those that share
+# another's keys have None
+KVCache = dict[str, LayerCache | None]
 
 
 class LayerInputs(NamedTuple):
@@ -41,6 +42,7 @@ class LayerInputs(NamedTuple):
     number: Array | None  # index in the tower, for dropout
     windowed: Array | None  # 1 with a window, 0 without, where the stack has layers of both kinds
     cache: LayerCache | None
+    token: Array | None  # of the context's `token_inputs`
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ def layers_name(layers: range) -> str:
         return str(layers.start)
     step = "" if layers.step == 1 else f":{layers.step}"
     return f"{layers.start}:{layers.stop}{step}"
+
+
+def slice_of(layers: range) -> slice:
+    """Return the slice that takes these layers of an array of all."""
+    return slice(layers.start, layers.stop, layers.step)
 
 
 def apply_stack(
@@ -94,11 +101,15 @@ def apply_stack(
             module, lambda path, _, paths=accumulated: path in paths, ...
         )
     scanned = len(run.parts[next(iter(stored))]) > 1
-    # Where all layers of a stack are alike, the mask is chosen here; a scan over both kinds takes
-    # one of two by index.
-    kinds = {i in windowed for i in range(run.start, run.stop)}
-    mixed = len(kinds) > 1
-    context = context.stacked() if mixed else context.of_layers(kinds.pop())
+    # Where all layers of each part are alike, their masks are chosen here; a scan over both kinds
+    # takes one of two by index.
+    kinds = {name: {i in windowed for i in layers} for name, layers in run.parts.items()}
+    mixed = any(len(of_part) > 1 for of_part in kinds.values())
+    context, token_inputs = context._replace(token_inputs=None), context.token_inputs
+    contexts = {
+        name: context.stacked() if mixed else context.of_layers(of_part.pop())
+        for name, of_part in kinds.items()
+    }
 
     def layer(
         graph: Any, params: list[Any], x: Array, context: Context, inputs: LayerInputs
@@ -107,13 +118,14 @@ def apply_stack(
             context = context._replace(dropout=context.dropout._replace(layer=inputs.number))
         if inputs.windowed is not None:
             context = context.of_layer(inputs.windowed)
+        context = context._replace(token_inputs=inputs.token)
         # Merged inside, because a scan and `jax.checkpoint` pass only arrays.
         module = nnx.merge(graph, *params)
         with recomputed_layer(run.remat != "none"):
             x, layer_cache, routing = module(x, context, past and past._replace(cache=inputs.cache))
         return constrain(x, "rows", "sequence", "width"), layer_cache if with_kv else None, routing
 
-    if run.remat != "none" and not with_kv:
+    if run.remat != "none" and past is None:
         # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier
         # against that.
         layer = jax.checkpoint(
@@ -125,15 +137,19 @@ def apply_stack(
             index=jnp.arange(len(layers)) if name in accumulators else None,
             number=None if context.dropout is None else jnp.asarray(layers),
             windowed=jnp.asarray([i in windowed for i in layers], jnp.int32) if mixed else None,
-            cache=past and past.cache[name],
+            cache=past and past.cache.get(name),
+            token=None if token_inputs is None else token_inputs[slice_of(layers)],
         )
         for name, layers in run.parts.items()
     }
     if not scanned:
         (name,) = stored
-        number = None if context.dropout is None else inputs[name].number[0]
+        first = lambda array: None if array is None else array[0]  # noqa: E731
+        inputs_of_one = inputs[name]._replace(
+            number=first(inputs[name].number), token=first(inputs[name].token)
+        )
         x, layer_cache, routing = layer(
-            graphs[name], params[name], x, context, inputs[name]._replace(number=number)
+            graphs[name], params[name], x, contexts[name], inputs_of_one
         )
         routings = [] if routing is None else [jax.tree.map(lambda sums: sums[None], routing)]
         return x, {name: layer_cache} if with_kv else {}, {}, routings
@@ -150,7 +166,9 @@ def apply_stack(
             (trained, untrained), inputs = xs[name]
             if inputs.index is not None:
                 trained, accumulators[name] = _accumulate(trained, accumulators[name], inputs.index)
-            x, layer_cache, routing = layer(graphs[name], [trained, untrained], x, context, inputs)
+            x, layer_cache, routing = layer(
+                graphs[name], [trained, untrained], x, contexts[name], inputs
+            )
             if with_kv:
                 cache[name] = layer_cache
             if routing is not None:

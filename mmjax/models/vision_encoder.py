@@ -15,7 +15,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
 from mmjax.batch import ROW, ItemBatch, MaskSpec
-from mmjax.config import AlternatingGrid, FractionalGrid, LearnedGrid, StretchedGrid, VisionConfig
+from mmjax.config import (
+    AlternatingGrid,
+    AxisTables,
+    FractionalGrid,
+    LearnedGrid,
+    StretchedGrid,
+    VisionConfig,
+)
 from mmjax.kernels.masks import encoder_mask
 from mmjax.models.layer_stacks import LayerStacks
 from mmjax.models.layers import (
@@ -73,6 +80,10 @@ class PatchEmbedding(nnx.Module):
             x = self.norm(x)
         if isinstance(c.positions, StretchedGrid):
             x = x + interpolate_positions(self.positions, c.positions, items).astype(dtype)
+        elif isinstance(c.positions, AxisTables):
+            # Entries of columns, then those of rows. Sides of padded patches may be beyond them.
+            row, column = (jnp.clip(axis, 0, c.positions.side - 1) for axis in (row, column))
+            x = x + self.positions(column, dtype) + self.positions(c.positions.side + row, dtype)
         elif isinstance(c.positions, FractionalGrid):
             x = x + self.positions(fractional_positions(c.positions.side, items), dtype)
         elif self.positions is not None:
@@ -96,6 +107,8 @@ def _learned_positions(config: VisionConfig) -> int:
             return rows * columns + config.class_token
         case StretchedGrid(side=side) | FractionalGrid(side=side):
             return side**2
+        case AxisTables(side=side):
+            return 2 * side
     return 0
 
 
@@ -363,9 +376,13 @@ class VisionEncoder(nnx.Module):
             context = context._replace(merged=merged.planned(c.attention, *heads, self.dtype))
         if isinstance(c.positions, LearnedGrid | FractionalGrid):
             return context
+        # Of tables by axis, columns turn the first half.
+        patch = patch[..., ::-1] if isinstance(c.positions, AxisTables) else patch
         alternating = isinstance(c.positions, AlternatingGrid)
         return context._replace(
-            rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta, alternating)
+            rotation=rotation_2d(
+                patch, c.width // c.heads, c.positions.theta, alternating, turns=c.rope_neighbours
+            )
         )
 
     def _windows(self, items: ItemBatch) -> Windows:

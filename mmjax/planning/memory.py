@@ -295,9 +295,8 @@ def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int)
     """
     if llm.latent:  # that all heads share
         numbers = llm.latent.key_rank + 2 * llm.rotary_pairs
-    else:
-        numbers = 2 * llm.kv_heads * llm.head_width / sharding.llm
-    return llm.attention_layers * numbers * activation
+        return llm.attention_layers * numbers * activation
+    return 2 * sum(llm.key_channels) * activation / sharding.llm
 
 
 def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:

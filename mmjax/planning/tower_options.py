@@ -143,6 +143,7 @@ class Problem(NamedTuple):
     exchanged_items: int = 1
     # numbers of parts that an LLM's layers on each stage's devices may have
     virtual: tuple[int, ...] = (1,)
+    one_stage: tuple[str, ...] = ()  # towers that are not cut, beside generators
 
     @property
     def encoders(self) -> tuple[str, ...]:
@@ -259,7 +260,7 @@ def list_options(
     all_options = []
     for costs in problem.towers[tower]:
         max_stages = min(LLM_STAGES if tower == "llm" else ENCODER_STAGES, len(costs.forward))
-        max_stages = 1 if tower in problem.generators else max_stages
+        max_stages = 1 if tower in (*problem.generators, *problem.one_stage) else max_stages
         max_stages = min(max_stages, problem.cluster.devices // costs.devices)
         beside = costs.layout.context * costs.layout.expert
         for stages, virtual in product(

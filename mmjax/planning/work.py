@@ -58,8 +58,12 @@ def layer_sizes(config: Tower) -> LayerSizes:
     # (queries, keys, heads) of attention, and of a delta net or a convolution (0 heads, as
     # they have no scores), weighed by their shares of the layers; the width of the MLP likewise. Of keys and values of
     # different widths the mean.
-    keys = c.kv_heads * (c.head_width + c.value_width) / 2
-    attention = np.array([c.heads * c.value_width, keys, c.heads], float)
+    keys = sum(c.key_channels) / max(1, c.attention_layers)
+    width = c.mean_head_width
+    if c.latent:
+        keys *= (1 + c.value_width / c.head_width) / 2
+        width = c.value_width
+    attention = np.array([c.heads * width, keys, c.heads], float)
     share = sum(c.delta_layers) / max(1, c.layers)
     if net := c.delta_net:
         of_net = np.array(
@@ -68,9 +72,11 @@ def layer_sizes(config: Tower) -> LayerSizes:
         attention += (of_net - attention) * share
     of_convolution = np.array([c.width, c.width, 0], float)
     attention += (of_convolution - attention) * sum(c.convolution_layers) / max(1, c.layers)
-    mlp = float(c.mlp_width)
+    wide = (c.shared_mlp_width or c.mlp_width) - c.mlp_width
+    mlp = c.mlp_width + wide * c.shared_layers / max(1, c.layers)
     if experts := c.experts:
         sparse = experts.per_token * experts.width + experts.shared_width
+        sparse += mlp * experts.beside_mlp
         mlp += (sparse - mlp) * sum(c.expert_layers) / max(1, c.layers)
     queries, keys, heads = attention.tolist()
     return LayerSizes(
@@ -105,7 +111,7 @@ def _mean_pairs(config: Tower, pairs: Any, window_pairs: Callable[[int], Any]) -
     if not config.windowed:
         return pairs
     in_windows = window_pairs(config.window_positions)
-    return pairs + (in_windows - pairs) * len(config.windowed) / config.layers
+    return pairs + (in_windows - pairs) * config.windowed_share
 
 
 def useful_work(
@@ -113,9 +119,12 @@ def useful_work(
 ) -> dict[str, Work]:
     """Measure the work in the arrays of a microbatch by tower, without padding."""
     pairs = int(allowed_pairs(text).sum())
+    full = pairs
+    if model.llm.items == "in_windows":
+        full = int(allowed_pairs(text._replace(span=np.zeros_like(text.span))).sum())
     pairs = _mean_pairs(
         model.llm,
-        pairs,
+        full,
         lambda _: pairs - int(pairs_beyond_window(text, model.llm.reach(text.position)).sum()),
     )
     work = {"llm": Work(int((text.sample >= 0).sum()), pairs)}

@@ -80,6 +80,17 @@ def test_layers_of_every_kind_are_timed_alone_and_weighed_by_their_share():
     assert len(set(isolated.llm.layer_kinds)) == 1
 
 
+def test_layers_with_and_without_windows_that_differ_are_timed_alone():
+    llm = replace(tiny_config().model.llm, layers=6, window=5, windowed=(0, 1, 3, 4))
+    llm = replace(llm, full_head_width=12, shared_layers=3, shared_mlp_width=7)
+    kinds = {
+        (kind.windowed, kind.mlp_width): share for kind, share in measuring.kinds_of_layers(llm)
+    }
+    every = tuple(range(6))
+    wide = {(every, 7): 2 / 6, ((), 7): 1 / 6}
+    assert kinds == {(every, llm.mlp_width): 2 / 6, ((), llm.mlp_width): 1 / 6, **wide}
+
+
 def test_a_tower_without_gradients_takes_its_forward_time_whatever_the_policy(monkeypatch):
     monkeypatch.setattr(measuring, "ENOUGH", 0.0)
     made = tiny_config()

@@ -34,7 +34,10 @@ from mmjax.hf.families import CHECKPOINTS
 TABLE = Path(__file__).parents[2] / "mmjax/hf/class_defaults.json"
 LIBRARY = Path(transformers.__file__).parent
 PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")  # that are read
-UNREAD_PARTS = {("clip", "text_config"), ("siglip", "text_config")}
+UNREAD_PARTS = {
+    *(("clip", "text_config"), ("siglip", "text_config")),
+    ("gemma4", "audio_config"),
+}
 # of labels, dtypes and outputs
 OF_ALL = {field.name for field in fields(transformers.PreTrainedConfig)}
 WHOLE = (
@@ -54,6 +57,7 @@ WHOLE = (
         "gemma",
         "gemma2",
         "gemma3_text",
+        "gemma4_text",
         "opt",
         "gpt2",
         "cohere",
@@ -77,6 +81,7 @@ WHOLE = (
         "smolvlm",
         "mistral3",
         "gemma3",
+        "gemma4",
     ),
     *(
         "llava_next_video",
@@ -98,6 +103,7 @@ WHOLE = (
         "mistral4",
         "deepseek_v2",
         "deepseek_v3",
+        "kimi_k25",
     ),
     *(
         "paligemma",
@@ -137,12 +143,14 @@ IMAGES = {  # by the folder of their model
     "qwen2_vl": ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
     "qwen3_vl": ("Qwen3VLVideoProcessor",),
     "pixtral": ("PixtralImageProcessor",),
+    "kimi_k25": ("Kimi_K25ImageProcessor",),
     "glm4v": ("Glm4vImageProcessor", "Glm4vVideoProcessor"),
     "glm46v": ("Glm46VImageProcessor",),
     "glmga": ("GlmgaImageProcessor",),
     "idefics3": ("Idefics3ImageProcessor",),
     "smolvlm": ("SmolVLMImageProcessor",),
     "gemma3": ("Gemma3ImageProcessor",),
+    "gemma4": ("Gemma4ImageProcessor",),
     "got_ocr2": ("GotOcr2ImageProcessor",),
     "internvl": ("InternVLVideoProcessor",),
     "deepseek_vl": ("DeepseekVLImageProcessor",),
@@ -310,7 +318,8 @@ def _add(configs: dict[str, Any], kind: str, nulls: bool) -> None:
     for name, spec in made.sub_configs_defaults.items():
         if name not in PARTS or (kind, name) in UNREAD_PARTS:
             continue
-        parts[name] = part = {"type": spec.model_type, "missing": dict(spec.init_kwargs)}
+        missing = None if spec.optional else dict(spec.init_kwargs)
+        parts[name] = part = {"type": spec.model_type, "missing": missing}
         if issubclass(spec.config_class, transformers.PreTrainedConfig):
             part["fixed"] = True
         _add(configs, spec.model_type, nulls)

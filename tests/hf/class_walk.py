@@ -166,6 +166,7 @@ def walk(
         parts, defaults = classes()[part].get("parts", {}), classes()[part]["defaults"]
         able = copy.deepcopy(plain)
         at(able, path).update({name: value for name, value in ENABLED.items() if name in defaults})
+        at(able, path).update(ENABLED_IN.get(part, {}))
         bases = (
             (plain, whole, able)
             if at(able, path) != at(copy.deepcopy(plain), path)
@@ -355,7 +356,9 @@ INERT_IN = {
     # have no loss of these logits.
     "ministral3": {"max_position_embeddings"},
     "mistral4": {"max_position_embeddings", "output_router_logits"},
-    **{kind: {"output_router_logits"} for kind in ("glm4_moe", "deepseek_v2", "deepseek_v3")},
+    **{kind: {"output_router_logits"} for kind in ("glm4_moe", "deepseek_v2")},
+    # The class of Kimi K2.5 has the word on the tables.
+    "deepseek_v3": {"output_router_logits", "tie_word_embeddings"},
     "llama4_text": {"output_router_logits", "router_jitter_noise"},
     "llava_next_video": {"spatial_pool_stride", "video_seq_length"},  # of videos
     # Their text's default, which they take over, is true.
@@ -371,6 +374,8 @@ INERT_IN = {
     "paligemma": {"hidden_size", "vocab_size"},
     # The second is read of a dynamic RoPE, which Gemma 3 says by type of layer.
     "gemma3_text": {"attn_logit_softcapping", "max_position_embeddings"},
+    "gemma4_text": {"max_position_embeddings"},
+    "gemma4_vision": {"attention_bias", "max_position_embeddings"},
     "qwen3_vl_moe_text": {"tie_word_embeddings"},
     "qwen2_5_omni_text": {"tie_word_embeddings"},
     "qwen2_5_omni_audio_encoder": {"max_source_positions"},
@@ -383,6 +388,7 @@ INERT_IN = {
     # read of other RoPE than it is allowed
     "glmasr_encoder": {"max_position_embeddings"},
     **{kind: {"image_size"} for kind in ("pixtral", "glm_ocr_vision")},  # images are of any size
+    "kimi_k25_vision": {"pos_emb_time"},  # of videos
     "janus_vision_model": {"num_image_tokens"},  # that it makes
     "clip": {"projection_dim"},
     "clip_vision_model": {"projection_dim"},
@@ -395,6 +401,16 @@ ENABLED = {
     "output_router_logits": True,
     "full_attn_idxs": [1],
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+}
+ENABLED_IN = {
+    "gemma4_text": {
+        "num_kv_shared_layers": 10,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "rope_parameters": None,
+    }
 }
 
 

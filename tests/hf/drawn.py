@@ -33,6 +33,7 @@ DECODERS = {
     "gemma": transformers.GemmaConfig,
     "gemma2": transformers.Gemma2Config,
     "gemma3": transformers.Gemma3TextConfig,
+    "gemma4_text": transformers.Gemma4TextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
     "gpt_oss": transformers.GptOssConfig,
     "lfm2": transformers.Lfm2Config,
@@ -58,7 +59,7 @@ LATENT = ("mistral4", "deepseek_v2", "deepseek_v3")  # attention
 NOT_IN_LLAVA = (
     *LATENT,
     *("ministral3", "qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "glm4_moe"),
-    *("opt", "gpt2", "ernie4_5", "gpt_oss", "lfm2", "llama4_text"),
+    *("opt", "gpt2", "ernie4_5", "gemma4_text", "gpt_oss", "lfm2", "llama4_text"),
 )
 # as the text of any vision tower
 IN_LLAVA = [name for name in DECODERS if name not in NOT_IN_LLAVA]
@@ -117,6 +118,8 @@ def decoder(
     """The config of a text decoder of a family. own: fields that win over what is drawn."""
     if family == "qwen3_5_text":
         return transformers.Qwen3_5TextConfig(**qwen3_5_text(rng) | own)
+    if family == "gemma4_text":
+        return transformers.Gemma4TextConfig(**gemma4_text(rng, vocab) | own)
     if family in ("opt", "gpt2"):
         return DECODERS[family](**learned_positions(rng, family, vocab) | own)
     if family == "qwen3_5_moe_text":
@@ -187,6 +190,89 @@ def decoder(
         if rng.integers(2):
             given["layer_types"] = layer_types(rng, given["num_hidden_layers"])
     return DECODERS[family](**given | own)
+
+
+def gemma4_text(rng: np.random.Generator, vocab: int) -> Fields:
+    """Gemma 4: heads of layers without windows, keys shared, inputs by token, and experts beside the MLP or none."""
+    sizes, _ = text_sizes(rng, vocab)
+    heads, layers = sizes["num_attention_heads"], between(rng, 1, 9)
+    types = layer_types(rng, layers)
+    types[-1] = "full_attention"  # which the class makes of it
+    # A layer of each type is before those that share keys.
+    firsts = [types.index(one) for one in set(types)]
+    shared = between(rng, 0, layers - 1 - max(firsts)) if rng.integers(3) else 0
+    full_width = 2 * between(rng, 2, 8)
+    turned = pick(
+        rng,
+        {"rope_type": "proportional", "partial_rotary_factor": pick(rng, 0.25, 0.3, 0.5, 1.0)},
+        {"rope_type": "proportional", "factor": 2.0},
+        {"rope_type": "default"},
+    )
+    experts = between(rng, 2, 6)
+    moe = {
+        "enable_moe_block": True,
+        "num_experts": experts,
+        "top_k_experts": between(rng, 1, experts),
+        "moe_intermediate_size": between(rng, 10, 40),
+    }
+    return sizes | {
+        "num_hidden_layers": layers,
+        "layer_types": types,
+        "hidden_activation": pick(rng, *ACTIVATIONS),
+        "attention_bias": pick(rng, False, True),
+        "sliding_window": pick(rng, 3, 6),
+        "final_logit_softcapping": pick(rng, None, 3.0, 20.0),
+        "rope_parameters": {
+            "full_attention": turned | {"rope_theta": pick(rng, 1e4, 1e6)},
+            "sliding_attention": {"rope_type": "default", "rope_theta": pick(rng, 100.0, 1e4)},
+        },
+        "max_position_embeddings": 64,
+        "global_head_dim": full_width,
+        "num_global_key_value_heads": pick(
+            rng, None, *(n for n in range(1, heads + 1) if heads % n == 0)
+        ),
+        "attention_k_eq_v": pick(rng, False, True),
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": pick(rng, False, True),
+        "hidden_size_per_layer_input": pick(rng, 0, between(rng, 3, 9)),
+        "vocab_size_per_layer_input": vocab,
+        **pick(rng, {}, moe),
+    }
+
+
+def gemma4(
+    rng: np.random.Generator, vocab: int = 97, **tokens: int
+) -> transformers.PreTrainedConfig:
+    """Gemma 4 with a tower of images, which attend both ways in windows that are longer, or not at all."""
+    heads = pick(rng, 1, 2, 4)
+    head_width = 4 * between(rng, 2, 4)
+    vision = {
+        "hidden_size": heads * head_width,
+        "head_dim": head_width,
+        "intermediate_size": between(rng, 10, 40),
+        "num_hidden_layers": between(rng, 1, 3),
+        "num_attention_heads": heads,
+        "num_key_value_heads": pick(rng, *(n for n in (1, 2, 4) if heads % n == 0)),
+        "hidden_activation": pick(rng, *ACTIVATIONS),
+        "rms_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
+        "rope_parameters": {"rope_type": "axial", "rope_theta": pick(rng, 100.0, 1e4)},
+        "pooling_kernel_size": pick(rng, 2, 3),  # with 1 transformers drops all tokens
+        "patch_size": between(rng, 2, 5),
+        "position_embedding_size": between(rng, 9, 15),
+        "standardize": pick(rng, False, True),
+    }
+    text = gemma4_text(rng, vocab) | {"pad_token_id": 0}
+    text["hidden_size"] = max(text["hidden_size"], 24)  # fewer channels enlarge rounding
+    if rng.integers(2):
+        # An image of the tests has up to nine tokens.
+        both = {"use_bidirectional_attention": "vision", "sliding_window": pick(rng, 9, 12)}
+        text |= both
+    return transformers.Gemma4Config(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
+    )
 
 
 def learned_positions(rng: np.random.Generator, family: str, vocab: int) -> Fields:
@@ -1144,6 +1230,33 @@ def minicpm(
     }
     kind = {"minicpmv4_6": "MiniCPMV4_6", "minicpm_ocr": "MiniCPMOcr"}[family]
     return getattr(transformers, f"{kind}Config")(**given | own)
+
+
+def kimi_k25(rng: np.random.Generator, **own: int) -> transformers.PreTrainedConfig:
+    """Kimi K2.5: interpolated positions and RoPE of x and y in turns, around a DeepSeek-V3."""
+    heads = pick(rng, 1, 2, 3)
+    width, side, merge = heads * 4 * between(rng, 3, 5), between(rng, 2, 6), pick(rng, 1, 2, 2, 3)
+    vision = {
+        "num_hidden_layers": between(rng, 1, 4),
+        "hidden_size": width,
+        "intermediate_size": between(rng, 20, 60),
+        "num_attention_heads": heads,
+        "patch_size": between(rng, 3, 6),
+        "pos_emb_height": side,
+        "pos_emb_width": side,
+        "merge_kernel_size": [merge, merge],
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "rope_parameters": {"rope_type": "axial", "rope_theta": pick(rng, 1e4, 100.0)},
+    }
+    return transformers.Kimi_K25Config(
+        # transformers would write a plain matrix of queries under the name of the tower's
+        text_config=decoder(rng, "deepseek_v3", q_lora_rank=between(rng, 5, 20)),
+        vision_config=vision,
+        projection_hidden_size=width,
+        projection_layer_norm_eps=pick(rng, 1e-6, 1e-5, 1e-3),
+        tie_word_embeddings=pick(rng, False, True),
+        **own,
+    )
 
 
 def audio_tower(rng: np.random.Generator) -> Fields:

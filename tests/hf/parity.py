@@ -60,7 +60,7 @@ def randomize(model: torch.nn.Module) -> None:
     """Draw every parameter, around 1 where it is a scale."""
     with torch.no_grad():
         for buffer in corrections(model):
-            buffer.normal_(0, 0.2)
+            buffer.add_(torch.randn_like(buffer), alpha=0.2)
         for parameter in model.parameters():
             spread = 0.2 if parameter.ndim < 2 else 1.3 / max(parameter[0].numel(), 1) ** 0.5
             centre = 1.0 if parameter.ndim == 1 and bool((parameter == 1).all()) else 0.0
@@ -390,8 +390,12 @@ def adamw_there(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 def corrections(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return what routers add to experts' scores when they choose."""
-    return [x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    """Return the buffers that a checkpoint has: what routers add to scores to choose, scales of layers' outputs.
+
+    Gemma 4's numbers of every channel too.
+    """
+    kept = ("e_score_correction_bias", "layer_scalar", "std_bias", "std_scale")
+    return [x for name, x in model.named_buffers() if name.endswith(kept)]
 
 
 def saved_gradients(model: torch.nn.Module) -> HfFolder:

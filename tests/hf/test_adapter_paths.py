@@ -82,6 +82,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "smolvlm": lambda: around("smolvlm", SIZES, TEXT | {"model_type": "llama"}),
     "mistral3": lambda: around("mistral3", PIXTRAL, TEXT | {"model_type": "mistral"}),
     "lighton_ocr": lambda: drawn.lighton_ocr(rng(), image_token_id=5),
+    "kimi_k25": lambda: drawn.kimi_k25(rng(), image_token_id=5),
     "deepseek_vl": lambda: drawn.deepseek_vl(rng(), image_token_id=5),
     "paddleocr_vl": lambda: drawn.paddleocr_vl(rng(), image_token_id=5),
     "video_llama_3": lambda: drawn.video_llama_3(rng(), 64, image_token_id=5),
@@ -90,6 +91,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "lfm2_vl": lambda: drawn.lfm2_vl(rng(), image_token_id=5),
     "janus": lambda: drawn.janus(rng(), image_token_id=5),
     "gemma3": lambda: drawn.gemma3(rng(), image_token_index=5),
+    "gemma4": lambda: drawn.gemma4(rng(), image_token_id=5, video_token_id=6, audio_token_id=7),
     "shieldgemma2": lambda: drawn.shieldgemma2(rng(), image_token_index=5),
     "paligemma": lambda: drawn.paligemma(rng(), image_token_index=5),
     "video_llava": lambda: around("video_llava", CLIP, video_token_index=6),
@@ -190,6 +192,7 @@ def test_every_linear_layer_has_the_path_of_its_module(family: str, tmp_path: Pa
         ("language_model.model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),
         ("visual.blocks.0.attn.proj", "model.visual.blocks.0.attn.proj"),
         ("model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),
+        ("lm_head", "lm_head"),
     ],
 )
 def test_old_names_are_known(key, path):

@@ -12,7 +12,9 @@ import jax
 import numpy as np
 import pytest
 import test_any_res
+import test_gemma4
 import test_glm4v
+import test_kimi
 import test_minicpm
 import test_paddleocr
 import test_pixtral
@@ -160,6 +162,24 @@ LLAMA4 = {
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 LOCAL = ["sliding_attention", "sliding_attention", "full_attention"]
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": [*LOCAL, *LOCAL],
+    "head_dim": 12,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 6,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 5,
+    "vocab_size_per_layer_input": 97,
+}
+EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 12,
+}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
@@ -169,6 +189,7 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     "llama dynamic",
     "opt",
     "gemma3",
+    "gemma4",
     "cohere2",
     "mistral4",
     "gpt_oss",
@@ -194,6 +215,11 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         (
             transformers.Gemma3TextConfig,
             {"head_dim": 20, "sliding_window": 6, "layer_types": LOCAL},
+        ),
+        (transformers.Gemma4TextConfig, GEMMA4),
+        (
+            transformers.Gemma4TextConfig,
+            GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0} | EXPERTS,
         ),
         (
             transformers.Cohere2Config,
@@ -225,6 +251,8 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         "opt",
         "gpt2",
         "gemma3",
+        "gemma4",
+        "gemma4 experts",
         "cohere2",
         "exaone4",
         "lfm2",
@@ -404,6 +432,27 @@ def test_paddleocr_vl_writes_what_it_writes_there_after_images_of_several_sizes(
     prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
     prompts = [prompt if is_text(prompt[-1]) else [*prompt, np.array([7, 8])] for prompt in prompts]
     check(model, tmp_path, prompts, test_paddleocr.inputs_of(model, tmp_path))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", [1, 2])
+def test_gemma4_writes_what_it_writes_there_after_images_of_several_sizes(seed, tmp_path):
+    model = test_gemma4.made(seed, tmp_path)
+    with torch.no_grad():  # so that tokens of media are not written
+        model.get_output_embeddings().weight[test_gemma4.IMAGE - 2 :] = 0
+    model.save_pretrained(tmp_path)
+    prompts = [*test_gemma4.samples(model), *test_gemma4.samples(model, seed=1)]
+    check(model, tmp_path, prompts, lambda prompt: test_gemma4.inputs(model, prompt))
+
+
+@pytest.mark.exhaustive
+def test_kimi_writes_what_it_writes_there_after_images_of_several_sizes(tmp_path):
+    model = test_kimi.made(1, tmp_path)
+    vision = model.config.vision_config
+    unit = vision.patch_size * vision.merge_kernel_size[0]
+    prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
+    prompts = [prompt if is_text(prompt[-1]) else [*prompt, np.array([7, 8])] for prompt in prompts]
+    check(model, tmp_path, prompts, test_kimi.inputs_of(model, tmp_path))
 
 
 def test_qwen2_audio_writes_what_it_writes_there_after_clips_of_several_lengths(tmp_path):

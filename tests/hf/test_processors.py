@@ -18,6 +18,7 @@ from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import (
     DeepseekVLImageProcessorPil,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -45,7 +46,7 @@ from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import
 )
 from transformers.models.video_llava.image_processing_video_llava import VideoLlavaImageProcessor
 
-from mmjax.config import DynamicTiles, FixedSize, Slices, SmartResize, WhisperMel
+from mmjax.config import DynamicTiles, FixedSize, PatchBudget, Slices, SmartResize, WhisperMel
 from mmjax.data.media.image_transforms import prepare_image
 from mmjax.data.media.patches import patchify
 from mmjax.data.media.preparations import before_encoder
@@ -138,6 +139,10 @@ PROCESSORS = {
         {"patch_size": 4, "scale_resolution": 48, "max_slice_nums": 6},
     ),
     "Gemma3ImageProcessor": (Gemma3ImageProcessorPil, {"size": {"height": 40, "width": 40}}),
+    "Gemma4ImageProcessor": (
+        Gemma4ImageProcessorPil,
+        {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2},
+    ),
     "GotOcr2ImageProcessor": (
         GotOcr2ImageProcessorPil,
         {
@@ -177,6 +182,13 @@ def check(folder: Path, processor: Any) -> None:
             made = np.concatenate([patchify(item, patch, 1) for item in items])
             made = made.reshape(-1, patch, patch, 3)
             expected = expected.reshape(3, patch, len(made), patch).transpose(2, 1, 3, 0)
+        elif isinstance(how, PatchBudget):
+            patch = processor.patch_size
+            (item,) = prepare_image(before_encoder(how), picture(*shape))
+            made = patchify(item, patch, 1).reshape(-1, patch, patch, 3)
+            expected = expected.reshape(-1, patch, patch, 3)
+            assert not expected[len(made) :].any()  # padding
+            expected = expected[: len(made)]
         else:
             made = np.stack(prepare_image(before_encoder(how), picture(*shape)))
             expected = expected.reshape(-1, *expected.shape[-3:]).transpose(0, 2, 3, 1)

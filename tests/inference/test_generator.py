@@ -21,6 +21,7 @@ from mmjax.config import (
     LatentAttentionConfig,
     LoraConfig,
     MeshConfig,
+    TokenInputsConfig,
 )
 from mmjax.config.loading import copy_config, load
 from mmjax.inference.evaluation import evaluation_sources
@@ -86,6 +87,7 @@ def generator(model: Model, source, mesh: MeshConfig | None = None, **own) -> Ge
         "blockwise, scanned with a border",
         "latent attention",
         "chunks",
+        "shared keys",
     ],
 )
 def test_the_cache_gives_what_a_full_forward_pass_for_every_token_gives(few, change):
@@ -130,6 +132,19 @@ def changed(config: Config, how: str):
             llm = replace(llm, layers=4, window=5, windowed=(0, 1, 3), unrotated=(2,), **growing)
             experts = ExpertsConfig((1,), 3, 2, 12, normalized=False, weighted="inputs")
             llm = replace(llm, chunked=True, qk_norm="rotated", experts=experts)
+        case "shared keys":
+            llm = replace(
+                llm,
+                layers=6,
+                window=5,
+                windowed=(0, 2, 4),
+                full_head_width=2 * llm.head_width,
+                keys_as_values=True,
+                shared_layers=3,
+                value_norm=True,
+                token_inputs=TokenInputsConfig(6, llm.vocab),
+                output_scales=True,
+            )
         case "latent attention":
             latent = LatentAttentionConfig(key_rank=12, value_width=6, query_rank=10)
             llm = replace(llm, latent=latent, kv_heads=llm.heads, rotary_width=4)
@@ -145,7 +160,8 @@ def changed(config: Config, how: str):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "change", ["plain", "delta nets", "parallel, without rope", "latent attention", "chunks"]
+    "change",
+    ["plain", "delta nets", "parallel, without rope", "latent attention", "shared keys", "chunks"],
 )
 @pytest.mark.parametrize("where", MESHES)
 def test_a_mesh_writes_what_one_device_writes(few, where, change):

@@ -43,11 +43,11 @@ def test_values_may_be_narrower_than_keys_in_every_backend(where, backend):
     q, k, v, mask = random_case(1, 64, 4, 4)
     v = v[..., :5]
     weight = jnp.asarray(np.random.default_rng(3).normal(size=v.shape), jnp.float32)
-    wanted = gradients("dense", DEFAULT_SCORING)(q, k, v, mask, weight)
+    wanted = gradients("dense", DEFAULT_SCORING)(q, k, v, None, mask, weight)
     devices = prod(max(1, getattr(mesh, axis)) for axis in ("data", "context", "tensor"))
     rules = replace(ShardingRules(), context_attention=form)
     with activations_on(make_mesh(mesh, jax.devices()[:devices]), rules):
-        found = gradients(backend, DEFAULT_SCORING)(q, k, v, mask, weight)
+        found = gradients(backend, DEFAULT_SCORING)(q, k, v, None, mask, weight)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert ours.shape == theirs.shape
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)

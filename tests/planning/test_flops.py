@@ -29,6 +29,7 @@ from mmjax.config import (
     ModelConfig,
     Remat,
     StoredTable,
+    TokenInputsConfig,
     VisionConfig,
 )
 from mmjax.config.model import frozen_modules
@@ -246,6 +247,16 @@ def parallel(model: ModelConfig) -> ModelConfig:
     return replace(model, llm=replace(llm, parallel_mlp=True, unrotated=(llm.layers - 1,)))
 
 
+def sharing(model: ModelConfig) -> ModelConfig:
+    """Its LLM's last layers share keys, those without windows have wider heads, and all take vectors of tokens."""
+    llm = replace(model.llm, layers=6, window=5, windowed=(0, 2, 4), window_rope_theta=100.0)
+    own = {"full_head_width": 14, "full_kv_heads": 1, "keys_as_values": True, "value_norm": True}
+    own |= {"shared_layers": 3, "shared_mlp_width": 50, "output_scales": True}
+    return replace(
+        model, llm=replace(llm, **own, token_inputs=TokenInputsConfig(7, 29), qk_norm="head")
+    )
+
+
 def normed_outputs(model: ModelConfig) -> ModelConfig:
     """Its LLM's norms are of outputs, two heads of its vision encoder share keys, whose connector ends in a matrix."""
     vision = replace(model.encoders["vision"], heads=4, width=32, kv_heads=2)
@@ -284,6 +295,7 @@ KINDS = {
     "normed outputs": normed_outputs,
     "features": features,
     "merger inside": merging,
+    "sharing": sharing,
     "convolved": convolved,
 }
 

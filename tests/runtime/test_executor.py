@@ -41,6 +41,7 @@ from mmjax.config import (
     LossConfig,
     MeshConfig,
     Muon,
+    TokenInputsConfig,
     Unit,
 )
 from mmjax.config.losses import Dpo, Grpo, Kto, Orpo
@@ -64,6 +65,10 @@ UNITS = {
     "tensor parallel": {
         "encoders": Unit(modules=("audio", "vision")),
         "llm": Unit(pipeline=2, tensor=2),
+    },
+    "one stage": {
+        "encoders": Unit(modules=("vision", "audio")),
+        "llm": Unit(fsdp=2, tensor=2, sequence_parallel="overlap"),
     },
     "unequal ranks": {"vision": Unit(data=3), "audio": Unit(), "llm": Unit(data=2, pipeline=2)},
     "interleaved": {"vision": Unit(), "audio": Unit(), "llm": Unit(pipeline=2, virtual=2)},
@@ -326,7 +331,7 @@ def test_gradients_of_an_llm_with_convolutions_are_those_of_one_program(units, t
     assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path)
 
 
-@pytest.mark.default_cases("experts, all axes")
+@pytest.mark.default_cases("context")
 @pytest.mark.parametrize("units", ["experts, all axes", "context", "tensor parallel"])
 def test_gradients_of_sinks_and_biased_experts_are_those_of_one_program(units, tmp_path):
     config = with_experts(config_of(units))
@@ -427,6 +432,17 @@ def test_parallel_mlps_and_layers_without_rope_have_the_gradients_of_one_program
     config = config_of(units)
     parallel = {"parallel_mlp": True, "norm": "layer_without_bias", "logit_scale": 0.3}
     llm = replace(config.model.llm, unrotated=(1, 2), **parallel)
+    assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path, "auto")
+
+
+@pytest.mark.default_cases("one stage")
+@pytest.mark.parametrize("units", ["one stage", "context of four", "context, several ranks"])
+def test_shared_keys_and_vectors_of_tokens_have_the_gradients_of_one_program(units, tmp_path):
+    config = config_of(units)
+    llm = replace(config.model.llm, window=5, windowed=(0, 2), qk_norm="head")
+    own = {"full_head_width": 2 * llm.head_width, "keys_as_values": True, "value_norm": True}
+    own |= {"shared_layers": 2, "shared_mlp_width": 2 * llm.mlp_width, "output_scales": True}
+    llm = replace(llm, **own, token_inputs=TokenInputsConfig(8, llm.vocab))
     assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path, "auto")
 
 

@@ -77,6 +77,14 @@ class LazyImage:
         ]
         return self._replaced(size, np.pad(inner, (*padding, (0, 0))))
 
+    def padded(self, size: Size) -> LazyImage:
+        """Pad with black below and on the right."""
+        self._check(size)
+        if self.pixels is None:
+            return self._replaced(size, None)
+        extra = [(0, want - have) for have, want in zip(self.size, size, strict=True)]
+        return self._replaced(size, np.pad(self.pixels, (*extra, (0, 0))))
+
     def cut(self, rows: int, columns: int) -> tuple[LazyImage, ...]:
         """Cut into the tiles of a grid, row by row, whose last ones are smaller where the sides do not divide."""
         height, width = (

@@ -13,6 +13,7 @@ import numpy as np
 from mmjax.batch import COLUMN, ROW, TIME
 from mmjax.config import (
     AudioConfig,
+    AxisTables,
     Encoder,
     Generator,
     LearnedGrid,
@@ -186,12 +187,17 @@ def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width
         raise BadMedia(
             f"an image of {size[0]} x {size[1]} pixels has not one patch of {encoder.patch}"
         )
-    if not isinstance(grid, LearnedGrid) or grid.interpolation != "none":
-        return
-    if height > grid.rows or width > grid.columns:
+    match grid:
+        case LearnedGrid(rows=rows, columns=columns, interpolation="none"):
+            pass
+        case AxisTables(side=rows):
+            columns = rows
+        case _:
+            return
+    if height > rows or width > columns:
         raise BadMedia(
             f"an image of {size[0]} x {size[1]} pixels has {height} x {width} patches, the encoder learned positions "
-            f"of {grid.rows} x {grid.columns}; prepare images smaller"
+            f"of {rows} x {columns}; prepare images smaller"
         )
 
 

@@ -68,7 +68,7 @@ class MaskRules:
         ):  # queries of an image to be made, which attend as text does
             return self.bit(module), self.everyone, 0
         sees = 0 if self.items == "isolated" else self.everyone
-        return self.bit(module), sees, group if self.items in ("bidirectional", "isolated") else 0
+        return self.bit(module), sees, group if self.items not in ("causal", "prefix") else 0
 
 
 def runs_of(sample: Sample, item_tokens: Sequence[int], rules: MaskRules) -> list[Run]:
@@ -138,9 +138,12 @@ def sample_pairs(runs: Sequence[Run], llm: DecoderConfig) -> int:
         return branched_pairs(by_branch.pop(0), list(by_branch.values()), llm)
     tokens, kind, sees, span = (np.array(column, np.int64) for column in zip(*runs, strict=True))
     branch = kind >> FIRST_BRANCH_BIT
-    return round(
-        mean_pairs(llm, lambda _, window: run_pairs(tokens, kind, sees, span, branch, window), 0)
-    )
+
+    def pairs(_, window: int) -> int:
+        spans = np.zeros_like(span) if llm.items == "in_windows" and not window else span
+        return run_pairs(tokens, kind, sees, spans, branch, window)
+
+    return round(mean_pairs(llm, pairs, 0))
 
 
 def mean_pairs(
@@ -158,7 +161,7 @@ def _windows(tower: Tower) -> tuple[int, float]:
     """Return the window of a tower's layers, and the share of the layers that have one; of images its side."""
     if not tower.windowed:
         return 0, 0.0
-    return tower.window, len(tower.windowed) / tower.layers
+    return tower.window, tower.windowed_share
 
 
 def item_pairs(module: Tower, size: tuple[int, ...], positions: int) -> int:

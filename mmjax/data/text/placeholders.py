@@ -45,6 +45,8 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return {"image": Placeholder(named.get("image_token", "<|IMAGE_PLACEHOLDER|>"))}
             case "lightonocr" | "videollama3" | "minicpmv46" | "minicpmocr":
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>"))}
+            case "kimik25":
+                return {"image": Placeholder(named.get("image_token", "<|media_pad|>"))}
             case (
                 "llava"
                 | "videollava"
@@ -124,6 +126,11 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return {
                     "image": Placeholder(begin, token, before=f"\n\n{begin}", after=f"{end}\n\n")
                 }
+            case "gemma4":
+                token = named.get("image_token", "<|image|>")
+                begin = named.get("boi_token", "<|image>")
+                end = named.get("eoi_token", "<image|>")
+                return {"image": Placeholder(token, before=begin, after=end)}
             case "internvlchat":
                 return {"image": Placeholder("<image>", "<IMG_CONTEXT>", "<img>", "</img>")}
     return {}
