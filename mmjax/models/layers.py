@@ -330,6 +330,8 @@ class LayerConfig:
     rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 together
     rope_halves: bool = False  # RoPE turns each half of a head by itself
     has_rope: bool = True  # where the context has rotary positions
+    grows: bool = True  # queries grow, where the context's do
+    rotated_norm: Callable[[], nnx.Module] | None = None  # of queries and keys, behind RoPE
     sinks: bool = False  # a score of each head that attention's softmax has beside the keys'
     value_norm: Callable[[], nnx.Module] | None = None  # of the values of each head
     keys_as_values: bool = False  # values are what keys are before their norm
@@ -375,6 +377,8 @@ class SelfAttention(nnx.Module):
         self.rope_neighbours = b.rope_neighbours
         self.rope_halves = b.rope_halves
         self.has_rope = b.has_rope
+        self.grows = b.grows
+        self.rotated_norm = b.rotated_norm and b.rotated_norm()
         self.sinks = nnx.Param(jnp.zeros(b.heads), axes=("heads",)) if b.sinks else None
 
     def __call__(
@@ -395,8 +399,10 @@ class SelfAttention(nnx.Module):
             q = self.query_norm(q)
         if context.rotation is not None and self.has_rope:
             q = rotate(q, context.rotation, self.rope_neighbours, self.rope_halves)
-            if context.rotation.growth is not None:
-                q = q * context.rotation.growth[:, :, None, None].astype(q.dtype)
+            if self.rotated_norm is not None:
+                q = self.rotated_norm(q)
+        if context.rotation is not None and self.grows:
+            q = context.rotation.grown(q)
         sinks = None if self.sinks is None else self.sinks[...]
         made = self._keys_and_values(own, context) if own else None
         k, v = made or context.shared
@@ -443,6 +449,8 @@ class SelfAttention(nnx.Module):
             v = self.value_norm(v)
         if context.rotation is not None and self.has_rope:
             k = rotate(k, context.rotation, self.rope_neighbours, self.rope_halves)
+            if self.rotated_norm is not None:
+                k = self.rotated_norm(k)
         return KeyValue(k, v)
 
 

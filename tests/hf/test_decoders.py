@@ -74,6 +74,7 @@ YARN = {
     "qwen3_5_text-0",
     "gpt_oss-0",
     "lfm2-0",
+    "llama4_text-0",
     "mixtral-0",
     "qwen3_moe-2",
     "glm4-0",
