@@ -416,7 +416,7 @@ def check_batches(config: Config, source: Path, path: Path, as_json: bool) -> in
     if as_json:
         print_lines(json.dumps(found))
     else:
-        print_lines(f"{samples} samples, {len(found)} faults")
+        print_lines(f"samples: {samples}, faults: {len(found)}")
     return int(bool(found))
 
 

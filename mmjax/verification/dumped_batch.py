@@ -40,11 +40,6 @@ class DumpedBatch:
         mask = self.arrays.get("attention_mask")
         return mask if mask is not None and mask.ndim == 2 else None
 
-    @property
-    def is_numbered(self) -> bool:
-        """Tell whether the mask numbers the samples of a row: 1 1 2 2 2 0."""
-        return self.row_mask is not None and bool((self.row_mask > 1).any())
-
     @cached_property
     def borders(self) -> np.ndarray | None:
         """Return where the samples of the only row begin and end, as attention is told."""

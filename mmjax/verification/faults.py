@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -219,28 +219,32 @@ def _spell(position: Sequence[int]) -> str:
 def mask_faults(batch: DumpedBatch, segments: Sequence[Segment]) -> Iterator[Finding]:
     """Find samples of a row that attend others."""
     mask = batch.arrays.get("attention_mask")
-    for before, segment in pairwise(segments):
-        if before.row != segment.row:
-            continue
-        first, row = segment.begin, segment.row
-        why = ""
+    for segment, other in permutations(segments, 2):
         if mask is not None and mask.ndim == 4:
-            is_added = mask.dtype.kind not in "biu"
-            seen = mask[row, 0] == 0 if is_added else mask[row, 0] != 0
-            if seen[segment.span, before.span].any() or seen[before.span, segment.span].any():
-                why = "attention_mask lets it"
-        elif batch.borders is not None:
-            if first not in batch.borders:
-                why = "no entry of cu_seq_lens is where it begins"
-        elif batch.is_numbered:
-            if mask[row, first] == mask[row, before.end - 1]:
-                why = f"attention_mask numbers both {mask[row, first]}"
-        elif mask is not None:
-            why = "attention_mask is 1 for both, and there are no cu_seq_lens"
-        elif batch.counted is None:
-            why = "there are no cu_seq_lens, no attention_mask and no position_ids [rows, tokens]"
-        elif batch.counted[row, first] == batch.counted[row, first - 1] + 1:
-            why = "neither cu_seq_lens nor an attention_mask nor position_ids part them"
-        if why:
+            seen = mask[segment.row, 0, segment.span, other.span]
+            if (seen != 0 if mask.dtype.kind in "biu" else seen == 0).any():
+                message = f"attention_mask lets it attend {other.name}"
+                yield finding(segment, "attends another sample", 0, message)
+    for before, segment in pairwise(segments):
+        if why := _unparted(batch, before, segment):
             message = f"it attends {before.name}: {why}"
             yield finding(segment, "attends another sample", 0, message)
+
+
+def _unparted(batch: DumpedBatch, before: Segment, segment: Segment) -> str:
+    """Return why nothing but a mask of pairs parts two neighbours of a row; empty: something does."""
+    mask = batch.arrays.get("attention_mask")
+    row, first = segment.row, segment.begin
+    if mask is not None and mask.ndim == 4:
+        return ""
+    if batch.borders is not None:
+        return "" if first in batch.borders else "no entry of cu_seq_lens is where it begins"
+    if mask is not None:
+        if mask[row, first] != mask[row, before.end - 1]:
+            return ""
+        return f"attention_mask is {mask[row, first]} for both, and there are no cu_seq_lens"
+    if batch.counted is None:
+        return "there are no cu_seq_lens, no attention_mask and no position_ids [rows, tokens]"
+    if batch.counted[row, first] != batch.counted[row, first - 1] + 1:
+        return ""
+    return "neither cu_seq_lens nor an attention_mask nor position_ids part them"

@@ -105,7 +105,13 @@ class Pictures:
             at = self.next[self.array_of(place)]
             return abs(self._find(sample, place, at, math.inf) - at)
 
-        best = min(samples, key=far) if len(samples) > 1 else samples[0]
+        # The first that is next ends the search: of others nothing needs to be decoded.
+        best, least = samples[0], math.inf
+        for sample in samples if len(samples) > 1 else ():
+            if (apart := far(sample)) < least:
+                best, least = sample, apart
+            if not least:
+                break
         for medium, shown in self.of.items():
             places = [p for p in self._known.reference(best).places if self.array_of(p) == medium]
             if places and shown:
@@ -170,7 +176,9 @@ def _compare_pictures(
             kinds[number] = None
     for number in +lacking:
         if strange:
-            yield found(number, "other image", "is not among the batch's images, but another is")
+            apart = distance(shown[min(number, len(shown) - 1)], items[number])
+            message = f"is not among the batch's images; that in its place differs by {apart:.0f} of 255 levels"
+            yield found(number, "other image", message)
             strange -= 1
         else:
             yield found(number, "missing image", "is not among the batch's images")
@@ -178,7 +186,7 @@ def _compare_pictures(
         yield found(
             number, "doubled image", "is among the batch's images more often than in its text"
         )
-    if strange and not lacking:
+    if strange and not +lacking:
         yield found(
             len(items) - 1, "doubled image", f"is not the last: {strange} more are of no sample"
         )

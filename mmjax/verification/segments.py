@@ -142,7 +142,7 @@ def _told_borders(batch: DumpedBatch, row: int) -> np.ndarray:
     """Return where samples begin by what the batch says, the first source of it that there is."""
     if batch.borders is not None:
         return batch.borders
-    if batch.row_mask is not None and batch.is_numbered:
+    if batch.row_mask is not None and (batch.row_mask > 1).any():
         return np.flatnonzero(np.diff(batch.row_mask[row], prepend=0))
     position = batch.positions(row, slice(None))
     if position is None:

@@ -176,7 +176,7 @@ def last_turn_alone(data: Data, arrays: Arrays) -> Arrays:
 def text_behind_an_image(data: Data, arrays: Arrays) -> Arrays:
     """The batch whose positions behind row 0's last image begin one too late."""
     position = arrays["position_ids"].copy()
-    position[-3:, 0, places(data, arrays, 0)[-1] + 1 :] += 1
+    position[..., 0, places(data, arrays, 0)[-1] + 1 :] += 1
     return arrays | {"position_ids": position}
 
 
@@ -216,6 +216,13 @@ def reordered(arrays: Arrays, order: Callable[[int], list[int]]) -> Arrays:
         "pixel_values": np.concatenate([parts[k] for k in chosen]),
         "image_grid_thw": grids[chosen],
     }
+
+
+def another_image(data: Data, arrays: Arrays) -> Arrays:
+    values = arrays["pixel_values"].copy()
+    first = np.s_[0, 0] if values.ndim == 5 and values.shape[0] == len(arrays["input_ids"]) else 0
+    values[first] = 1 - values[first]
+    return arrays | {"pixel_values": values}
 
 
 def fewer_placeholders(data: Data, arrays: Arrays) -> Arrays:
@@ -260,15 +267,21 @@ FAULTS: list[tuple[str, str, Callable[[Data, Arrays], Arrays]]] = [
     ("attends another sample", "packed", causal_over_the_row),
     ("attends another sample", "packed", one_number_for_two),
     ("label on a placeholder", "right", placeholder_labels),
+    ("label on a placeholder", "packed", placeholder_labels),
     ("only the last turn trained", "right", last_turn_alone),
     ("mRoPE positions", "right", text_behind_an_image),
     ("doubled begin token", "right", doubled_begin),
     ("images in another order", "right", swapped),
+    ("images in another order", "packed", swapped),
+    ("images in another order", "left", swapped),
+    ("other image", "left", another_image),
     ("truncated image tokens", "right", fewer_placeholders),
     ("padding trained", "left", padding_labels),
     ("padding trained", "right", padding_labels),
     ("missing image", "right", without_an_image),
+    ("missing image", "packed", without_an_image),
     ("doubled image", "right", image_twice),
+    ("doubled image", "packed", image_twice),
     ("label is no answer", "right", question_labels),
     ("answer without label", "right", no_labels),
     ("labels shifted by one", "right", shifted_labels),
@@ -290,6 +303,7 @@ def data_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Data]:
     return of
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_planted_fault_is_named_and_nothing_else(case: str, family: str, data_of) -> None:
@@ -297,9 +311,25 @@ def test_a_planted_fault_is_named_and_nothing_else(case: str, family: str, data_
     data = data_of(family)
     arrays = data.batch(kind)
     if fault == "mRoPE positions" and arrays["position_ids"].ndim == 2:
-        pytest.skip("positions are numbers")
+        fault = "other positions"
     findings = data.findings(plant(data, arrays))
     assert {finding.fault for finding in findings} == {fault}, findings
+
+
+@pytest.mark.default_cases("qwen2_5_vl")
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_wrong_positions_of_and_behind_images_are_named_with_both_places(family, data_of) -> None:
+    data = data_of(family)
+    arrays = data.batch("right")
+    (found,) = data.findings(text_behind_an_image(data, arrays))
+    at = int(places(data, arrays, 0)[-1]) + 1
+    right = int(arrays["position_ids"][0, 0, at])
+    assert (found.fault, found.token) == ("mRoPE positions", at)
+    assert found.message == f"it stands at {right + 1}, and should at {right}"
+    # positions that are those of text alone
+    counted = np.broadcast_to(np.arange(arrays["input_ids"].shape[1]), arrays["input_ids"].shape)
+    findings = data.findings(arrays | {"position_ids": counted})
+    assert {finding.fault for finding in findings} == {"mRoPE positions"}
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
@@ -427,7 +457,7 @@ def test_the_command_names_what_is_wrong_and_refuses_what_is_no_batch(data_of, t
     )
     np.savez(folder / "1.npz", **data.batch("left"))
     ended = run(capsys, verify.main, *words, "--batches", folder)
-    assert (ended.code, ended.out) == (0, "10 samples, 0 faults\n")
+    assert (ended.code, ended.out) == (0, "samples: 10, faults: 0\n")
 
     np.savez(folder / "2.npz", **placeholder_labels(data, data.batch("right")))
     ended = run(capsys, verify.main, *words, "--batches", folder)
@@ -435,7 +465,7 @@ def test_the_command_names_what_is_wrong_and_refuses_what_is_no_batch(data_of, t
     name = f"chat[6] ({data.made.folder / 'talks.jsonl'}:7)"
     assert line.startswith(f"2.npz: label on a placeholder: {name}, token ")
     assert line.endswith(" '<image>': it should be -100")
-    assert (ended.code, total) == (1, "14 samples, 1 faults")
+    assert (ended.code, total) == (1, "samples: 14, faults: 1")
     ended = run(capsys, verify.main, *words, "--batches", folder, "--json")
     (found,) = json.loads(ended.out)
     assert (found["batch"], found["fault"], found["sample"]) == (
@@ -559,7 +589,7 @@ def test_batches_that_the_documented_callback_writes_of_a_trainer_are_right(
     dump.dumped(collate)(records[:5])
     words = ["llava_style", "checkpoint=llava-1.5-7b-hf", "data=llava.json", "images=images"]
     ended = run(capsys, verify.main, *words, "data.cache=cache", "--batches", "batches")
-    assert (ended.code, ended.out) == (0, "17 samples, 0 faults\n")
+    assert (ended.code, ended.out) == (0, "samples: 17, faults: 0\n")
     assert {line.partition(": ")[2] for line in ended.err.splitlines()} == {
         "position_ids is absent: positions, which the model counts itself, are not compared"
     }
