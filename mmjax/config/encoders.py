@@ -21,11 +21,13 @@ from mmjax.config.towers import (
     Biased,
     ConnectorConfig,
     Dropout,
+    Encode,
     LayerCount,
     Quantization,
     Remat,
     TowerFacts,
     TowerRemat,
+    check_encode,
     check_layer_numbers,
     check_remat,
     check_windows,
@@ -207,6 +209,8 @@ class VisionConfig(TowerFacts):
     merge_after: NonNegativeInt = 0
     value_norm: bool = False  # divides the values of a head by their root mean square
     attention_scale: NonNegativeFloat = 0.0  # of the scores; 0: head width ** -0.5
+    # a frozen encoder runs in every step, or once for each item, whose output is stored
+    encode: Encode = "step"
 
     @property
     def pool(self) -> int:
@@ -287,6 +291,7 @@ class VisionConfig(TowerFacts):
 
     def check(self, where: str) -> None:
         check_remat(where, self)
+        check_encode(where, self)
         divides(where, self.width, "width", self.heads, "heads")
         divides(where, self.heads, "heads", self.key_heads, "kv_heads")
         head_width = self.width // self.heads
@@ -423,6 +428,8 @@ class AudioConfig(TowerFacts):
     padded_chunks: bool = False
     key_bias: bool = False  # keys have a bias, as all other matrices of a layer
     quantize: Quantization = "none"  # of the linear layers' frozen weights
+    # a frozen encoder runs in every step, or once for each item, whose output is stored
+    encode: Encode = "step"
 
     @property
     def head_width(self) -> int:
@@ -516,6 +523,7 @@ class AudioConfig(TowerFacts):
 
     def check(self, where: str) -> None:
         check_remat(where, self)
+        check_encode(where, self)
         divides(where, self.width, "width", self.heads, "heads")
         for name in ("before_encoder", "before_llm"):
             function = getattr(self.callbacks, name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
+from mmjax.batch import EncodedItems, ItemBatch, Microbatch, TextBatch, WeightedSlots
 
 BITS = 64
 HALF = 32
@@ -56,7 +56,9 @@ def hex_hash(content: int) -> str:
 
 def _arrays(batch: TextBatch | ItemBatch) -> Iterator[np.ndarray]:
     """Iterate over all arrays of a batch, those of encoders in the order of their names, as in a JAX tree."""
-    for value in batch:
+    # Outputs of an encoder are here or are still to be made: which is nobody's difference.
+    fields = batch[1:] if isinstance(batch, EncodedItems) else batch
+    for value in fields:
         for array in (value[k] for k in sorted(value)) if isinstance(value, dict) else (value,):
             if array is not None:  # what only a generator's items have
                 yield from array if isinstance(array, WeightedSlots) else (array,)

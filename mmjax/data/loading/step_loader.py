@@ -27,6 +27,7 @@ from mmjax.data.loading.batch_hash import (
     ranks_of_encoder,
 )
 from mmjax.data.loading.context import spread_over_context
+from mmjax.data.loading.features import FeatureLookup, MissingItem
 from mmjax.data.loading.packing import Reader, pack_microbatch
 from mmjax.data.loading.text_rows import BatchLayout
 from mmjax.data.plan.budget import PLANNER, Budget
@@ -38,6 +39,7 @@ from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, make_step_planner
 from mmjax.data.sample import Sample, SampleLengths, Source, with_place
 from mmjax.data.sources.opening import check_records, open_sources
+from mmjax.data.storage.feature_store import FeatureLayout, FeatureReader
 from mmjax.data.storage.latent_store import StoredLatents
 from mmjax.disk import read_sealed, write_sealed
 from mmjax.planning.flops import model_flops, needed_by_tower, step_needed
@@ -76,6 +78,8 @@ class LoadedStep(NamedTuple):
     pairs: np.ndarray  # int64 [microbatches, modules, encoder ranks]: of attention
     # int64 [microbatches, modules, encoder ranks]: with balance `none`
     unbalanced_pairs: np.ndarray
+    # items of encoders that encode once whose outputs are not stored, and are not in the rows yet
+    missing: tuple[MissingItem, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,8 @@ class StepLoader:
     segment: Segment = WHOLE_RUN
     # Of images to be made, stored for sources and generators by their names.
     latents: Mapping[tuple[str, str], Path] = field(default_factory=dict)
+    # Of encoders that encode once, where their outputs are stored, and what these are.
+    features: Mapping[str, tuple[Path, FeatureLayout]] = field(default_factory=dict)
     # hashes of the sources' records; empty: not checked
     records: Mapping[str, str] = field(default_factory=dict)
 
@@ -111,8 +117,14 @@ class StepLoader:
             if self.latents
             else self.reader
         )
+        stored = [
+            FeatureLookup(self.config.model.encoders, self.feature_readers, n)
+            for n in range(len(plan.microbatches))
+        ]
         batches = tuple(
-            pack_microbatch(m, self.batch_layout, reader, self.ranks, self._held(n)[0], unreadable)
+            pack_microbatch(
+                m, self.batch_layout, reader, self.ranks, self._held(n)[0], unreadable, stored[n]
+            )
             for n, m in enumerate(plan.microbatches)
         )
         useful, moved = zip(*map(self._useful_and_moved, plan.microbatches), strict=True)
@@ -144,6 +156,7 @@ class StepLoader:
             unbalanced_pairs=np.stack(
                 [m.per_rank(m.pairs, m.unbalanced_row) for m in plan.microbatches]
             ),
+            missing=tuple(item for lookup in stored for item in lookup.missing),
         )
 
     @cached_property
@@ -194,6 +207,10 @@ class StepLoader:
     @cached_property
     def reader(self) -> Reader:
         return reader_of(self.sources, self.index)
+
+    @cached_property
+    def feature_readers(self) -> dict[str, FeatureReader]:
+        return {name: FeatureReader(*where) for name, where in self.features.items()}
 
     @cached_property
     def stored_latents(self) -> dict[tuple[str, str], StoredLatents]:

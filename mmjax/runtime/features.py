@@ -1,0 +1,212 @@
+"""Encode items that frozen encoders encode once, ahead of the step that takes them, and store what comes out.
+
+Every item is computed alone in a row of its own, in a batch whose shape depends on its length
+alone. So its output is the same to the bit, whichever step, rank, run or number of devices it
+comes in, and a store that lost a part of what it held changes nothing but the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmjax.batch import PADDING, ItemBatch
+from mmjax.config import Encoder
+from mmjax.config.model import encoded_once
+from mmjax.data.loading.features import MissingItem
+from mmjax.data.loading.step_loader import LoadedStep
+from mmjax.data.storage.feature_store import FeatureLayout, FeatureWriter
+from mmjax.models.layer_stacks import Params
+from mmjax.models.model import Model
+from mmjax.parallel.sharding import replicated
+from mmjax.runtime.executor import Executor, State
+
+LENGTH_UNIT = 64  # inputs; rows are padded to multiples of it
+MAX_ROWS = 8  # items of a batch
+MAX_INPUTS = 8192  # of a batch, but for an item that is longer alone
+
+
+class ItemEncoder:
+    """A frozen encoder on each device of this process by itself."""
+
+    def __init__(self, model: Model, name: str, params: Params) -> None:
+        """params: of the encoder, replicated on the devices of its stage."""
+        self.model = model
+        self.name = name
+        self.config: Encoder = model.config.encoders[name]
+        self._params = params
+        leaves = jax.tree.leaves(params)
+        self._devices = [shard.device for shard in leaves[0].addressable_shards]
+
+    @property
+    def layout(self) -> FeatureLayout:
+        """Return what a position of its outputs has."""
+        return FeatureLayout(self.config.output_width, self.model.dtype.name)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash all that outputs depend on beside their items: weights, config, precision, and what computes them."""
+        names, arrays = zip(*jax.tree.leaves_with_path(self._params), strict=True)
+
+        def digest(array: jax.Array) -> bytes:
+            values = np.ascontiguousarray(array.addressable_data(0))
+            return hashlib.blake2b(values.view(np.uint8).reshape(-1), digest_size=32).digest()
+
+        with ThreadPoolExecutor() as pool:
+            digests = list(pool.map(digest, arrays))
+        whole = hashlib.blake2b(digest_size=16)
+        described = (self.config, self.layout, jax.__version__, self._devices[0].device_kind)
+        whole.update(repr((*described, [jax.tree_util.keystr(name) for name in names])).encode())
+        for part in digests:
+            whole.update(part)
+        return whole.hexdigest()
+
+    def encode(self, items: Sequence[MissingItem]) -> dict[bytes, np.ndarray]:
+        """Compute the outputs of items by their keys, `[m, width]` each; every key is computed once."""
+        by_length: dict[int, list[MissingItem]] = defaultdict(list)
+        for item in {item.key: item for item in items}.values():
+            by_length[self._row_length(len(item.item.values))].append(item)
+        computing = []
+        for length, of_length in by_length.items():
+            rows = batch_rows(length)
+            for first in range(0, len(of_length), rows):
+                batch = of_length[first : first + rows]
+                computing.append((batch, self._dispatch(batch, rows, length, len(computing))))
+        stride = self.config.output_stride
+        return {
+            item.key: features[: len(item.item.values) // stride]
+            for batch, outputs in computing
+            for item, features in zip(batch, np.asarray(outputs), strict=False)
+        }
+
+    def _row_length(self, inputs: int) -> int:
+        """Return the length of the row that an item of so many inputs is computed in."""
+        unit = math.lcm(LENGTH_UNIT, self.config.positions_per_token)
+        return padded_length(inputs, unit)
+
+    def _dispatch(
+        self, batch: Sequence[MissingItem], rows: int, length: int, number: int
+    ) -> jax.Array:
+        """Start to compute a batch on one of the devices, in turn."""
+        values = np.zeros(
+            (rows, length, self.config.input_values), batch[0].item.values.dtype
+        )
+        item = np.full((rows, length), PADDING, np.int32)
+        coordinates = np.zeros((rows, length, 3), np.int32)
+        for row, (*_, of_item) in enumerate(batch):
+            count = len(of_item.values)
+            values[row, :count] = of_item.values
+            coordinates[row, :count] = of_item.coordinates
+            item[row, :count] = np.where(of_item.valid, 0, PADDING)
+        offset = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+        inputs = ItemBatch(values, item, coordinates, item, offset)
+        number %= len(self._devices)
+        params = jax.tree.map(lambda x: x.addressable_data(number), self._params)
+        return self._encode(params, jax.device_put(inputs, self._devices[number]))
+
+    @cached_property
+    def _encode(self) -> jax.stages.Wrapped:
+        def encode(params: Params, items: ItemBatch) -> jax.Array:
+            module = self.model.module({"encoders": {self.name: params}})
+            return jnp.concatenate(module.tower_outputs(self.name, items), axis=-1)
+
+        return jax.jit(encode)
+
+
+def padded_length(inputs: int, unit: int) -> int:
+    """Round up to one of a few lengths, at most an eighth longer from 8 units on.
+
+    With unit 64, up to 1,024 to multiples of 64, up to 2,048 to multiples of 128, and so on.
+    """
+    step = unit * 2 ** max(0, (inputs // (8 * unit)).bit_length() - 1)
+    return -(-inputs // step) * step
+
+
+def batch_rows(length: int) -> int:
+    """Return how many items of rows this long are computed at a time."""
+    return max(1, min(MAX_ROWS, MAX_INPUTS // length))
+
+
+class FeatureStage:
+    """Encodes what the data workers did not find stored, between them and the training loop."""
+
+    def __init__(
+        self, model: Model, encoders: Mapping[str, ItemEncoder], cache: Path, space: float
+    ) -> None:
+        """encoders: those on devices of this process. cache: folder of all stores. space: bytes for them."""
+        self.encoders = encoders
+        self.writers = {
+            name: FeatureWriter(cache / encoder.fingerprint, encoder.layout, int(space))
+            for name, encoder in encoders.items()
+        }
+        # Of encoders elsewhere no rows are loaded here, but what these would be is known.
+        self.stores: dict[str, tuple[Path, FeatureLayout]] = {
+            name: (cache / "elsewhere", FeatureLayout(config.output_width, model.dtype.name))
+            for name, config in encoded_once(model.config).items()
+        }
+        self.stores |= {name: (w.folder, w.layout) for name, w in self.writers.items()}
+
+    def fill(self, loaded: LoadedStep) -> LoadedStep:
+        """Encode a step's missing items, write their outputs into its rows, and store them."""
+        for name, encoder in self.encoders.items():
+            writer = self.writers[name]
+            items = [item for item in loaded.missing if item.encoder == name]
+            unwritten = {item.key: writer.pending(item.key) for item in items}
+            outputs = {key: features for key, features in unwritten.items() if features is not None}
+            fresh = encoder.encode([item for item in items if item.key not in outputs])
+            outputs |= fresh
+            for item in items:
+                values = loaded.microbatches[item.microbatch].items[name].values
+                features = outputs[item.key]
+                values[item.row, item.start : item.start + len(features)] = features
+            for key, features in fresh.items():
+                writer.add(key, features)
+        return loaded
+
+    def filled(self, batches: Iterator[LoadedStep]) -> Iterator[LoadedStep]:
+        """Fill steps in a thread, one ahead of the one that is taken."""
+        with closing(batches), ThreadPoolExecutor(1, "encode") as pool:
+
+            def fill_next() -> LoadedStep | None:
+                loaded = next(batches, None)
+                return None if loaded is None else self.fill(loaded)
+
+            ahead = pool.submit(fill_next)
+            while (loaded := ahead.result()) is not None:
+                ahead = pool.submit(fill_next)
+                yield loaded
+
+    def close(self) -> None:
+        """Write what was encoded and is not on disk yet."""
+        for writer in self.writers.values():
+            writer.flush()
+
+
+def open_feature_stage(
+    executor: Executor, state: State, cache: Path, space: float
+) -> FeatureStage | None:
+    """Take the encoders that encode once out of a run's state, on the devices of this process; None without any.
+
+    cache: the folder for the outputs of all frozen encoders. space: bytes that they may take.
+    """
+    encoders: dict[str, ItemEncoder] = {}
+    if not encoded_once(executor.model.config):
+        return None
+    for name in encoded_once(executor.model.config):
+        for number, placed in enumerate(executor.stages):
+            if executor.local[number] and name in placed.stage.towers and name not in encoders:
+                params = state.stages[number].frozen["encoders"][name]
+                # Each device computes by itself: nothing that a step's collectives could wait for.
+                whole = jax.jit(lambda x: x, out_shardings=replicated(placed.mesh))(params)
+                encoders[name] = ItemEncoder(executor.model, name, jax.block_until_ready(whole))
+    return FeatureStage(executor.model, encoders, cache, space)
