@@ -58,7 +58,10 @@ def check_encode(where: str, tower: Any) -> None:
     if tower.encode == "step":
         return
     once = f"{where}.encode=once"
-    check(tower.frozen, f"{once}: its outputs change as it is trained; use frozen=true, or encode=step")
+    check(
+        tower.frozen,
+        f"{once}: its outputs change as it is trained; use frozen=true, or encode=step",
+    )
     check(
         not tower.dropout,
         f"{once}: dropout={tower.dropout} drops others in every step; use dropout=0, or encode=step",

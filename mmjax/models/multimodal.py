@@ -12,7 +12,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.batch import PADDING, TEXT_KIND, EncodedItems, ItemBatch, MaskSpec, TextBatch, WeightedSlots
+from mmjax.batch import (
+    PADDING,
+    TEXT_KIND,
+    EncodedItems,
+    ItemBatch,
+    MaskSpec,
+    TextBatch,
+    WeightedSlots,
+)
 from mmjax.config import ModelConfig
 from mmjax.config.model import step_vaes
 from mmjax.models.audio_encoder import AudioEncoder
@@ -123,7 +131,6 @@ class MultimodalModel(nnx.Module):
         for name, batch in items.items():
             if name in self.generators:
                 continue
-            encoder = self.encoders[name]
             # Encoders may be sharded over other axes than the LLM (`mesh.encoders`).
             with encoding(), jax.named_scope(name):
                 outputs = self.tower_outputs(name, batch, noise)
@@ -145,7 +152,9 @@ class MultimodalModel(nnx.Module):
         outputs = self.layer_outputs(
             name, encoder.embedded(batch), context, range(encoder.config.layers)
         )
-        deeper = [encoder.restored(outputs[layer], batch) for layer in self.connectors[name].deepstack]
+        deeper = [
+            encoder.restored(outputs[layer], batch) for layer in self.connectors[name].deepstack
+        ]
         return [self.finished(name, outputs, batch), *deeper]
 
     def layer_outputs(

@@ -8,9 +8,8 @@ comes in, and a store that lost a part of what it held changes nothing but the t
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import cached_property
@@ -25,15 +24,13 @@ from mmjax.config import Encoder
 from mmjax.config.model import encoded_once
 from mmjax.data.loading.features import MissingItem
 from mmjax.data.loading.step_loader import LoadedStep
+from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.storage.feature_store import FeatureLayout, FeatureWriter
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import replicated
+from mmjax.planning.item_encoding import batch_rows, row_length
 from mmjax.runtime.executor import Executor, State
-
-LENGTH_UNIT = 64  # inputs; rows are padded to multiples of it
-MAX_ROWS = 8  # items of a batch
-MAX_INPUTS = 8192  # of a batch, but for an item that is longer alone
 
 
 class ItemEncoder:
@@ -75,7 +72,7 @@ class ItemEncoder:
         """Compute the outputs of items by their keys, `[m, width]` each; every key is computed once."""
         by_length: dict[int, list[MissingItem]] = defaultdict(list)
         for item in {item.key: item for item in items}.values():
-            by_length[self._row_length(len(item.item.values))].append(item)
+            by_length[row_length(self.config, len(item.item.values))].append(item)
         computing = []
         for length, of_length in by_length.items():
             rows = batch_rows(length)
@@ -89,30 +86,34 @@ class ItemEncoder:
             for item, features in zip(batch, np.asarray(outputs), strict=False)
         }
 
-    def _row_length(self, inputs: int) -> int:
-        """Return the length of the row that an item of so many inputs is computed in."""
-        unit = math.lcm(LENGTH_UNIT, self.config.positions_per_token)
-        return padded_length(inputs, unit)
+    def compile(self, lengths: Iterable[int]) -> None:
+        """Compile the programs for rows of these lengths, on every device."""
+        for length in lengths:
+            for number in range(len(self._devices)):
+                self._dispatch([], batch_rows(length), length, number)
 
     def _dispatch(
         self, batch: Sequence[MissingItem], rows: int, length: int, number: int
     ) -> jax.Array:
         """Start to compute a batch on one of the devices, in turn."""
-        values = np.zeros(
-            (rows, length, self.config.input_values), batch[0].item.values.dtype
-        )
-        item = np.full((rows, length), PADDING, np.int32)
-        coordinates = np.zeros((rows, length, 3), np.int32)
-        for row, (*_, of_item) in enumerate(batch):
-            count = len(of_item.values)
-            values[row, :count] = of_item.values
-            coordinates[row, :count] = of_item.coordinates
-            item[row, :count] = np.where(of_item.valid, 0, PADDING)
-        offset = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
-        inputs = ItemBatch(values, item, coordinates, item, offset)
         number %= len(self._devices)
         params = jax.tree.map(lambda x: x.addressable_data(number), self._params)
+        inputs = self._rows(batch, rows, length)
         return self._encode(params, jax.device_put(inputs, self._devices[number]))
+
+    def _rows(self, batch: Sequence[MissingItem], rows: int, length: int) -> ItemBatch:
+        """Lay items out in rows of their own."""
+        dtype = np.uint8 if self.config.takes_pixels else np.float32
+        values = np.zeros((rows, length, self.config.input_values), dtype)
+        item = np.full((rows, length), PADDING, np.int32)
+        coordinates = np.zeros((rows, length, 3), np.int32)
+        for row, missing in enumerate(batch):
+            count = len(missing.item.values)
+            values[row, :count] = missing.item.values
+            coordinates[row, :count] = missing.item.coordinates
+            item[row, :count] = np.where(missing.item.valid, 0, PADDING)
+        offset = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+        return ItemBatch(values, item, coordinates, item, offset)
 
     @cached_property
     def _encode(self) -> jax.stages.Wrapped:
@@ -121,20 +122,6 @@ class ItemEncoder:
             return jnp.concatenate(module.tower_outputs(self.name, items), axis=-1)
 
         return jax.jit(encode)
-
-
-def padded_length(inputs: int, unit: int) -> int:
-    """Round up to one of a few lengths, at most an eighth longer from 8 units on.
-
-    With unit 64, up to 1,024 to multiples of 64, up to 2,048 to multiples of 128, and so on.
-    """
-    step = unit * 2 ** max(0, (inputs // (8 * unit)).bit_length() - 1)
-    return -(-inputs // step) * step
-
-
-def batch_rows(length: int) -> int:
-    """Return how many items of rows this long are computed at a time."""
-    return max(1, min(MAX_ROWS, MAX_INPUTS // length))
 
 
 class FeatureStage:
@@ -158,6 +145,7 @@ class FeatureStage:
 
     def fill(self, loaded: LoadedStep) -> LoadedStep:
         """Encode a step's missing items, write their outputs into its rows, and store them."""
+        encoded = {}
         for name, encoder in self.encoders.items():
             writer = self.writers[name]
             items = [item for item in loaded.missing if item.encoder == name]
@@ -171,7 +159,15 @@ class FeatureStage:
                 values[item.row, item.start : item.start + len(features)] = features
             for key, features in fresh.items():
                 writer.add(key, features)
-        return loaded
+            encoded[name] = len(fresh)
+        return loaded._replace(missing=(), encoded=encoded)
+
+    def compile(self, index: LengthIndex) -> None:
+        """Compile the programs for all items of an index."""
+        for name, encoder in self.encoders.items():
+            number = list(encoder.model.config.item_modules).index(name)
+            positions = np.unique(index.item_positions[index.item_encoder == number]).tolist()
+            encoder.compile(sorted({row_length(encoder.config, n) for n in positions}))
 
     def filled(self, batches: Iterator[LoadedStep]) -> Iterator[LoadedStep]:
         """Fill steps in a thread, one ahead of the one that is taken."""

@@ -122,6 +122,8 @@ class Setup:
 
     def compile_step(self, state: State, example: Microbatch) -> list[Sums | None]:
         """Compile the programs of a step ahead: gradients of each shape, and the update. Returns zero gradients."""
+        if self.features is not None:
+            self.features.compile(self.data.index)
         # One microbatch is enough for the programs of all shapes: they differ only in the rows'
         # lengths.
         shapes = padding_microbatches(

@@ -6,6 +6,7 @@ import hashlib
 import pickle
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -17,7 +18,7 @@ import numpy as np
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config, NoBalance
-from mmjax.config.model import frozen_modules, tower_key
+from mmjax.config.model import encoded_once, frozen_modules, tower_key
 from mmjax.cost import table
 from mmjax.data.loading.batch_hash import (
     EncoderRanks,
@@ -43,6 +44,7 @@ from mmjax.data.storage.feature_store import FeatureLayout, FeatureReader
 from mmjax.data.storage.latent_store import StoredLatents
 from mmjax.disk import read_sealed, write_sealed
 from mmjax.planning.flops import model_flops, needed_by_tower, step_needed
+from mmjax.planning.item_encoding import encoding_flops
 from mmjax.planning.work import Work
 
 COSTS = "_packed_costs"  # in a pickled loader
@@ -80,6 +82,8 @@ class LoadedStep(NamedTuple):
     unbalanced_pairs: np.ndarray
     # items of encoders that encode once whose outputs are not stored, and are not in the rows yet
     missing: tuple[MissingItem, ...] = ()
+    # by encoder: how many items were encoded for this step, by this process
+    encoded: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ class StepLoader:
             load_seconds=np.float64(time.perf_counter() - planned),
             needed_flops=np.float64(
                 sum(self._needed_flops(n, batch) for n, batch in enumerate(batches))
+                + sum(self._encoding_flops(lookup.missing) for lookup in stored)
             ),
             tokens=sum(self._tokens(m) for m in plan.microbatches),
             useful=np.stack(useful),
@@ -265,6 +270,8 @@ class StepLoader:
                     ("llm", *model.item_modules), Work._make([amount] * len(Work._fields))
                 )
                 model_flops(model, work, frozen_modules(model), reference)
+            for encoder in encoded_once(model):
+                encoding_flops(model, encoder, np.ones(1, np.int64))
 
         return zlib.compress(pickle.dumps(table.recorded(count)))
 
@@ -314,6 +321,17 @@ class StepLoader:
         own_encoder_ranks = len(self.ranks) * self.layout.topology.encoders_per_rank
         share = 1.0 if self.encoder_ranks is None else len(self.encoder_ranks) / own_encoder_ranks
         return step_needed(model, batch.text, batch.items, frozen, share, reference)
+
+    def _encoding_flops(self, missing: Sequence[MissingItem]) -> float:
+        """Count the FLOPs of encoding items that are not stored."""
+        inputs: dict[str, list[int]] = defaultdict(list)
+        for item in missing:
+            inputs[item.encoder].append(int(item.item.valid.sum()))
+        model = self.config.model
+        return sum(
+            encoding_flops(model, encoder, np.array(of_items))
+            for encoder, of_items in inputs.items()
+        )
 
     def _useful_and_moved(self, plan: MicrobatchPlan) -> tuple[np.ndarray, np.ndarray]:
         """Count the useful positions of every row, and each encoder's tokens that move, as `LoadedStep` has them."""

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from mmjax.data.media.patches import ItemInput
 from mmjax.console import print_note
+from mmjax.data.media.patches import ItemInput
 from mmjax.disk import atomic_folder, remove_path
 
 KEY_BYTES = 16
