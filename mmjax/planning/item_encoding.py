@@ -58,7 +58,9 @@ def output_bytes(config: Encoder, positions: np.ndarray, activation: int) -> int
     )
 
 
-def encoding_seconds(model: ModelConfig, tower: str, positions: Iterable[int], rates: Rates) -> float:
+def encoding_seconds(
+    model: ModelConfig, tower: str, positions: Iterable[int], rates: Rates
+) -> float:
     """Estimate the seconds in which one device encodes items of so many positions each, in whole batches."""
     in_steps = with_changes(model, {tower: {"encode": "step"}})
     seconds = 0.0

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import jax
@@ -41,9 +41,13 @@ class ItemEncoder:
         self.model = model
         self.name = name
         self.config: Encoder = model.config.encoders[name]
-        self._params = params
-        leaves = jax.tree.leaves(params)
-        self._devices = [shard.device for shard in leaves[0].addressable_shards]
+        devices = sorted(
+            jax.tree.leaves(params)[0].sharding.addressable_devices, key=lambda d: d.id
+        )
+        # each device's own copy
+        self.params = {
+            device: jax.tree.map(partial(_copy_on, device), params) for device in devices
+        }
 
     @property
     def layout(self) -> FeatureLayout:
@@ -53,16 +57,17 @@ class ItemEncoder:
     @cached_property
     def fingerprint(self) -> str:
         """Hash all that outputs depend on beside their items: weights, config, precision, and what computes them."""
-        names, arrays = zip(*jax.tree.leaves_with_path(self._params), strict=True)
+        device, params = next(iter(self.params.items()))
+        names, arrays = zip(*jax.tree.leaves_with_path(params), strict=True)
 
         def digest(array: jax.Array) -> bytes:
-            values = np.ascontiguousarray(array.addressable_data(0))
+            values = np.ascontiguousarray(array)
             return hashlib.blake2b(values.view(np.uint8).reshape(-1), digest_size=32).digest()
 
         with ThreadPoolExecutor() as pool:
             digests = list(pool.map(digest, arrays))
         whole = hashlib.blake2b(digest_size=16)
-        described = (self.config, self.layout, jax.__version__, self._devices[0].device_kind)
+        described = (self.config, self.layout, jax.__version__, device.device_kind)
         whole.update(repr((*described, [jax.tree_util.keystr(name) for name in names])).encode())
         for part in digests:
             whole.update(part)
@@ -89,17 +94,16 @@ class ItemEncoder:
     def compile(self, lengths: Iterable[int]) -> None:
         """Compile the programs for rows of these lengths, on every device."""
         for length in lengths:
-            for number in range(len(self._devices)):
+            for number in range(len(self.params)):
                 self._dispatch([], batch_rows(length), length, number)
 
     def _dispatch(
         self, batch: Sequence[MissingItem], rows: int, length: int, number: int
     ) -> jax.Array:
         """Start to compute a batch on one of the devices, in turn."""
-        number %= len(self._devices)
-        params = jax.tree.map(lambda x: x.addressable_data(number), self._params)
+        device, params = list(self.params.items())[number % len(self.params)]
         inputs = self._rows(batch, rows, length)
-        return self._encode(params, jax.device_put(inputs, self._devices[number]))
+        return self.encode_rows(params, jax.device_put(inputs, device))
 
     def _rows(self, batch: Sequence[MissingItem], rows: int, length: int) -> ItemBatch:
         """Lay items out in rows of their own."""
@@ -116,12 +120,19 @@ class ItemEncoder:
         return ItemBatch(values, item, coordinates, item, offset)
 
     @cached_property
-    def _encode(self) -> jax.stages.Wrapped:
+    def encode_rows(self) -> jax.stages.Wrapped:
+        """Return the program that computes the outputs of rows of items from the parameters on their device."""
+
         def encode(params: Params, items: ItemBatch) -> jax.Array:
             module = self.model.module({"encoders": {self.name: params}})
             return jnp.concatenate(module.tower_outputs(self.name, items), axis=-1)
 
         return jax.jit(encode)
+
+
+def _copy_on(device: jax.Device, x: jax.Array) -> jax.Array:
+    """Return a replicated array's copy on a device."""
+    return next(shard.data for shard in x.addressable_shards if shard.device == device)
 
 
 class FeatureStage:

@@ -99,10 +99,10 @@ def _describe_encoding(forecast: Forecast) -> Iterator[str]:
             f"       {duration(forecast.first_seconds)} a step in epoch 1, {duration(forecast.seconds)} from epoch 2 on"
         )
         needed = sum(encoding.size for encoding in forecast.encoding.values())
-        space = forecast.config.data.encoded_space * GB
-        if needed > space:
+        space = forecast.config.data.encoded_space
+        if needed > space * GB:
             yield (
-                f"       NOT ALL OF IT IS STORED in data.encoded_space={size(space)}: {1 - space / needed:.0%} is "
+                f"       NOT ALL OF IT IS STORED in data.encoded_space={space:g} GB: {1 - space * GB / needed:.0%} is "
                 f"encoded in every epoch; set data.encoded_space={math.ceil(needed / GB)}"
             )
 

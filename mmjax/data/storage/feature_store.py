@@ -15,8 +15,10 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,10 +135,15 @@ class FeatureWriter:
     _bytes: int = 0
     _since: float = 0.0  # when the first of those came
     _began: float = field(default_factory=time.time)
+    # the shard that a thread writes, and its end
+    _writing: dict[bytes, np.ndarray] = field(default_factory=dict)
+    _written: Future[None] | None = None
+    _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "store"))
 
     def pending(self, key: bytes) -> np.ndarray | None:
         """Return an item's output that is not written yet, or None."""
-        return self._pending.get(key)
+        features = self._pending.get(key)
+        return self._writing.get(key) if features is None else features
 
     def add(self, key: bytes, features: np.ndarray) -> None:
         """Add an item's output `[m, width]`."""
@@ -148,19 +155,31 @@ class FeatureWriter:
         self._bytes += features.nbytes + ITEM.itemsize
         is_full = self._bytes >= min(SHARD_BYTES, self.space // SHARDS)
         if is_full or time.monotonic() - self._since > SHARD_SECONDS:
-            self.flush()
+            self._begin_shard()
 
     def flush(self) -> None:
-        """Write what was added. What finds no room is left out: it is encoded again when it comes again."""
-        if not self._pending:
-            return
-        pending, self._pending = self._pending, {}
+        """Write what was added."""
+        self._begin_shard()
+        if self._written is not None:
+            self._written.result()
+
+    def _begin_shard(self) -> None:
+        """Begin to write what was added, when the shard before it is written."""
+        if self._written is not None:
+            self._written.result()
+        self._writing, self._pending = self._pending, {}
         needed, self._bytes = self._bytes, 0
+        self._written = self._thread.submit(self._write, self._writing, needed)
+
+    def _write(self, features: dict[bytes, np.ndarray], needed: int) -> None:
+        """Write a shard. What finds no room is left out: it is encoded again when it comes again."""
+        if not features:
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._exclusively():
                 if self._make_room(needed):
-                    write_shard(self.folder / uuid.uuid4().hex, pending)
+                    write_shard(self.folder / uuid.uuid4().hex, features)
         except OSError as error:
             self.space = 0  # training goes on without
             print_note(
