@@ -124,6 +124,15 @@ FAMILIES = {
         | {"num_hidden_layers": 4},
     ),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 3}),
+    "llama4_text": (
+        transformers.Llama4TextConfig,
+        {
+            "head_dim": 16,
+            "num_local_experts": 3,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 40,
+        },
+    ),
     "lfm2": (transformers.Lfm2Config, {"full_attn_idxs": [1], "conv_bias": True}),
     "gpt_oss": (
         transformers.GptOssConfig,

@@ -256,13 +256,13 @@ def test_torn_lines_and_starts_in_mid_run_are_no_obstacle(trained: Path) -> None
     assert any("stroke-dasharray" in path for path in found.all("path"))
 
 
-@pytest.mark.parametrize("windowed", [[1], [0, 1]])
+@pytest.mark.parametrize(("windowed", "chunked"), [([1], False), ([0, 1], False), ([1], True)])
 def test_masks_are_drawn_as_attention_computes_them_and_show_which_layers_have_a_window(
-    windowed: list[int], trained: Path, tmp_path: Path
+    windowed: list[int], chunked: bool, trained: Path, tmp_path: Path
 ) -> None:
-    folder = copied(trained, f"windowed_{len(windowed)}")
+    folder = copied(trained, f"windowed_{len(windowed)}_{chunked}")
     launch = verify_checksum(json.loads((folder / "history.jsonl").read_text()))
-    launch["config"]["model"]["llm"] |= {"window": 5, "windowed": windowed}
+    launch["config"]["model"]["llm"] |= {"window": 5, "windowed": windowed, "chunked": chunked}
     (folder / "history.jsonl").write_text(json.dumps(with_checksum(launch)) + "\n")
     replayed, of = replay(RunFolder(folder), 6)
     assert of.config.model.llm.layers == 2
@@ -286,7 +286,7 @@ def test_masks_are_drawn_as_attention_computes_them_and_show_which_layers_have_a
     cells = Image.open(io.BytesIO(base64.b64decode(drawn["href"].partition(",")[2])))
     assert np.array_equal(np.asarray(cells), shades(row))
     assert ("Layers 1 of 0-1 have" if len(windowed) < 2 else "All layers have") in found.text
-    assert "a sliding window of 5 tokens" in found.text
+    assert f"{'chunks' if chunked else 'a sliding window'} of 5 tokens" in found.text
     write(replayed, rows[:2], tmp_path)
     for row in rows[:2]:
         cells = Image.open(

@@ -295,30 +295,33 @@ def _forecast(planned: _Planned, cluster: Cluster, index: LengthIndex, speed: Sp
         tokens=float(index.llm_tokens[samples].sum()) / len(planned.steps),
         needed=needed_flops(config, index, samples) / len(planned.steps),
         speed=speed,
-        encoding=_plan_encoding(planned, cluster, index, samples, speed),
+        encoding=_plan_encoding(planned, cluster, index, speed),
     )
 
 
 def _plan_encoding(
-    planned: _Planned, cluster: Cluster, index: LengthIndex, samples: np.ndarray, speed: Speed
+    planned: _Planned, cluster: Cluster, index: LengthIndex, speed: Speed
 ) -> dict[str, PlannedEncoding]:
-    """Plan what encoders that encode once take. samples: of the planned steps."""
+    """Plan what encoders that encode once take; the seconds of a step are the mean of the planned ones."""
     config = planned.config
     model = resolve_attention(config.model, speed.rates, planned.layout.topology.context)
-    items = items_of(index, samples)
+    activation = ACTIVATION[config.training.precision]
     by_encoder = {}
     for name in encoded_once(model):
         number = list(model.item_modules).index(name)
-        of_steps = index.item_positions[items][index.item_encoder[items] == number]
-        positions = index.item_positions[index.item_encoder == number]
         units = [unit for unit in config.units.values() if name in unit.modules]
         devices = sum(map(unit_devices, units)) or cluster.devices
-        seconds = encoding_seconds(model, name, of_steps.tolist(), speed.rates)
-        activation = ACTIVATION[config.training.precision]
+        processes = -(-devices // cluster.per_node)
+        seconds = 0.0
+        for step in planned.steps:
+            items = items_of(index, step.samples())
+            positions = index.item_positions[items][index.item_encoder[items] == number].tolist()
+            seconds += encoding_seconds(model, name, positions, speed.rates, devices, processes)
+        positions = index.item_positions[index.item_encoder == number]
         by_encoder[name] = PlannedEncoding(
             items=len(positions),
             size=output_bytes(model.encoders[name], positions, activation),
-            seconds=seconds / (devices * len(planned.steps)),
+            seconds=seconds / len(planned.steps),
         )
     return by_encoder
 

@@ -59,6 +59,19 @@ def _runs(mask: Mask) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return start, first, grows
 
 
+def causal_pairs(tokens: np.ndarray | int, window: int, chunked: bool = False) -> np.ndarray | int:
+    """Count the causal pairs of so many tokens, within a window where it is not 0; chunked: in chunks of it."""
+    pairs = tokens * (tokens + 1) // 2
+    if not window:
+        return pairs
+    if chunked:
+        chunks, rest = np.divmod(tokens, window)
+        return chunks * (window * (window + 1) // 2) + rest * (rest + 1) // 2
+    # A window of w excludes, of n tokens, the causal pairs of n - w tokens.
+    beyond = (tokens - window) * (tokens > window)
+    return pairs - beyond * (beyond + 1) // 2
+
+
 @njit(cache=True)
 def run_pairs(tokens, kind, sees, span, branch, window):
     """Count the allowed pairs of one sample, given as runs of tokens that attend alike in the order of `pos`.

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mmjax.balance.mask_work import causal_pairs
 from mmjax.balance.parts import LLM, dist_ratio
 from mmjax.balance.phases import (
     Costs,
@@ -27,7 +28,6 @@ from mmjax.balance.waits import Prices, least_fullest, wait_share
 from mmjax.benchmarks.corpora import PHASES, draw_steps, steps_options
 from mmjax.benchmarks.harness import Options, named, option, timed
 from mmjax.config.loading import find_config, load
-from mmjax.data.plan.attended_pairs import causal_pairs
 from mmjax.planning.prices import pair_costs
 
 AUDIO_STRIDE = 2  # frames of a position in the layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from mmjax.config.checks import check, divides, listed
 from mmjax.config.encoders import Encoder
@@ -197,6 +197,8 @@ class ExpertsConfig:
     # of the sigmoid in the silu of such gates
     slope: PositiveFloat = 1.0
     group_best: PositiveInt = 2  # scores of a group that are added up when groups are chosen
+    # of experts, which the weights of a token's experts multiply
+    weighted: Literal["outputs", "inputs"] = "outputs"
     # Gemma 4's: beside the MLP, with learned scales of what the router and the experts read, and of
     # what an expert weighs
     beside_mlp: bool = False
@@ -209,6 +211,10 @@ class ExpertsConfig:
         check(
             self.per_token <= self.count,
             f"{where}.per_token={self.per_token} is more than count={self.count}; choose at most that",
+        )
+        check(
+            self.weighted == "outputs" or not self.biases,
+            f"{where}.weighted=inputs: experts whose inputs are weighted have no biases; use biases=false",
         )
         divides(where, self.count, "count", self.groups, "groups")
         chosen, groups = self.chosen_groups, self.groups
@@ -276,12 +282,15 @@ class DecoderConfig(TowerFacts):
     rotary_width: int = 0  # channels per head that RoPE turns, the first ones; 0: all
     # queries at position p are multiplied by 1 + query_growth * log(1 + floor(p / query_span))
     query_growth: NonNegativeFloat = 0.0
+    # layers whose queries grow: with rotary positions, or without, where p counts from 1 (Llama 4)
+    growing: Literal["rotated", "unrotated"] = "rotated"
     query_span: PositiveInt = 16_384  # tokens after which queries grow
     norm_eps: PositiveFloat = 1e-6  # of the norms
     norm_offset: float = 0.0  # added to the scales of RMSNorms
     activation: Activation = "silu"  # of the MLP, of its gate where it has one
     biases: tuple[Biased, ...] = ()  # the matrices of a layer that have one
-    qk_norm: Literal["none", "head"] = "none"  # of queries and keys, before RoPE
+    # of queries and keys, before RoPE; or without weights behind it, in layers that have it
+    qk_norm: Literal["none", "head", "rotated"] = "none"
     # of the outputs of attention and MLP, before they are added to the residual stream
     post_norms: bool = False
     embedding_scale: float = 1.0  # that embeddings are multiplied by
@@ -292,6 +301,8 @@ class DecoderConfig(TowerFacts):
     # tokens of the sliding window of the layers in `windowed`, the query's included
     window: NonNegativeInt = 0
     windowed: tuple[int, ...] = ()  # layers with sliding-window attention
+    # windows do not slide: samples are cut into chunks of `window` tokens, each causal by itself
+    chunked: bool = False
     # base of the rotary frequencies of those layers, unscaled; 0: as the others
     window_rope_theta: NonNegativeFloat = 0.0
     # in place of attention in some layers; none: all layers have attention
@@ -353,6 +364,13 @@ class DecoderConfig(TowerFacts):
     def window_inputs(self) -> int:
         """Return how many tokens a sliding window has."""
         return self.window
+
+    def reach(self, position: Any) -> Any:
+        """Return how many causal keys queries at these positions attend in `windowed` layers, themselves included.
+
+        Of chunks of 4, positions 0 1 2 3 4 5 attend 1 2 3 4 1 2.
+        """
+        return position % self.window + 1 if self.chunked else self.window
 
     @property
     def max_tokens(self) -> int:
@@ -494,6 +512,14 @@ class DecoderConfig(TowerFacts):
             f"{where}.biases has {listed(biased)}, and all layers have experts, whose matrices have none; leave it out",
         )
         check_windows(where, self)
+        check(
+            not self.chunked or not self.rope_sections,
+            f"{where}.chunked: chunks are of tokens, which positions with rope_sections do not count; leave one out",
+        )
+        check(
+            not self.chunked or self.items == "causal",
+            f"{where}.items={self.items}: chunks would cut what attends both ways; use items=causal",
+        )
         if self.latent:
             self._check_latent(where, self.latent)
 
@@ -543,6 +569,10 @@ class DecoderConfig(TowerFacts):
         check(
             not self.query_growth,
             f"{where}.query_growth={self.query_growth}: with learned positions queries do not grow; leave it out",
+        )
+        check(
+            self.qk_norm != "rotated",
+            f"{where}.qk_norm=rotated: with learned positions nothing is rotated; use head or none",
         )
         sections = self.rope_sections
         check(

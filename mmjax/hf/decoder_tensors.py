@@ -118,6 +118,8 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     # as transformers writes Kimi K2.5
     blocks = f"{inner}blocks.0.input_layernorm.weight" in folder.tensors
     layer = f"{inner}{'blocks' if blocks else 'layers'}.*."
+    llama4 = any(key.startswith(f"{inner}layers.0.feed_forward.") for key in folder.tensors)
+    mlp = f"{layer}feed_forward" if llama4 else f"{layer}mlp"
     # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2 and 3, where it
     # comes after attention.
     gemma = f"{inner}layers.0.pre_feedforward_layernorm.weight" in folder.tensors
@@ -136,7 +138,7 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
         "layers.*.attention.key_norm": norm(f"{layer}self_attn.k_norm"),
         "layers.*.attention_after": norm(f"{layer}{post_norms[0]}"),
         "layers.*.mlp_norm": norm(f"{layer}{before_mlp}"),
-        **linears("layers.*.mlp", f"{layer}mlp", **GATED_MLP),
+        **linears("layers.*.mlp", mlp, **GATED_MLP),
         "layers.*.mlp_after": norm(f"{layer}{post_norms[1]}"),
         "layers.*.token_input.gate": linear(f"{layer}per_layer_input_gate"),
         "layers.*.token_input.projection": linear(f"{layer}per_layer_projection"),
@@ -212,7 +214,7 @@ def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[s
     """Locate the parameters of the mixtures of experts, whose matrices are stored one by one, or all of a layer fused.
 
     Fused, gate and up are one matrix, stored [out, in] like linear layers, or [in, out] as
-    Qwen3-VL's publisher does.
+    Qwen3-VL's publisher does, and Llama 4.
     """
     experts = "layers.*.experts"
     first = layer.replace("*", str(config.layers[0]))
@@ -224,11 +226,14 @@ def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[s
     if f"{first}mlp.router.weight" in folder.tensors:
         return below(experts, _biased_expert_parts(config, f"{layer}mlp"))
     mixtral = f"{first}block_sparse_moe.gate.weight" in folder.tensors
+    llama4 = f"{first}feed_forward.router.weight" in folder.tensors
     block = f"{layer}block_sparse_moe" if mixtral else f"{layer}mlp"
+    block = f"{layer}feed_forward" if llama4 else block
     names = {"gate": "w1", "up": "w3", "down": "w2"} if mixtral else GATED_MLP
-    correction = TensorSlice(f"{block}.gate.e_score_correction_bias")
+    router = f"{block}.router" if llama4 else f"{block}.gate"
+    correction = TensorSlice(f"{router}.e_score_correction_bias")
     parts: dict[str, LeafTensors] = {
-        f"{experts}.router": {**linear(f"{block}.gate"), "correction": correction}
+        f"{experts}.router": {**linear(router), "correction": correction}
     }
     shared = (
         "shared_experts"
@@ -237,12 +242,12 @@ def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[s
     )
     parts |= linears(f"{experts}.shared", f"{block}.{shared}", **names)
     parts[f"{experts}.shared_gate"] = linear(f"{block}.shared_expert_gate")
-    fused = folder.tensors.get(f"{first}mlp.experts.gate_up_proj")
+    fused = folder.tensors.get(f"{block.replace(layer, first)}.experts.gate_up_proj")
     if fused is None:
         keys = {ours: f"{block}.experts.#.{name}.weight" for ours, name in names.items()}
         slices = {ours: TensorSlice(key, TRANSPOSED, experts=True) for ours, key in keys.items()}
     else:
-        turned = fused.shape[1:2] == (2 * config.width,)
+        turned = not llama4 and fused.shape[1:2] == (2 * config.width,)
         slices = _fused_experts(config, f"{block}.experts", turned)
     return parts | {f"{experts}.{ours}": {"weight": part} for ours, part in slices.items()}
 

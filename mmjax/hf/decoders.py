@@ -170,6 +170,50 @@ def _mixtral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return replace(_everywhere(fields, plain), experts=experts)
 
 
+def _llama4(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    layers = range(plain.layers)
+    interval = fields.size("no_rope_layer_interval")
+    rotated = fields.get("no_rope_layers", list[int], []) or [
+        int((i + 1) % interval != 0) for i in layers
+    ]
+    if len(rotated) < plain.layers:
+        raise UserError(
+            f"{fields.where}: no_rope_layers has {len(rotated)} numbers for {plain.layers} layers"
+        )
+    step = fields.size("interleave_moe_layer_step")
+    routed = fields.get("moe_layers", list[int], list(range(step - 1, plain.layers, step)))
+    chunk = fields.get("attention_chunk_size", int, 0)
+    kinds = ["chunked_attention" if rotated[i] and chunk else "full_attention" for i in layers]
+    types = _layer_types(fields, kinds, {"chunked_attention", "full_attention"})
+    windowed = tuple(i for i in layers if types[i] == "chunked_attention")
+    tuned = fields.get("attn_temperature_tuning", bool)
+    experts = _experts(
+        fields,
+        layers=tuple(i for i in layers if i in routed),
+        width=plain.mlp_width,
+        normalized=False,
+        shared_width=plain.mlp_width,
+        shared_gate=False,
+        scores="sigmoid",
+        weighted="inputs",
+    )
+    return replace(
+        plain,
+        mlp_width=fields.size("intermediate_size_mlp"),
+        biases=_attention_biases(fields),
+        rope_neighbours=True,
+        unrotated=tuple(i for i in layers if not rotated[i]),
+        qk_norm="rotated" if fields.get("use_qk_norm", bool) else "none",
+        query_growth=fields.get("attn_scale", float) if tuned else 0.0,
+        query_span=fields.size("floor_scale"),
+        growing="unrotated",
+        window=fields.size("attention_chunk_size") if windowed else 0,
+        windowed=windowed,
+        chunked=bool(windowed),
+        experts=experts,
+    )
+
+
 def _gpt_oss(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     experts = _experts(
         fields,
@@ -546,6 +590,7 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(_qwen3_5_moe, partial_rope=True),
     "glm4_moe": Family(_glm4_moe, partial_rope=True),
     "gpt_oss": Family(_gpt_oss),
+    "llama4_text": Family(_llama4),
     "mixtral": Family(_mixtral),
     "mistral4": Family(_mistral4, growing=True, latent="whole"),
     "deepseek_v2": Family(_deepseek_v2, latent="rotary"),

@@ -198,6 +198,8 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         scoring=Scoring(c.attention_scale, c.attention_cap),
         rope_neighbours=c.rope_neighbours,
         has_rope=kind.has_rope,
+        grows=kind.has_rope == (c.growing == "rotated"),
+        rotated_norm=partial(HeadNorm, c.norm_eps) if c.qk_norm == "rotated" else None,
         sinks=c.sinks,
         value_norm=partial(HeadNorm, c.norm_eps) if c.value_norm and not kind.shares_keys else None,
         keys_as_values=c.keys_as_values and kind.is_full,
@@ -327,7 +329,7 @@ class Decoder(nnx.Module):
         window_rotation = text_rotation(near, position, mask.sample) if is_own else None
         # Both masks need a window, so that a scan over layers of both kinds can select one of two
         # equal pytrees.
-        window_mask = in_window._replace(reach=jnp.full_like(mask.pos, c.window))
+        window_mask = in_window._replace(reach=jnp.full_like(mask.pos, c.reach(position)))
         full_mask = mask._replace(reach=jnp.full_like(mask.pos, UNLIMITED))
         return Context(
             full_mask, rotation, window_mask=window_mask, window_rotation=window_rotation

@@ -146,6 +146,8 @@ class ExpertMLP(NamedTuple):
         """Compute the hidden layer of copies of tokens in float32, in proportion to their shares."""
         c = self.config
         gated, raised = gated.astype(jnp.float32), raised.astype(jnp.float32)
+        if c.weighted == "inputs":  # whose products are in proportion to them
+            gated, raised, share = gated * share, raised * share, jnp.ones_like(share)
         if c.limit:
             gated = jnp.minimum(gated, c.limit)
             raised = jnp.clip(raised, -c.limit, c.limit) + 1

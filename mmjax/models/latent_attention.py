@@ -61,6 +61,7 @@ class LatentAttention(nnx.Module):
         self.window = b.window
         self.rope_neighbours = b.rope_neighbours
         self.has_rope = b.has_rope
+        self.grows = b.grows
 
     def __call__(
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
@@ -83,9 +84,8 @@ class LatentAttention(nnx.Module):
         if context.rotation is not None and self.has_rope:
             q_rotary = rotate(q_rotary, context.rotation, self.rope_neighbours)
             key = rotate(key, context.rotation, self.rope_neighbours)
-            if context.rotation.growth is not None:
-                growth = context.rotation.growth[:, :, None, None]
-                q, q_rotary = (y * growth.astype(q.dtype) for y in (q, q_rotary))
+        if context.rotation is not None and self.grows:
+            q, q_rotary = map(context.rotation.grown, (q, q_rotary))
         new = KeyValue(key, latent[:, :, None])
         if past is None:
             attn_out = self._attend(q, q_rotary, key, latent, context)

@@ -29,6 +29,10 @@ class Rotation(NamedTuple):
     sin: Array
     growth: Array | None = None  # float32 [B, T], by which queries are multiplied too
 
+    def grown(self, q: Float[Array, "b t n h"]) -> Float[Array, "b t n h"]:
+        """Multiply queries by their growth, where there is one."""
+        return q if self.growth is None else q * self.growth[:, :, None, None].astype(q.dtype)
+
 
 def rotation_1d(time: Int[Array, "b t"], width: int, theta: float) -> Rotation:
     """Compute rotary angles of times, by which the first `width` channels of a head turn."""
@@ -98,8 +102,9 @@ def text_rotation(
     angles = pair_position * frequencies
     growth = None
     if config.query_growth:
+        reached = longest + (config.growing == "unrotated")
         growth = 1 + config.query_growth * jnp.log1p(
-            (longest // config.query_span).astype(jnp.float32)
+            (reached // config.query_span).astype(jnp.float32)
         )
     return Rotation(jnp.cos(angles) * scale, jnp.sin(angles) * scale, growth)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from mmjax.config import Encoder, ModelConfig
 from mmjax.config.model import frozen_modules, with_changes
+from mmjax.cost.rates import SameModel
 from mmjax.planning.flops import attention_flops, executed, model_flops
 from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import MASTER, parameter_bytes
@@ -59,22 +61,36 @@ def output_bytes(config: Encoder, positions: np.ndarray, activation: int) -> int
 
 
 def encoding_seconds(
-    model: ModelConfig, tower: str, positions: Iterable[int], rates: Rates
+    model: ModelConfig,
+    tower: str,
+    positions: Iterable[int],
+    rates: Rates,
+    devices: int,
+    processes: int,
 ) -> float:
-    """Estimate the seconds in which one device encodes items of so many positions each, in whole batches."""
-    in_steps = with_changes(model, {tower: {"encode": "step"}})
+    """Estimate the seconds in which devices encode a step's items, of so many positions each.
+
+    Each process has its own batches, the last of which is not full, for each length.
+    """
+    lengths = Counter(row_length(model.encoders[tower], n) for n in positions)
     seconds = 0.0
-    lengths = (row_length(model.encoders[tower], n) for n in positions)
-    for length, count in Counter(lengths).items():
-        rows = batch_rows(length)
-        shape = {tower: (rows, length)}
-        flops = executed(in_steps, shape, frozen_modules(model))[tower]
-        attention = 0.0
-        if model.towers[tower].attention in ("flash", "auto"):
-            work = row_work(in_steps, shape)[tower]
-            attention = model.towers[tower].layers * attention_flops(in_steps, tower, work)
-        seconds += count / rows * rates.seconds(flops.forward, attention, flops.float8_forward)
-    return seconds
+    for length, count in lengths.items():
+        batches = math.ceil(count / processes / batch_rows(length))
+        seconds += batches * batch_seconds(SameModel(model), tower, length, rates)
+    return seconds * processes / devices
+
+
+@lru_cache(1024)
+def batch_seconds(same: SameModel, tower: str, length: int, rates: Rates) -> float:
+    """Estimate the seconds in which one device encodes a batch of rows of this length."""
+    model = with_changes(same.model, {tower: {"encode": "step"}})
+    shape = {tower: (batch_rows(length), length)}
+    flops = executed(model, shape, frozen_modules(model))[tower]
+    attention = 0.0
+    if model.towers[tower].attention in ("flash", "auto"):
+        work = row_work(model, shape)[tower]
+        attention = model.towers[tower].layers * attention_flops(model, tower, work)
+    return rates.seconds(flops.forward, attention, flops.float8_forward)
 
 
 def encoding_flops(model: ModelConfig, tower: str, inputs: np.ndarray) -> float:

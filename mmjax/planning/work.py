@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.balance.mask_work import Mask, block_work
+from mmjax.balance.mask_work import Mask, block_work, causal_pairs
 from mmjax.batch import FIRST_BRANCH_BIT, ROW, TIME, ItemBatch, TextBatch, branch_gap, chunk_numbers
 from mmjax.config import Encoder, Generator, ModelConfig, Tower
 from mmjax.config.model import with_changes
@@ -123,7 +123,9 @@ def useful_work(
     if model.llm.items == "in_windows":
         full = int(allowed_pairs(text._replace(span=np.zeros_like(text.span))).sum())
     pairs = _mean_pairs(
-        model.llm, full, lambda window: pairs - int(pairs_beyond_window(text, window).sum())
+        model.llm,
+        full,
+        lambda _: pairs - int(pairs_beyond_window(text, model.llm.reach(text.position)).sum()),
     )
     work = {"llm": Work(int((text.sample >= 0).sum()), pairs)}
     for name, batch in items.items():
@@ -200,15 +202,10 @@ def length_work(
     """
     length = llm.astype(np.int64)
 
-    def causal(n: np.ndarray) -> int:
-        return int((n * (n + 1) // 2).sum())
+    def causal(window: int) -> int:
+        return int(causal_pairs(length, window, model.llm.chunked).sum())
 
-    # A window of w excludes, of n tokens, the causal pairs of n - w tokens.
-    pairs = _mean_pairs(
-        model.llm,
-        causal(length),
-        lambda window: causal(length) - causal(np.maximum(length - window, 0)),
-    )
+    pairs = _mean_pairs(model.llm, causal(0), causal)
     work = {"llm": Work(int(length.sum()), pairs)}
     for k, (name, config) in enumerate(model.item_modules.items()):
         inputs = useful[encoder == k].astype(np.int64)
@@ -329,10 +326,12 @@ def visited_pairs(
         high = end[last]
         if config.is_causal:
             high = stop
-            low = low if window is None else np.maximum(low, start - window + 1)
+        if window is not None and config.is_causal and not config.chunked:
+            low = np.maximum(low, start - window + 1)
         elif window is not None:
             # From the window that the block's first position is in to that of its last.
             low = low + np.maximum(start - low, 0) // window * window
+        if window is not None and not config.is_causal:
             high = np.minimum(high, begin[last] + -((begin[last] - stop) // window) * window)
         # Blocks of keys from that of `low` to that of `high - 1`: parts lie side by side.
         visited = ((high - 1) // k - low // k + 1) * (q * k)
@@ -354,9 +353,10 @@ def allowed_pairs(text: TextBatch) -> np.ndarray:
     )
 
 
-def pairs_beyond_window(text: TextBatch, window: int) -> np.ndarray:
-    """Count the allowed pairs that a sliding window excludes, int64 `[R]`; for rows whose `pos` is the column.
+def pairs_beyond_window(text: TextBatch, window: np.ndarray | int) -> np.ndarray:
+    """Count the allowed pairs that a window excludes, int64 `[R]`; for rows whose `pos` is the column.
 
+    window: causal keys that each query attends, itself included; of all, or of each token `[R, T]`.
     Assumes that the tokens of a span are of one kind, as those of an item are.
     """
     length = text.sample.shape[1]
@@ -386,6 +386,7 @@ def pairs_beyond_window(text: TextBatch, window: int) -> np.ndarray:
 def _far_in_spans(text: TextBatch, window: int) -> np.ndarray:
     """Count the pairs beyond the window that are allowed all the same because they share a span, int64 `[R]`."""
     causal = (text.sees & text.kind != 0) & (text.sample >= 0)
+    window = np.broadcast_to(window, text.sample.shape)
     count = np.zeros(len(text.sample), np.int64)
     for row, (sample, span) in enumerate(zip(text.sample, text.span, strict=True)):
         columns = np.flatnonzero(span)
@@ -394,7 +395,7 @@ def _far_in_spans(text: TextBatch, window: int) -> np.ndarray:
         borders = np.flatnonzero(np.diff(sample[order]) | np.diff(span[order])) + 1
         for members in np.split(order, borders):
             # Of every member, the number of members at least `window` columns before it.
-            beyond = np.searchsorted(members, members - window, side="right")
+            beyond = np.searchsorted(members, members - window[row, members], side="right")
             count[row] += beyond[causal[row, members]].sum()
     return count
 

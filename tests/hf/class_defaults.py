@@ -67,6 +67,7 @@ WHOLE = (
         "hyperclovax",
         "gpt_oss",
         "lfm2",
+        "llama4_text",
     ),
     *(
         "llava",

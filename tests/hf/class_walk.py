@@ -359,6 +359,7 @@ INERT_IN = {
     **{kind: {"output_router_logits"} for kind in ("glm4_moe", "deepseek_v2")},
     # The class of Kimi K2.5 has the word on the tables.
     "deepseek_v3": {"output_router_logits", "tie_word_embeddings"},
+    "llama4_text": {"output_router_logits", "router_jitter_noise"},
     "llava_next_video": {"spatial_pool_stride", "video_seq_length"},  # of videos
     # Their text's default, which they take over, is true.
     **{

@@ -37,6 +37,7 @@ DECODERS = {
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
     "gpt_oss": transformers.GptOssConfig,
     "lfm2": transformers.Lfm2Config,
+    "llama4_text": transformers.Llama4TextConfig,
     "mixtral": transformers.MixtralConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
@@ -58,7 +59,7 @@ LATENT = ("mistral4", "deepseek_v2", "deepseek_v3")  # attention
 NOT_IN_LLAVA = (
     *LATENT,
     *("ministral3", "qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "glm4_moe"),
-    *("opt", "gpt2", "ernie4_5", "gemma4_text", "gpt_oss", "lfm2"),
+    *("opt", "gpt2", "ernie4_5", "gemma4_text", "gpt_oss", "lfm2", "llama4_text"),
 )
 # as the text of any vision tower
 IN_LLAVA = [name for name in DECODERS if name not in NOT_IN_LLAVA]
@@ -150,6 +151,8 @@ def decoder(
         given |= gpt_oss_fields(rng, given["num_hidden_layers"])
     if family == "lfm2":
         given |= lfm2_fields(rng, given)
+    if family == "llama4_text":
+        given |= llama4_fields(rng, given["num_hidden_layers"])
     if family == "phi3":
         given |= phi3_fields(rng, given)
     if family in ("glm4", "glm4_moe"):
@@ -264,11 +267,12 @@ def gemma4(
         # An image of the tests has up to nine tokens.
         both = {"use_bidirectional_attention": "vision", "sliding_window": pick(rng, 9, 12)}
         text |= both
+    tied = pick(rng, False, True)
+    if rng.integers(2):  # as in E2B and E4B, which have no experts
+        vision["use_clipped_linears"] = True
+        text["enable_moe_block"] = False
     return transformers.Gemma4Config(
-        text_config=text,
-        vision_config=vision,
-        tie_word_embeddings=pick(rng, False, True),
-        **tokens,
+        text_config=text, vision_config=vision, tie_word_embeddings=tied, **tokens
     )
 
 
@@ -352,6 +356,28 @@ def gpt_oss_fields(rng: np.random.Generator, layers: int) -> Fields:
         "attention_bias": pick(rng, False, True),
         "pad_token_id": 0,
     }
+
+
+def llama4_fields(rng: np.random.Generator, layers: int) -> Fields:
+    """Llama 4's chunks, layers without RoPE whose queries grow, and experts in some layers."""
+    count = between(rng, 2, 5)
+    given = {
+        "intermediate_size_mlp": between(rng, 20, 60),
+        "num_local_experts": count,
+        "num_experts_per_tok": between(rng, 1, count),
+        "use_qk_norm": pick(rng, False, True),
+        "attention_bias": pick(rng, False, True),
+        "attn_temperature_tuning": pick(rng, True, True, False),
+        "floor_scale": between(rng, 2, 6),
+        "attn_scale": pick(rng, 0.1, 0.5),
+        "attention_chunk_size": pick(rng, None, 3, 4, 8),
+        "no_rope_layer_interval": between(rng, 2, 4),
+        "interleave_moe_layer_step": pick(rng, 1, 1, 2),
+        "pad_token_id": 0,
+    }
+    flags = [between(rng, 0, 1) for _ in range(layers)]
+    given |= pick(rng, {}, {"no_rope_layers": flags})
+    return given | pick(rng, {}, {"moe_layers": [i for i in range(layers) if rng.integers(2)]})
 
 
 def lfm2_fields(rng: np.random.Generator, given: Fields) -> Fields:

@@ -148,6 +148,18 @@ GROWING = {
     "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }
+LLAMA4 = {
+    "attention_chunk_size": 6,
+    "no_rope_layer_interval": 2,
+    "floor_scale": 3,
+    "attn_scale": 0.5,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 40,
+    "head_dim": 12,
+    "pad_token_id": 0,
+}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 LOCAL = ["sliding_attention", "sliding_attention", "full_attention"]
 GEMMA4 = {
@@ -182,6 +194,7 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     "mistral4",
     "gpt_oss",
     "lfm2",
+    "llama4",
 )
 @pytest.mark.parametrize(
     ("kind", "own"),
@@ -217,6 +230,7 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
             transformers.Lfm2Config,
             {"full_attn_idxs": [1], "conv_bias": True, "pad_token_id": 0, "conv_L_cache": 4},
         ),
+        (transformers.Llama4TextConfig, LLAMA4),
         (
             transformers.GptOssConfig,
             {"head_dim": 12, "sliding_window": 6, "num_local_experts": 3, "num_experts_per_tok": 2},
@@ -242,6 +256,7 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         "cohere2",
         "exaone4",
         "lfm2",
+        "llama4",
         "gpt_oss",
         "hyperclovax",
         "deepseek_v3",

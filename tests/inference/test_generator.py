@@ -17,6 +17,7 @@ from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import (
     Config,
     DeltaNetConfig,
+    ExpertsConfig,
     LatentAttentionConfig,
     LoraConfig,
     MeshConfig,
@@ -85,6 +86,7 @@ def generator(model: Model, source, mesh: MeshConfig | None = None, **own) -> Ge
         "adapters",
         "blockwise, scanned with a border",
         "latent attention",
+        "chunks",
         "shared keys",
     ],
 )
@@ -125,6 +127,11 @@ def changed(config: Config, how: str):
             llm = replace(
                 llm, layers=4, parallel_mlp=True, window=5, windowed=(0, 1, 3), unrotated=(2,)
             )
+        case "chunks":
+            growing = {"query_growth": 0.5, "query_span": 4, "growing": "unrotated"}
+            llm = replace(llm, layers=4, window=5, windowed=(0, 1, 3), unrotated=(2,), **growing)
+            experts = ExpertsConfig((1,), 3, 2, 12, normalized=False, weighted="inputs")
+            llm = replace(llm, chunked=True, qk_norm="rotated", experts=experts)
         case "shared keys":
             llm = replace(
                 llm,
@@ -153,7 +160,8 @@ def changed(config: Config, how: str):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "change", ["plain", "delta nets", "parallel, without rope", "latent attention", "shared keys"]
+    "change",
+    ["plain", "delta nets", "parallel, without rope", "latent attention", "shared keys", "chunks"],
 )
 @pytest.mark.parametrize("where", MESHES)
 def test_a_mesh_writes_what_one_device_writes(few, where, change):

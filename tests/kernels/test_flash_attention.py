@@ -27,8 +27,11 @@ def random_mask(rng: np.random.Generator, rows: int, length: int) -> MaskSpec:
     else:
         kind = np.ones((rows, length))
         sees = np.full((rows, length), 7)
-    reach = np.full((rows, length), rng.integers(3, 40)) if rng.integers(2) else None
     pos = np.broadcast_to(np.arange(length), (rows, length))
+    reach = None
+    if rng.integers(2):  # chunks, or a sliding window
+        window = rng.integers(3, 40)
+        reach = pos % window + 1 if window % 2 else np.full((rows, length), window)
     fields = (sample, pos, span, kind, sees, reach)
     return MaskSpec(*(None if x is None else jnp.asarray(x, jnp.int32) for x in fields))
 

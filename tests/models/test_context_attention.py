@@ -62,7 +62,9 @@ def test_rows_over_several_devices_attend_as_on_one(mesh, form, backend, window,
     heads, kv_heads = (8, 8) if form == "heads" else (4, 2)
     *arrays, mask = shuffled(random_case(devices + window, 64, heads, kv_heads), 7, 4)
     if window:
-        mask = mask._replace(reach=jnp.full_like(mask.pos, window))
+        # Half slide with their query, half are chunks.
+        chunks = mask.pos % window + 1
+        mask = mask._replace(reach=jnp.where(mask.pos % 32 < 16, window, chunks))
     arrays.append(jnp.asarray(np.random.default_rng(3).normal(size=arrays[0].shape), jnp.float32))
     q, k, v, weight = arrays
     scoring = Scoring(0.4, 3.0) if window else DEFAULT_SCORING
@@ -107,7 +109,9 @@ def test_keys_that_no_query_of_a_device_may_attend_are_not_needed_there(
     devices = mesh.context * max(1, mesh.data)
     *arrays, mask = shuffled(random_case(devices + window, 64, 4, 2), 5, 8)
     if window:
-        mask = mask._replace(reach=jnp.full_like(mask.pos, window))
+        # Half slide with their query, half are chunks.
+        chunks = mask.pos % window + 1
+        mask = mask._replace(reach=jnp.where(mask.pos % 32 < 16, window, chunks))
     arrays.append(jnp.asarray(np.random.default_rng(3).normal(size=arrays[0].shape), jnp.float32))
     q, k, v, weight = arrays
     wanted = gradients("dense", DEFAULT_SCORING)(q, k, v, None, mask, weight)

@@ -55,16 +55,19 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("window", [0, 5, 30])
-def test_packed_samples_are_counted_by_the_blocks_that_hold_a_pair(seed, window):
+@pytest.mark.parametrize(
+    ("window", "chunked"), [(0, False), (5, False), (30, False), (5, True), (30, True)]
+)
+def test_packed_samples_are_counted_by_the_blocks_that_hold_a_pair(seed, window, chunked):
     parts = packed(seed, 60)
     sample = jnp.asarray(numbers(*parts))
     ones = jnp.ones_like(sample)
     pos = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), sample.shape)
-    near = MaskSpec(sample, pos, 0 * ones, ones, ones, ones * window if window else None)
-    llm = replace(
-        MODEL.llm, window=window, windowed=tuple(range(MODEL.llm.layers)) if window else ()
-    )
+    windowed = tuple(range(MODEL.llm.layers)) if window else ()
+    llm = replace(MODEL.llm, window=window, windowed=windowed, chunked=chunked)
+    begin = jnp.argmax(sample[:, None] == sample[..., None], axis=-1)
+    reach = ones * llm.reach(pos - begin) if window else None
+    near = MaskSpec(sample, pos, 0 * ones, ones, ones, reach)
     np.testing.assert_array_equal(visited_pairs(llm, *parts, ROWS, LENGTH), live(near))
 
 

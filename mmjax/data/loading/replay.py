@@ -171,18 +171,18 @@ def spoken(source: Any, tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-def seen(text: TextBatch, window: int = 0) -> np.ndarray:
+def seen(text: TextBatch, reach: np.ndarray | int | None = None) -> np.ndarray:
     """Return the keys `[T]` that each query `[T]` of a row attends, bool.
 
-    window: the tokens that a windowed layer attends causally, the query's own included; 0 = all
+    reach: the tokens that a query attends causally in a windowed layer, its own included; None: all
     before it.
     """
     mask = text.mask
-    if window:
+    if reach is not None:
         running_max = partial(np.maximum.accumulate, axis=1)
         order = np.argsort(text.pos)  # devices that share rows permute them
         gap = branch_gap(running_max, text.sample[None, order], text.kind[None, order])
-        reach = np.full_like(text.pos, window)
+        reach = np.full_like(text.pos, reach)
         mask = mask._replace(pos=text.pos - gap[0, text.pos], reach=reach)
     return allowed(mask, mask)
 
@@ -198,7 +198,7 @@ def seen_by_layers(text: TextBatch, llm: DecoderConfig) -> np.ndarray:
     """
     if not llm.windowed:
         return np.where(seen(text), EVERY_LAYER, NO_LAYER).astype(np.uint8)
-    near = seen(text, llm.window)
+    near = seen(text, llm.reach(text.position))
     far = seen(text) & (len(llm.windowed) < llm.layers)
     return np.where(near, EVERY_LAYER, np.where(far, WITHOUT_WINDOW, NO_LAYER)).astype(np.uint8)
 
@@ -207,10 +207,11 @@ def describe_window(llm: DecoderConfig) -> str:
     """Describe in one line which layers have the sliding window, for a picture of the mask; empty where none has."""
     if not llm.windowed:
         return ""
+    what = f"{'chunks' if llm.chunked else 'a sliding window'} of {llm.window:,} tokens"
     if len(llm.windowed) == llm.layers:
-        return f"All layers have a sliding window of {llm.window:,} tokens."
+        return f"All layers have {what}."
     return (
-        f"Layers {_ranges(llm.windowed)} of 0-{llm.layers - 1} have a sliding window of {llm.window:,} tokens; "
+        f"Layers {_ranges(llm.windowed)} of 0-{llm.layers - 1} have {what}; "
         "what is drawn paler only the other layers see."
     )
 

@@ -5,13 +5,15 @@ Pairs are those of one head, averaged over a tower's layers where some of these 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.balance.mask_work import run_pairs
+from mmjax.balance.mask_work import causal_pairs, run_pairs
 from mmjax.batch import FIRST_BRANCH_BIT, TEXT_KIND
 from mmjax.config import DecoderConfig, Tower
 from mmjax.data.media.patches import ItemModules, clip_size, patch_grid
@@ -120,16 +122,20 @@ def branched_pairs(tokens: int, branches: Sequence[int], llm: DecoderConfig) -> 
 
     def pairs(shared: int, window: int) -> int:
         # Every branch attends as if it were the only one behind what all share.
-        separate = sum(causal_pairs(shared + branch, window) for branch in branches)
-        return separate - (len(branches) - 1) * causal_pairs(shared, window)
+        separate = sum(causal_pairs(shared + branch, window, llm.chunked) for branch in branches)
+        return separate - (len(branches) - 1) * causal_pairs(shared, window, llm.chunked)
 
     return round(mean_pairs(llm, pairs, tokens))
 
 
 def sample_pairs(runs: Sequence[Run], llm: DecoderConfig) -> int:
     """Count the pairs of a sample of these runs."""
-    if not any(run.kind >> FIRST_BRANCH_BIT or run.span for run in runs):  # plain causal attention
-        return round(mean_pairs(llm, causal_pairs, sum(run.tokens for run in runs)))
+    by_branch = Counter({0: 0})
+    for run in runs:
+        by_branch[run.kind >> FIRST_BRANCH_BIT] += run.tokens
+    # Plain causal attention, or chunks, in which all attend so.
+    if llm.chunked or (len(by_branch) == 1 and not any(run.span for run in runs)):
+        return branched_pairs(by_branch.pop(0), list(by_branch.values()), llm)
     tokens, kind, sees, span = (np.array(column, np.int64) for column in zip(*runs, strict=True))
     branch = kind >> FIRST_BRANCH_BIT
 
@@ -138,16 +144,6 @@ def sample_pairs(runs: Sequence[Run], llm: DecoderConfig) -> int:
         return run_pairs(tokens, kind, sees, spans, branch, window)
 
     return round(mean_pairs(llm, pairs, 0))
-
-
-def causal_pairs(tokens: np.ndarray | int, window: int) -> np.ndarray | int:
-    """Count the causal pairs of so many tokens, within a window where it is not 0."""
-    pairs = tokens * (tokens + 1) // 2
-    if not window:
-        return pairs
-    # A window of w excludes, of n tokens, the causal pairs of n - w tokens.
-    beyond = (tokens - window) * (tokens > window)
-    return pairs - beyond * (beyond + 1) // 2
 
 
 def mean_pairs(
@@ -204,7 +200,8 @@ def pairs_by_length(tower: Tower | None, length: np.ndarray) -> np.ndarray:
     if tower is None:
         return length * length
     if tower.is_causal:
-        return np.rint(mean_pairs(tower, causal_pairs, length)).astype(np.int64)
+        pairs = partial(causal_pairs, chunked=tower.chunked)
+        return np.rint(mean_pairs(tower, pairs, length)).astype(np.int64)
 
     def full(n: np.ndarray, window: int) -> np.ndarray:
         # A length does not tell which windows an image's edge cuts: all are counted as complete.

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mmjax.balance.mask_work import causal_pairs
 from mmjax.balance.parts import LLM, Parts, ranges
 from mmjax.config import DecoderConfig
 from mmjax.config.generators import Tower
@@ -24,7 +25,6 @@ from mmjax.data.media.patches import ItemModules, item_size
 from mmjax.data.plan.attended_pairs import (
     MaskRules,
     branched_pairs,
-    causal_pairs,
     item_pairs,
     pairs_by_length,
     runs_of,
@@ -359,6 +359,7 @@ def index_key(
             _names(bool(windows)),
             *([windows] if windows else []),
             [] if llm is None else [llm.items, llm.window, len(llm.windowed), llm.layers],
+            *(["chunked"] if llm and llm.chunked else []),
         ]
     )
     return hashlib.sha256(key.encode()).hexdigest()[:16]

@@ -1,6 +1,7 @@
 """Pairs of the length index are those that attention computes: branches, spans, unseen kinds, windows, every item."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -37,15 +38,22 @@ def packed(made, source, tmp_path):
     return pack_microbatch(plan, loader.batch_layout, loader.reader)
 
 
-@pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
-@pytest.mark.parametrize("items", ["causal", "bidirectional", "isolated", "prefix", "in_windows"])
+@pytest.mark.parametrize(
+    ("items", "windows"),
+    [
+        *product(
+            ["causal", "bidirectional", "isolated", "prefix", "in_windows"], ["full", "windows"]
+        ),
+        ("causal", "chunks"),
+    ],
+)
 def test_pairs_are_those_of_the_packed_rows(items, windows, tmp_path):
     source = random_samples(SAMPLES, seed=len(items))
     made = config(items)
     llm, vision = made.model.llm, VISION
-    if windows:
+    if windows != "full":
         llm, vision = (
-            replace(llm, layers=5, windowed=(0, 1, 3), window=6),
+            replace(llm, layers=5, windowed=(0, 1, 3), window=6, chunked=windows == "chunks"),
             replace(VISION, windowed=(0,), window=2),
         )
     model = replace(made.model, llm=llm, encoders={"vision": vision, "audio": AUDIO})
@@ -53,13 +61,13 @@ def test_pairs_are_those_of_the_packed_rows(items, windows, tmp_path):
     batch = packed(replace(made, model=model), source, tmp_path)
     work = useful_work(model, batch.text, batch.items)
     # pairs of a sample are whole numbers, means over layers are not
-    rounding = SAMPLES / 2 if windows else 0
+    rounding = SAMPLES / 2 if windows != "full" else 0
     assert index.pairs.sum() == pytest.approx(work["llm"].pairs, abs=rounding)
     for number, name in enumerate(model.encoders):
         assert index.item_pairs[index.item_encoder == number].sum() == pytest.approx(
             work[name].pairs, abs=rounding
         )
-    if not windows:  # sample by sample, by the mask itself
+    if windows == "full":  # sample by sample, by the mask itself
         by_sample = np.zeros(SAMPLES, np.int64)
         seen = batch.text
         if items == "in_windows":  # which layers without a window do not see
