@@ -24,7 +24,7 @@ MAX_INPUTS = 8192  # of a batch, but for an item that is longer alone
 
 
 class PlannedEncoding(NamedTuple):
-    """What an encoder that encodes once takes."""
+    """Time and disk of an encoder that encodes once."""
 
     items: int  # of all data
     size: int  # bytes of their outputs on disk

@@ -22,7 +22,7 @@ import numpy as np
 from mmjax.batch import PADDING, ItemBatch
 from mmjax.config import Encoder
 from mmjax.config.model import encoded_once
-from mmjax.data.loading.features import MissingItem
+from mmjax.data.loading.feature_lookup import MissingItem
 from mmjax.data.loading.step_loader import LoadedStep
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.storage.feature_store import FeatureLayout, FeatureWriter
@@ -52,7 +52,7 @@ class ItemEncoder:
     @property
     def layout(self) -> FeatureLayout:
         """Return what a position of its outputs has."""
-        return FeatureLayout(self.config.output_width, self.model.dtype.name)
+        return FeatureLayout(self.config.output_width, self.model.dtype)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -149,7 +149,7 @@ class FeatureStage:
         }
         # Of encoders elsewhere no rows are loaded here, but what these would be is known.
         self.stores: dict[str, tuple[Path, FeatureLayout]] = {
-            name: (cache / "elsewhere", FeatureLayout(config.output_width, model.dtype.name))
+            name: (cache / "elsewhere", FeatureLayout(config.output_width, model.dtype))
             for name, config in encoded_once(model.config).items()
         }
         self.stores |= {name: (w.folder, w.layout) for name, w in self.writers.items()}

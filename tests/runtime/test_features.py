@@ -15,9 +15,8 @@ from mmjax.batch import PADDING, ItemBatch
 from mmjax.config import AudioConfig, ConnectorConfig, LogMel, VisionConfig
 from mmjax.config.encoders import StretchedGrid
 from mmjax.config.loading import load
-from mmjax.data.loading.features import MissingItem
+from mmjax.data.loading.feature_lookup import MissingItem, item_key
 from mmjax.data.media.patches import item_input
-from mmjax.data.storage.feature_store import item_key
 from mmjax.models.model import Model
 from mmjax.runtime.features import ItemEncoder
 

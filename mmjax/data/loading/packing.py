@@ -13,7 +13,7 @@ import numpy as np
 from mmjax.balance.exchange import Rearrangement, exchange_tables
 from mmjax.balance.parts import LLM, offsets_by_key
 from mmjax.batch import PADDING, EncodedItems, ItemBatch, Microbatch, TextBatch
-from mmjax.data.loading.features import FeatureLookup
+from mmjax.data.loading.feature_lookup import FeatureLookup
 from mmjax.data.loading.text_rows import (
     BatchLayout,
     ItemSlots,

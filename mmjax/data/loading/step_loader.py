@@ -28,7 +28,7 @@ from mmjax.data.loading.batch_hash import (
     ranks_of_encoder,
 )
 from mmjax.data.loading.context import spread_over_context
-from mmjax.data.loading.features import FeatureLookup, MissingItem
+from mmjax.data.loading.feature_lookup import FeatureLookup, MissingItem
 from mmjax.data.loading.packing import Reader, pack_microbatch
 from mmjax.data.loading.text_rows import BatchLayout
 from mmjax.data.plan.budget import PLANNER, Budget

@@ -9,7 +9,6 @@ to the same bits.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import time
 import uuid
@@ -22,11 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from mmjax.console import print_note
-from mmjax.data.media.patches import ItemInput
 from mmjax.disk import atomic_folder, remove_path
 
 KEY_BYTES = 16
@@ -43,23 +40,10 @@ ITEM = np.dtype(
 
 
 class FeatureLayout(NamedTuple):
-    """What one position of an encoder's output has."""
+    """Describe one position of an encoder's output."""
 
     width: int  # channels
-    dtype: str  # of the activations: "float32" or "bfloat16"
-
-    @property
-    def numpy(self) -> np.dtype:
-        return np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
-
-
-def item_key(item: ItemInput) -> bytes:
-    """Hash an encoder's input of one item: its content as it was prepared."""
-    digest = hashlib.blake2b(digest_size=KEY_BYTES)
-    for array in item:
-        digest.update(f"{array.dtype}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array))
-    return digest.digest()
+    dtype: np.dtype  # of the activations
 
 
 @dataclass
@@ -85,7 +69,7 @@ class FeatureReader:
         try:
             values = np.fromfile(
                 shard / "values.bin",
-                self.layout.numpy,
+                self.layout.dtype,
                 int(item["length"]) * self.layout.width,
                 offset=int(item["start"]),
             )

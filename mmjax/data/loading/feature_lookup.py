@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 
 from mmjax.config import Encoder
 from mmjax.data.media.patches import ItemInput
-from mmjax.data.storage.feature_store import FeatureReader, item_key
+from mmjax.data.storage.feature_store import KEY_BYTES, FeatureReader
 
 
 class MissingItem(NamedTuple):
@@ -37,7 +38,7 @@ class FeatureLookup:
         """Make the values of rows that are `length` inputs long."""
         layout = self.readers[encoder].layout
         positions = length // self.encoders[encoder].output_stride
-        return np.zeros((rows, positions, layout.width), layout.numpy)
+        return np.zeros((rows, positions, layout.width), layout.dtype)
 
     def write(
         self, values: np.ndarray, encoder: str, row: int, start: int, item: ItemInput
@@ -50,3 +51,12 @@ class FeatureLookup:
             self.missing.append(MissingItem(encoder, self.microbatch, row, start, key, item))
         else:
             values[row, start : start + len(features)] = features
+
+
+def item_key(item: ItemInput) -> bytes:
+    """Hash an encoder's input of one item: its content as it was prepared."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for array in item:
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array))
+    return digest.digest()
