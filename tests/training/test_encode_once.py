@@ -10,7 +10,7 @@ from commands import TINY_MEDIA, run
 from restarts import last, losses, steps_of
 from started import finish, kill, launch, start, wait_until
 
-from mmjax import plan, train
+from mmjax import inspect, plan, train
 
 EPOCH = 12  # steps
 SETTINGS = (
@@ -51,6 +51,12 @@ def test_from_the_second_epoch_on_nothing_is_encoded(first):
     counts = encoded(first)
     assert all(counts[step] > 0 for step in range(1, EPOCH + 1))
     assert all(counts[step] == 0 for step in range(EPOCH + 1, 2 * EPOCH + 1))
+
+
+def test_a_step_that_was_logged_is_that_which_is_looked_at_again(first, capsys):
+    ended = run(capsys, inspect.main, first, "--step", EPOCH + 1)
+    assert ended.code == 0, ended.err
+    assert ", as logged" in ended.out
 
 
 def test_losses_are_to_the_bit_those_of_a_run_that_stores_nothing(first, runs, capsys):

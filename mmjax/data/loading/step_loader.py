@@ -297,7 +297,10 @@ class StepLoader:
     def _content(self, batches: Sequence[Microbatch]) -> int:
         return reduce(
             add_hashes,
-            (batch_hash(b, n, self.ranks, *self._held(n)) for n, b in enumerate(batches)),
+            (
+                batch_hash(b, n, self.ranks, *self._held(n), encoded_once(self.config.model))
+                for n, b in enumerate(batches)
+            ),
         )
 
     def _needed_flops(self, number: int, batch: Microbatch) -> float:
