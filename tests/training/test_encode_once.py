@@ -56,7 +56,7 @@ def test_from_the_second_epoch_on_nothing_is_encoded(first):
 def test_a_step_that_was_logged_is_that_which_is_looked_at_again(first, capsys):
     ended = run(capsys, inspect.main, first, "--step", EPOCH + 1)
     assert ended.code == 0, ended.err
-    assert ", as logged" in ended.out
+    assert "as it was logged" in ended.out
 
 
 def test_losses_are_to_the_bit_those_of_a_run_that_stores_nothing(first, runs, capsys):
