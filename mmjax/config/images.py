@@ -36,6 +36,7 @@ class ImageKind:
     writes_texts = False  # text is written between an image's tokens
     arranges_tokens = False  # an image's tokens do not follow each other item by item
     interpolates = False  # a position of the LLM may be made of several tokens
+    rounds_pixels = False  # normalised pixels, and all on the way to them, are rounded to bfloat16
 
     @property
     def item_size(self) -> tuple[int, ...]:
@@ -743,6 +744,73 @@ class PatchBudget(ImageKind):
         return self
 
 
+@dataclass(frozen=True)
+class CanvasTiles(ImageKind):
+    """Tiles of an image in its own shape, padded to whole ones, then the whole image as one more, as for Llama 4.
+
+    Their grid is that which can enlarge the image least, where all are smaller that which shrinks it least.
+    """
+
+    rounds_pixels = True
+
+    tile: PositiveInt = 336  # pixels per side
+    max_tiles: PositiveInt = 16  # per image, not counting the whole image
+    # to the largest grid; else the grid is that which is nearest, and no side is enlarged beyond a
+    # tile's
+    enlarged: bool = False
+    begin: str = ""  # text before all of an image
+    tile_end: str = ""  # text behind each tile but the last of its row
+    row_end: str = ""  # text behind the last tile of a row
+    whole: str = ""  # text before the whole image behind its tiles, or one that is a single tile
+    end: str = ""  # text behind all of an image
+    filter: Filter = "bilinear"  # of resizing
+    kind: Literal["canvas_tiles"] = "canvas_tiles"
+
+    hf_processors = ("Llama4ImageProcessor",)
+
+    @property
+    def item_size(self) -> tuple[int, ...]:
+        return self.tile, self.tile
+
+    @property
+    def writes_texts(self) -> bool:
+        """Return whether text is written between an image's tokens."""
+        return bool(self.begin or self.tile_end or self.row_end or self.whole or self.end)
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> CanvasTiles:
+        for name in ("do_resize", "do_rescale", "do_normalize"):
+            if not fields.flag(name):
+                raise fields.refused(name, "its class prepares no images otherwise; set it to true")
+        if fields.number("rescale_factor") != 1 / 255:
+            raise fields.refused("rescale_factor", "only 1 / 255 is known, by which it rounds")
+        size = fields.height_and_width("size")
+        if len(set(size)) != 1:
+            raise fields.refused("size", "give the same height and width")
+        if (filter := fields.filter()) not in ("bilinear", "bicubic"):
+            raise fields.refused("resample", "known are 2 and 3, bilinear and bicubic")
+        return cls(
+            tile=size[0],
+            max_tiles=fields.count("max_patches"),
+            enlarged=fields.flag("resize_to_max_canvas"),
+            filter=filter,
+        ).with_tokens()
+
+    def with_tokens(self) -> CanvasTiles:
+        """Return the preparation with the texts that Llama 4's processor writes, by these very names."""
+        return replace(
+            self,
+            begin="<|image_start|>",
+            tile_end="<|tile_x_separator|>",
+            row_end="<|tile_y_separator|>",
+            whole="<|image|>",
+            end="<|image_end|>",
+        )
+
+    def without_tokens(self) -> CanvasTiles:
+        return replace(self, begin="", tile_end="", row_end="", whole="", end="")
+
+
 ImagePreparation = (
     AsIs
     | FixedSize
@@ -756,4 +824,5 @@ ImagePreparation = (
     | Slices
     | ResizeOrTiles
     | PatchBudget
+    | CanvasTiles
 )
