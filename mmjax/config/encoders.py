@@ -219,6 +219,8 @@ class VisionConfig(TowerFacts):
     merge_after: NonNegativeInt = 0
     value_norm: bool = False  # divides the values of a head by their root mean square
     attention_scale: NonNegativeFloat = 0.0  # of the scores; 0: head width ** -0.5
+    # the matrices of a layer clip their inputs and outputs to stored bounds, which are not trained
+    clipped_linears: bool = False
 
     @property
     def pool(self) -> int:
@@ -408,6 +410,7 @@ class AudioConfig(TowerFacts):
     value_norm: ClassVar[bool] = False
     attention_scale: ClassVar[float] = 0.0
     layer_scale: ClassVar[bool] = False
+    clipped_linears: ClassVar[bool] = False
 
     layers: LayerCount  # number of layers
     width: PositiveInt  # of the residual stream

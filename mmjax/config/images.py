@@ -33,10 +33,15 @@ class ImageKind:
     hf_processors = ()  # image processors of transformers that are read as this kind
     hf_note = ""  # what to tell a user whose processor is read as this kind
     picture_size = ()  # height and width of every image that is one item of one size; (): of any
-    writes_texts = False  # text is written between an image's tokens
+    text_fields = ()  # names of its fields that are written between an image's tokens
     arranges_tokens = False  # an image's tokens do not follow each other item by item
     interpolates = False  # a position of the LLM may be made of several tokens
     rounds_pixels = False  # normalised pixels, and all on the way to them, are rounded to bfloat16
+
+    @property
+    def writes_texts(self) -> bool:
+        """Return whether text is written between an image's tokens."""
+        return any(getattr(self, name) for name in self.text_fields)
 
     @property
     def item_size(self) -> tuple[int, ...]:
@@ -53,7 +58,7 @@ class ImageKind:
 
     def without_tokens(self) -> Self:
         """Return the preparation for an LLM that lacks the special tokens of the checkpoint's."""
-        return self
+        return replace(self, **dict.fromkeys(self.text_fields, ""))
 
 
 @dataclass(frozen=True)
@@ -251,11 +256,7 @@ class PixtralResize(ImageKind):
     kind: Literal["pixtral_resize"] = "pixtral_resize"
 
     hf_processors = ("PixtralImageProcessor",)
-
-    @property
-    def writes_texts(self) -> bool:
-        """Return whether text is written between an image's tokens."""
-        return bool(self.row_end or self.end)
+    text_fields = ("row_end", "end")
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> PixtralResize:
@@ -293,9 +294,6 @@ class PixtralResize(ImageKind):
         # An image processor without one around it does not say how patches are merged.
         return replace(self, unit=unit)
 
-    def without_tokens(self) -> PixtralResize:
-        return replace(self, row_end="", end="")
-
 
 @dataclass(frozen=True)
 class DynamicTiles(ImageKind):
@@ -317,11 +315,7 @@ class DynamicTiles(ImageKind):
     end: str = ""  # text behind all of it
 
     hf_processors = ("GotOcr2ImageProcessor", "Cohere2VisionImageProcessor")
-
-    @property
-    def writes_texts(self) -> bool:
-        """Return whether text is written between an image's tokens."""
-        return bool(self.label or self.whole or self.tile_end or self.begin or self.end)
+    text_fields = ("label", "whole", "tile_end", "begin", "end")
 
     @property
     def item_size(self) -> tuple[int, ...]:
@@ -349,9 +343,6 @@ class DynamicTiles(ImageKind):
             filter=fields.filter(),
             grid_by="scale" if by_scale else "shape",
         )
-
-    def without_tokens(self) -> DynamicTiles:
-        return replace(self, label="", whole="", tile_end="", begin="", end="")
 
     @classmethod
     def from_internvl_chat(cls, fields: ProcessorFields, side: int) -> DynamicTiles | FixedSize:
@@ -478,15 +469,11 @@ class SplitTiles(ImageKind):
     kind: Literal["split_tiles"] = "split_tiles"
 
     hf_processors = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
+    text_fields = ("marker", "label", "whole")
 
     @property
     def item_size(self) -> tuple[int, ...]:
         return self.tile, self.tile
-
-    @property
-    def writes_texts(self) -> bool:
-        """Return whether text is written between an image's tokens."""
-        return bool(self.marker or self.label or self.whole)
 
     def check(self, where: str) -> None:
         fits = len(self.resize) <= 2 and min(self.resize, default=1) > 0
@@ -575,11 +562,7 @@ class Slices(ImageKind):
     kind: Literal["slices"] = "slices"
 
     hf_processors = ("MiniCPMV4_6ImageProcessor", "MiniCPMOcrImageProcessor")
-
-    @property
-    def writes_texts(self) -> bool:
-        """Return whether text is written between an image's tokens."""
-        return bool(self.begin or self.end or self.slice_begin or self.slice_end)
+    text_fields = ("begin", "end", "slice_begin", "slice_end")
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> Slices:
@@ -610,9 +593,6 @@ class Slices(ImageKind):
             )
         return self
 
-    def without_tokens(self) -> Slices:
-        return replace(self, begin="", end="", slice_begin="", slice_end="")
-
 
 @dataclass(frozen=True)
 class ResizeOrTiles(ImageKind):
@@ -637,11 +617,7 @@ class ResizeOrTiles(ImageKind):
     kind: Literal["resize_or_tiles"] = "resize_or_tiles"
 
     hf_processors = ("Lfm2VlImageProcessor",)
-
-    @property
-    def writes_texts(self) -> bool:
-        """Return whether text is written between an image's tokens."""
-        return bool(self.begin or self.label or self.whole or self.end)
+    text_fields = ("begin", "label", "whole", "end")
 
     def check(self, where: str) -> None:
         ordered(where, self, "min_tokens", "max_tokens")
@@ -705,9 +681,6 @@ class ResizeOrTiles(ImageKind):
             )
         return self
 
-    def without_tokens(self) -> ResizeOrTiles:
-        return replace(self, begin="", label="", whole="", end="")
-
 
 @dataclass(frozen=True)
 class PatchBudget(ImageKind):
@@ -751,8 +724,6 @@ class CanvasTiles(ImageKind):
     Their grid is that which can enlarge the image least, where all are smaller that which shrinks it least.
     """
 
-    rounds_pixels = True
-
     tile: PositiveInt = 336  # pixels per side
     max_tiles: PositiveInt = 16  # per image, not counting the whole image
     # to the largest grid; else the grid is that which is nearest, and no side is enlarged beyond a
@@ -767,15 +738,12 @@ class CanvasTiles(ImageKind):
     kind: Literal["canvas_tiles"] = "canvas_tiles"
 
     hf_processors = ("Llama4ImageProcessor",)
+    text_fields = ("begin", "tile_end", "row_end", "whole", "end")
+    rounds_pixels = True
 
     @property
     def item_size(self) -> tuple[int, ...]:
         return self.tile, self.tile
-
-    @property
-    def writes_texts(self) -> bool:
-        """Return whether text is written between an image's tokens."""
-        return bool(self.begin or self.tile_end or self.row_end or self.whole or self.end)
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> CanvasTiles:
@@ -806,9 +774,6 @@ class CanvasTiles(ImageKind):
             whole="<|image|>",
             end="<|image_end|>",
         )
-
-    def without_tokens(self) -> CanvasTiles:
-        return replace(self, begin="", tile_end="", row_end="", whole="", end="")
 
 
 ImagePreparation = (

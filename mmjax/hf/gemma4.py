@@ -19,20 +19,14 @@ LEFT = ("model.audio_tower.*", "model.embed_audio.*")  # without images also tho
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
-    """The model that reads images and texts of a Gemma 4, or texts alone where its tower of images is not read.
-
-    That is one with clipped linear layers. Raises UserError for a text of another family.
-    """
+    """The model that reads images and texts of a Gemma 4. Raises UserError for a text of another family."""
     text = fields.inner("text_config")
     text.allow_only("model_type", "gemma4_text")
     llm = decoder_of(text, tables_are_tied(fields))
-    values = fields.values.get("vision_config")
-    clipped = isinstance(values, dict) and values.get("use_clipped_linears", False)
-    images = "images (vision_config.use_clipped_linears=true), " if clipped else ""
     note(
-        f"{fields.where}: {images}videos and clips are not supported; an export copies their towers as they are"
+        f"{fields.where}: videos and clips are not supported; an export copies their towers as they are"
     )
-    if values is None or clipped:
+    if fields.values.get("vision_config") is None:
         return ModelConfig(llm)
     vision = _vision(folder, fields.inner("vision_config"))
     if text.values.get("use_bidirectional_attention") == "vision":

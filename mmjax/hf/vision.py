@@ -398,7 +398,6 @@ def _self_distilled(
 
 
 def _gemma4(fields: Fields) -> VisionConfig:
-    fields.allow_only("use_clipped_linears", False)
     head_width = fields.size("hidden_size") // fields.size("num_attention_heads")
     theta = axial_theta(fields, head_width)
     eps = fields.get("rms_norm_eps", float)
@@ -420,6 +419,7 @@ def _gemma4(fields: Fields) -> VisionConfig:
         qk_norm_eps=eps,
         value_norm=True,
         attention_scale=1.0,
+        clipped_linears=fields.get("use_clipped_linears", bool),
     )
 
 

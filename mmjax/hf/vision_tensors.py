@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mmjax.config import VisionConfig
 from mmjax.hf.layout import (
+    LeafTensors,
     TensorNames,
     TensorSlice,
     array,
@@ -18,6 +19,8 @@ from mmjax.hf.names import ATTENTION, GATED_MLP, PROJECTIONS, QKV
 
 # A convolution of stride = kernel is a product over the pixels of a patch.
 PATCHES = (2, 3, 1, 0)  # from [width, channel, row, column]; ours: row, column, channel
+
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")  # of Gemma 4's linear layers
 
 
 def clip_parts(config: VisionConfig, prefix: str, output: str = "out_proj") -> TensorNames:
@@ -151,23 +154,31 @@ def dinov2_parts(config: VisionConfig, prefix: str) -> TensorNames:
     )
 
 
+def clippable_linears(path: str, key: str, /, **names: str) -> dict[str, LeafTensors]:
+    """Locate linear layers of Gemma 4 as `linears`: a matrix below a name of its own, beside bounds."""
+    parts = {}
+    for ours, theirs in names.items():
+        parts[ours] = linear(f"{key}.{theirs}.linear")
+        parts[f"{ours}.bounds"] = {name: TensorSlice(f"{key}.{theirs}.{name}") for name in BOUNDS}
+    return below(path, parts)
+
+
 def gemma4_parts(config: VisionConfig, prefix: str) -> TensorNames:
     """Name the tensors of Gemma 4's towers."""
     layer = f"{prefix}encoder.layers.*."
-    named = {ours: f"{theirs}.linear" for ours, theirs in PROJECTIONS.items()}
-    gated = {ours: f"{theirs}.linear" for ours, theirs in GATED_MLP.items()}
+    attention = {**PROJECTIONS, "output": "o_proj"}
     return TensorNames(
         {
             "embed.patches": linear(f"{prefix}patch_embedder.input_proj"),
             # Stored `[2, side, width]`: the table of columns, then that of rows.
             "embed.positions": array(f"{prefix}patch_embedder.position_embedding_table", (0, 1, 2)),
             "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
-            **linears(ATTENTION, f"{layer}self_attn", **named, output="o_proj.linear"),
+            **clippable_linears(ATTENTION, f"{layer}self_attn", **attention),
             "layers.*.attention.query_norm": norm(f"{layer}self_attn.q_norm"),
             "layers.*.attention.key_norm": norm(f"{layer}self_attn.k_norm"),
             "layers.*.attention_after": norm(f"{layer}post_attention_layernorm"),
             "layers.*.mlp_norm": norm(f"{layer}pre_feedforward_layernorm"),
-            **linears("layers.*.mlp", f"{layer}mlp", **gated),
+            **clippable_linears("layers.*.mlp", f"{layer}mlp", **GATED_MLP),
             "layers.*.mlp_after": norm(f"{layer}post_feedforward_layernorm"),
         }
     )

@@ -263,13 +263,15 @@ class MLP(nnx.Module):
         *,
         gated: bool = False,
         biases: tuple[Biased, ...] = (),
+        clipped: bool = False,
     ):
         # Column parallel up and gate, row parallel down (Megatron): one all-reduce per MLP.
-        self.gate = (
-            Linear(inputs, hidden, ("embed", "mlp"), rngs, bias="gate" in biases) if gated else None
+        into = partial(Linear, inputs, hidden, ("embed", "mlp"), rngs, clipped=clipped)
+        self.gate = into(bias="gate" in biases) if gated else None
+        self.up = into(bias="up" in biases)
+        self.down = Linear(
+            hidden, outputs, ("mlp", "embed"), rngs, bias="down" in biases, clipped=clipped
         )
-        self.up = Linear(inputs, hidden, ("embed", "mlp"), rngs, bias="up" in biases)
-        self.down = Linear(hidden, outputs, ("mlp", "embed"), rngs, bias="down" in biases)
         self.activation: Activation = activation
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
@@ -337,6 +339,7 @@ class LayerConfig:
     # of the vector that the layer takes of each token; 0: it takes none
     token_width: int = 0
     output_scale: bool = False  # a stored number multiplies the layer's output
+    clipped_linears: bool = False  # matrices clip their inputs and outputs to stored bounds
 
 
 class SelfAttention(nnx.Module):
@@ -348,12 +351,13 @@ class SelfAttention(nnx.Module):
         kv_width = b.kv_heads * b.head_width
         # With a gate, the outputs of a head are its query, then its gate (as in Qwen3.5).
         q_outputs = (1 + b.attention_gate) * q_width
-        self.query = Linear(b.width, q_outputs, ("embed", "heads"), rngs, bias="query" in b.biases)
-        kv = partial(Linear, b.width, kv_width, ("embed", "kv_heads"), rngs)
+        linear = partial(Linear, rngs=rngs, clipped=b.clipped_linears)
+        self.query = linear(b.width, q_outputs, ("embed", "heads"), bias="query" in b.biases)
+        kv = partial(linear, b.width, kv_width, ("embed", "kv_heads"))
         self.key = None if b.shares_keys else kv(bias="key" in b.biases)
         has_values = not (b.shares_keys or b.keys_as_values)
         self.value = kv(bias="value" in b.biases) if has_values else None
-        self.output = Linear(q_width, b.width, ("heads", "embed"), rngs, bias="output" in b.biases)
+        self.output = linear(q_width, b.width, ("heads", "embed"), bias="output" in b.biases)
         # Queries and keys are normalised per head after the split (Qwen3), or over all heads before
         # it (InternViT).
         self.norm_heads = b.head_norm is not None
@@ -522,7 +526,14 @@ class TransformerLayer(nnx.Module):
         self.parallel_mlp = b.parallel_mlp
         self.mlp_norm = b.norm(b.width) if b.pre_norms and not b.parallel_mlp else None
         mlp = partial(
-            MLP, b.width, b.mlp_width, b.width, b.activation, gated=b.gated, biases=b.biases
+            MLP,
+            b.width,
+            b.mlp_width,
+            b.width,
+            b.activation,
+            gated=b.gated,
+            biases=b.biases,
+            clipped=b.clipped_linears,
         )
         beside = b.experts_beside and b.experts is not None
         self.mlp = None if b.experts and not beside else mlp(rngs)
@@ -616,6 +627,7 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
         post_norms=c.norm_place != "before",
         scoring=Scoring(c.attention_scale, 0.0),
         value_norm=partial(HeadNorm, c.norm_eps) if c.value_norm else None,
+        clipped_linears=c.clipped_linears,
         rope_halves=isinstance(c.positions, AxisTables),
         rope_neighbours=c.rope_neighbours,
         window=longest_window(c) if c.modality == "image" and c.windowed else 0,

@@ -32,11 +32,51 @@ def _product(x: Float[Array, "*b i"], weight: Float[Array, "*parts i o"]) -> Flo
     return jnp.einsum("p...i,pio->p...o", parts, weight).reshape(*x.shape[:-1], -1)
 
 
+@jax.custom_vjp
+def clip(
+    x: Float[Array, "*b d"], lowest: Float[Array, ""], highest: Float[Array, ""]
+) -> Float[Array, "*b d"]:
+    """Clip to bounds. As in PyTorch's clamp, a value at a bound passes its gradient on; the bounds get none."""
+    return jnp.clip(x, lowest.astype(x.dtype), highest.astype(x.dtype))
+
+
+def _clip_forward(x: Array, lowest: Array, highest: Array) -> tuple[Array, Array]:
+    inside = (x >= lowest.astype(x.dtype)) & (x <= highest.astype(x.dtype))
+    return clip(x, lowest, highest), inside
+
+
+def _clip_backward(inside: Array, d_y: Array) -> tuple[Array, None, None]:
+    return jnp.where(inside, d_y, 0), None, None
+
+
+clip.defvjp(_clip_forward, _clip_backward)
+
+
+class Bounds(nnx.Module):
+    """Stored bounds of a linear layer's inputs and outputs, buffers in PyTorch's terms, which get no gradient."""
+
+    def __init__(self) -> None:
+        def bound(value: float) -> nnx.Param:
+            return nnx.Param(jnp.asarray(value, jnp.float32), axes=())
+
+        self.input_min = bound(-jnp.inf)
+        self.input_max = bound(jnp.inf)
+        self.output_min = bound(-jnp.inf)
+        self.output_max = bound(jnp.inf)
+
+
 class Linear(nnx.Module):
-    """`x @ weight + bias`, initialised normal with variance 1 / fan-in."""
+    """`x @ weight + bias`, initialised normal with variance 1 / fan-in; inputs and outputs may be clipped."""
 
     def __init__(
-        self, inputs: int, outputs: int, axes: Axes, rngs: nnx.Rngs, *, bias: bool = False
+        self,
+        inputs: int,
+        outputs: int,
+        axes: Axes,
+        rngs: nnx.Rngs,
+        *,
+        bias: bool = False,
+        clipped: bool = False,
     ):
         # Always float32: the cast to the computation's precision is part of the forward pass.
         weight = jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32) * inputs**-0.5
@@ -45,6 +85,7 @@ class Linear(nnx.Module):
         # A bias along the width is replicated: it is small, and activations are not sharded there.
         bias_axis = None if axes[1] == "embed" else axes[1]
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(bias_axis,)) if bias else None
+        self.bounds = Bounds() if clipped else None
         self.axes = axes
         self.lora: nnx.Module | None = nnx.data(None)  # set by `models.lora`
         self.float8 = False  # whether products run in FP8; set by `models.model`
@@ -58,12 +99,29 @@ class Linear(nnx.Module):
             return self(x)
         weight = dequantize(self.weight[...], x.dtype)
         weight = jnp.pad(weight, ((0, 0),) * (weight.ndim - 2) + ((0, padding), (0, 0)))
-        (y,) = _products(x, [weight], [self])
+        (y,) = _products(self.clipped(x), [weight], [self])
+        return self.completed(y, x[..., :-padding])
+
+    def clipped(self, x: Float[Array, "*b i"]) -> Float[Array, "*b i"]:
+        """Clip inputs, where the layer has bounds."""
+        if self.bounds is None:
+            return x
+        return clip(x, self.bounds.input_min[...], self.bounds.input_max[...])
+
+    def completed(
+        self, y: Float[Array, "*b o"], x: Float[Array, "*b i"], padding: int = 0
+    ) -> Float[Array, "*b o"]:
+        """Add bias and adapter to the product of inputs `x`, and clip it; `padding` zeros were appended to it."""
         if self.bias is not None:
-            y = y + self.bias[...].astype(x.dtype)
+            y = y + _pad_last(self.bias[...].astype(x.dtype), padding)
         if self.lora is not None:
-            y = y + self.lora(x[..., :-padding])
-        return checkpoint_name(y, "linear")
+            y = y + _pad_last(self.lora(self.clipped(x)), padding)
+        # Named before it is clipped: where a policy saves it, backward can tell what was within
+        # bounds.
+        y = checkpoint_name(y, "linear")
+        if self.bounds is None:
+            return y
+        return clip(y, self.bounds.output_min[...], self.bounds.output_max[...])
 
 
 def apply_linears(
@@ -73,23 +131,25 @@ def apply_linears(
 
     padding: zeros appended to the outputs, by the products themselves.
     """
+    if linears[1:] and any(linear.bounds is not None for linear in linears):
+        # Each clips the activations to bounds of its own.
+        return [y for linear in linears for y in apply_linears(x, linear, padding=padding)]
     axes = [linear.axes for linear in linears]
 
     def multiply(x: Array, *weights: Array | Quantized) -> tuple[Array, ...]:
+        x = linears[0].clipped(x)
         matrices = [_pad_last(dequantize(w, x.dtype), padding) for w in weights]
         return tensor_parallel_products(x, matrices, axes) or _products(x, matrices, linears)
 
     weights = [linear.weight[...] for linear in linears]
-    # Quantised weights are kept for backward as they are, and dequantised again there.
-    products = keep_inputs(multiply) if any(isinstance(w, Quantized) for w in weights) else multiply
-    outputs = []
-    for linear, y in zip(linears, products(x, *weights), strict=True):
-        if linear.bias is not None:
-            y = y + _pad_last(linear.bias[...].astype(x.dtype), padding)
-        if linear.lora is not None:
-            y = y + _pad_last(linear.lora(x), padding)
-        outputs.append(checkpoint_name(y, "linear"))
-    return outputs
+    # Quantised weights and activations that are clipped are kept for backward as they are, and
+    # dequantised or clipped again there.
+    again = any(isinstance(w, Quantized) for w in weights) or linears[0].bounds is not None
+    products = keep_inputs(multiply) if again else multiply
+    return [
+        linear.completed(y, x, padding)
+        for linear, y in zip(linears, products(x, *weights), strict=True)
+    ]
 
 
 def _products(x: Array, weights: Sequence[Array], linears: Sequence[Linear]) -> tuple[Array, ...]:

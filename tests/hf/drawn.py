@@ -267,11 +267,12 @@ def gemma4(
         # An image of the tests has up to nine tokens.
         both = {"use_bidirectional_attention": "vision", "sliding_window": pick(rng, 9, 12)}
         text |= both
+    tied = pick(rng, False, True)
+    if rng.integers(2):  # as in E2B and E4B, which have no experts
+        vision["use_clipped_linears"] = True
+        text["enable_moe_block"] = False
     return transformers.Gemma4Config(
-        text_config=text,
-        vision_config=vision,
-        tie_word_embeddings=pick(rng, False, True),
-        **tokens,
+        text_config=text, vision_config=vision, tie_word_embeddings=tied, **tokens
     )
 
 

@@ -73,6 +73,7 @@ def converted(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 def randomize(model: torch.nn.Module) -> None:
     """Draw every parameter, around 1 where it is a scale."""
     with torch.no_grad():
+        draw_bounds(model)
         for buffer in corrections(model):
             buffer.add_(torch.randn_like(buffer), alpha=0.2)
         for parameter in model.parameters():
@@ -81,18 +82,34 @@ def randomize(model: torch.nn.Module) -> None:
             parameter.normal_(centre, spread)
 
 
+@torch.no_grad()
+def draw_bounds(model: torch.nn.Module) -> None:
+    """Make the bounds of linear layers finite, and near enough to clip something."""
+    for buffer in corrections(model):
+        if buffer.isinf().all():
+            buffer.copy_(torch.copysign(torch.rand(()) + 1.2, buffer))
+
+
 def watch_kinks(model: torch.nn.Module) -> None:
-    """Record in `model.nearest_kink` how close to 0 the input of a ReLU has come, where its gradient jumps."""
+    """Record in `model.nearest_kink` how close the input of a ReLU or a clamp has come to where its gradient jumps."""
     model.nearest_kink = float("inf")
 
-    def record(
-        module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
-    ) -> None:
-        model.nearest_kink = min(model.nearest_kink, float(inputs[0].detach().abs().min()))
+    def watch(module: torch.nn.Module, kinks: Sequence[torch.Tensor], of_output: bool) -> None:
+        def record(
+            module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+        ) -> None:
+            x = (output if of_output else inputs[0]).detach()
+            nearest = min(float((x - kink).abs().min()) for kink in kinks)
+            model.nearest_kink = min(model.nearest_kink, nearest)
+
+        module.register_forward_hook(record)
 
     for module in model.modules():
         if isinstance(module, torch.nn.ReLU):
-            module.register_forward_hook(record)
+            watch(module, [torch.zeros(())], False)
+        if hasattr(module, "input_min"):
+            watch(module, [module.input_min, module.input_max], False)
+            watch(module.linear, [module.output_min, module.output_max], True)
 
 
 def leave_out_defaults(folder: Path) -> None:
@@ -406,9 +423,10 @@ def adamw_there(model: torch.nn.Module) -> torch.optim.AdamW:
 def corrections(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the buffers that a checkpoint has: what routers add to scores to choose, scales of layers' outputs.
 
-    Gemma 4's numbers of every channel too.
+    Gemma 4's numbers of every channel too, and the bounds of its linear layers.
     """
     kept = ("e_score_correction_bias", "layer_scalar", "std_bias", "std_scale")
+    kept += ("input_min", "input_max", "output_min", "output_max")
     return [x for name, x in model.named_buffers() if name.endswith(kept)]
 
 

@@ -102,21 +102,6 @@ def test_a_decoder_is_what_transformers_makes_of_it(family, seed, tmp_path):
     check_text(model, tmp_path, samples, 40)
 
 
-@pytest.mark.default_cases("0")
-@pytest.mark.parametrize("seed", range(6))
-def test_the_text_of_gemma4_is_read_and_a_clipped_tower_is_named_and_left(seed, tmp_path, capsys):
-    rng = np.random.default_rng(seed)
-    config = drawn.gemma4(rng, image_token_id=95, video_token_id=96, audio_token_id=94)
-    config.vision_config.use_clipped_linears = True
-    text = config.text_config
-    if not text.hidden_size_per_layer_input:  # without which the class fails at shared keys
-        text.num_kv_shared_layers = 0
-    model = random_model(config, transformers.Gemma4ForConditionalGeneration)
-    model.save_pretrained(tmp_path)
-    check_text(model, tmp_path, [rng.integers(1, 94, n) for n in (19, 7, 11, 1)], 40)
-    assert "use_clipped_linears=true), videos and clips are not" in capsys.readouterr().err
-
-
 def random_decoder(config):
     """A random model of a config, whose class transformers may not list among decoders."""
     kind = transformers.Mistral4ForCausalLM if config.model_type == "mistral4" else None

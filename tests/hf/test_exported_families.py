@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from fine_tuning import moved
-from parity import loaded
+from parity import draw_bounds, loaded
 from safetensors.torch import load_file
 from test_adapter_paths import CLASSES, CONFIGS, class_of
 from test_export import check_beside
@@ -27,7 +27,9 @@ from mmjax.runtime.state import parameter_shardings
 def test_an_exported_folder_is_read_there_with_what_the_run_changed(family, tmp_path):
     config = CONFIGS[family]()
     kind = CLASSES.get(family) or class_of(config)
-    kind(config).save_pretrained(tmp_path / "source")
+    model = kind(config)
+    draw_bounds(model)
+    model.save_pretrained(tmp_path / "source")
     if family == "glmasr":  # whose windows are its extractor's
         mels = config.audio_config.num_mel_bins
         transformers.WhisperFeatureExtractor(mels).save_pretrained(tmp_path / "source")

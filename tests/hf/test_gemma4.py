@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import drawn
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
-from parity import random_model
+from fine_tuning import moved
+from parity import loaded, random_model
 from parity_samples import check_samples, check_ten_steps, is_text
 
-from mmjax.config import PatchBudget
+from mmjax import export
+from mmjax.config import LoraConfig, PatchBudget
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 
@@ -20,7 +24,7 @@ VOCAB, IMAGE = 61, 60
 GRIDS = [(3, 1), (1, 1), (2, 3), (1, 2), (3, 3)]  # of tokens
 
 
-def made(seed, folder):
+def made(seed, folder, **own):
     """A random model in a folder."""
     config = drawn.gemma4(
         np.random.default_rng(seed),
@@ -28,6 +32,7 @@ def made(seed, folder):
         image_token_id=IMAGE,
         video_token_id=IMAGE - 1,
         audio_token_id=IMAGE - 2,
+        **own,
     )
     model = random_model(config, transformers.Gemma4ForConditionalGeneration)
     model.save_pretrained(folder)
@@ -97,6 +102,36 @@ def theirs(model, sample):
 def test_gemma4_is_what_transformers_makes_of_it(seed, tmp_path):
     model = made(seed, tmp_path)
     check_samples(model, tmp_path, samples(model), theirs)
+
+
+def test_clips_are_named_and_their_tower_is_left(tmp_path, capsys):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    audio = sizes | {"subsampling_conv_channels": [128, 4], "output_proj_dims": 12}
+    model = made(0, tmp_path, audio_config=transformers.Gemma4AudioConfig(**audio))
+    loaded(tmp_path)
+    assert "videos and clips are not supported" in capsys.readouterr().err
+    assert model.model.audio_tower is not None
+
+
+def test_adapters_of_clipped_layers_compute_in_peft_what_the_merged_folder_computes(tmp_path):
+    made(0, tmp_path / "source")
+    adapted = ("llm.*.attention.*", "vision.*.attention.*", "vision.*.mlp.*", "vision.connector.*")
+    run = moved(tmp_path / "source", tmp_path / "run", lora={"all": LoraConfig(adapted, 4, 6.0)})
+    export.export(run, tmp_path / "merged")
+    export.export(run, tmp_path / "adapter", adapter=True)
+    # some of the drawn widths are not what torch's grouped products take
+    kind = partial(transformers.Gemma4ForConditionalGeneration.from_pretrained,
+                   experts_implementation="eager")  # fmt: skip
+    merged, source = (kind(tmp_path / name).eval() for name in ("merged", "source"))
+    sample = samples(source)[1]
+    with torch.no_grad():
+        before, wanted = theirs(source, sample), theirs(merged, sample)
+        found = theirs(peft.PeftModel.from_pretrained(source, tmp_path / "adapter").eval(), sample)
+    assert (before - wanted).abs().max() > 0.01
+    np.testing.assert_allclose(found.numpy(), wanted.numpy(), atol=1e-4)
+    bounds = [name for name in merged.state_dict() if name.endswith("put_max")]
+    assert bounds
+    assert all(torch.equal(merged.state_dict()[n], source.state_dict()[n]) for n in bounds)
 
 
 @pytest.mark.exhaustive

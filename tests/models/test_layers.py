@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 
 from mmjax.models import layers
@@ -86,6 +87,28 @@ def test_a_norm_or_a_product_keeps_nothing_but_its_input(module):
     assert kept_bytes(function, params, random_array(2, 3, 8, dtype=jnp.bfloat16)) == 0
 
 
+def test_a_clipped_product_passes_gradients_of_values_at_its_bounds_as_pytorch_does():
+    linear = Linear(3, 2, ("embed", "mlp"), nnx.Rngs(0), clipped=True)
+    linear.weight[...] = jnp.array([[1.0, 2.0], [0.5, -1.0], [0.0, 1.0]])
+    limits = {"input_min": -1.0, "input_max": 2.0, "output_min": -1.5, "output_max": 2.0}
+    for name, limit in limits.items():
+        getattr(linear.bounds, name)[...] = limit
+    x = np.array([[2.0, 0.0, -1.0], [2.5, -1.0, 0.0], [0.5, 0.5, -3.0]], np.float32)
+    wanted = torch.tensor(x, requires_grad=True)
+    weight = torch.tensor(np.asarray(linear.weight[...]), requires_grad=True)
+    y = (wanted.clamp(-1, 2) @ weight).clamp(-1.5, 2)
+    (y**3).sum().backward()
+    function, params = split_module(linear)
+    x = jnp.asarray(x)
+    gradients = jax.grad(lambda params, x: (function(params, x) ** 3).sum(), (0, 1))(params, x)
+    np.testing.assert_array_equal(function(params, x), y.detach())
+    np.testing.assert_array_equal(gradients[1], wanted.grad)
+    np.testing.assert_array_equal(gradients[0]["weight"][...], weight.grad)
+    assert not any(bound[...] for bound in gradients[0]["bounds"].values())
+    # what was within bounds, a byte for each output, beside its input
+    assert kept_bytes(function, params, x.astype(jnp.bfloat16)) == 3 * 2
+
+
 @pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
 def test_a_norm_has_the_gradients_of_its_formula(norm):
     function, params = split_module(norm(8, 1e-6))
@@ -106,11 +129,16 @@ def test_a_norm_has_the_gradients_of_its_formula(norm):
         np.testing.assert_allclose(found, wanted, atol=1e-6 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 def test_an_mlp_padded_for_a_gpu_has_the_outputs_and_gradients_of_one_that_is_not(
-    gated, monkeypatch
+    gated, clipped, monkeypatch
 ):
-    mlp = MLP(16, 36, 16, "silu", nnx.Rngs(0), gated=gated, biases=("gate", "up", "down"))
+    biases = ("gate", "up", "down")
+    mlp = MLP(16, 36, 16, "silu", nnx.Rngs(0), gated=gated, biases=biases, clipped=clipped)
+    for linear in (mlp.up, mlp.down) if clipped else ():
+        for n, bound in enumerate(("input_min", "output_min", "output_max")):
+            getattr(linear.bounds, bound)[...] = 0.1 + 0.3 * n
     mlp.up.bias[...] += 0.5
     for linear in (mlp.up, mlp.down):
         linear.lora = Linear(*linear.weight.shape, linear.axes, nnx.Rngs(2))

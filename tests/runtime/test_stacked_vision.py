@@ -1,4 +1,4 @@
-"""A model with all that Qwen2.5-VL and Qwen3-VL have learns the same on every mesh, and is timed and weighed."""
+"""A model with all that Qwen2.5-VL, Qwen3-VL and clipped layers have learns the same on every mesh, and is timed."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def stacked_config() -> Config:
     tower = replace(
         made.model.encoders["vision"], layers=4, positions=StretchedGrid(3), window=4, windowed=(0, 2),
         deepstack=(0, 2), frames=2, norm="rms", gated=True,
+        clipped_linears=True,
     )  # fmt: skip
     llm = replace(made.model.llm, layers=4, rope_sections=(2, 1, 1), rope_interleaved=True)
     model = replace(made.model, llm=llm, encoders={**made.model.encoders, "vision": tower})

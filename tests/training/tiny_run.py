@@ -157,6 +157,8 @@ def scattered(executor: Executor, seed: int = 0) -> Any:
         noise = rng.standard_normal(leaf.shape, np.float32)
         if len(leaf.shape) > 1 and path[-1].key != "b":  # of an adapter, where it begins at zero
             return noise * np.float32(leaf.shape[-2] ** -0.5)
+        if path[-2].key == "bounds":
+            return np.full(leaf.shape, 1 if path[-1].key.endswith("max") else -1, np.float32)
         return 0.02 * noise + (path[-1].key == "scale")
 
     layers = unstack_layers(

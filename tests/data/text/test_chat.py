@@ -24,6 +24,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoTokenizer,
     Gemma3Processor,
+    Gemma4AudioFeatureExtractor,
+    Gemma4Processor,
     GlmAsrProcessor,
     InternVLProcessor,
     LlavaProcessor,
@@ -37,6 +39,7 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -501,6 +504,21 @@ def gemma_processor() -> tuple[Any, Any]:
     ] * 3
 
 
+def gemma4_processor() -> tuple[Any, Any]:
+    names = ("boi_token", "image_token", "eoi_token", "boa_token", "audio_token", "eoa_token")
+    marks = ("<|image>", "<|image|>", "<image|>", "<|audio>", "<|audio|>", "<audio|>")
+    extra = {"extra_special_tokens": dict(zip(names, marks, strict=True))}
+    text = tokenizer(checkpoints.gemma(marks), **GEMMA, **extra)
+    images = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2)
+    template = checkpoints.GEMMA3.replace("<start_of_image>", "<|image|>")
+    processor = without_video(Gemma4Processor)(
+        Gemma4AudioFeatureExtractor(), images, text, None, chat_template=template
+    )
+    return processor, lambda out: [
+        images(picture)["num_soft_tokens_per_image"][0] for picture in PICTURES
+    ]
+
+
 def qwen2_audio_processor() -> Any:
     text = tokenizer(checkpoints.byte_level(checkpoints.QWEN_AUDIO), **CHATML)
     extractor = WhisperFeatureExtractor(feature_size=16)
@@ -566,6 +584,7 @@ LOOK = said(
         (qwen_processor, "<|image_pad|>"),
         (internvl_processor, "<IMG_CONTEXT>"),
         (gemma_processor, "<image_soft_token>"),
+        (gemma4_processor, "<|image|>"),
     ],
 )
 def test_images_take_the_positions_that_the_processor_gives_them(
@@ -595,7 +614,8 @@ def test_images_take_the_positions_that_the_processor_gives_them(
         chat.tokenizer.id(token) not in s.tokens for s in sample.segments if isinstance(s, Text)
     )
     assert chat.text_tokens([LOOK]) == [len(ids) - sum(positions)]
-    end = {"<image>": " ", "<image_soft_token>": "<end_of_turn>"}.get(token, "<|im_end|>")
+    ends = {"<image>": " "} | dict.fromkeys(("<image_soft_token>", "<|image|>"), "<end_of_turn>")
+    end = ends.get(token, "<|im_end|>")
     assert [said.strip() for said in trained(chat, sample)] == [
         f"{message.parts[0]}{end}".strip()
         for message in LOOK.messages
