@@ -186,7 +186,15 @@ class ConnectorConfig:
     gated: bool = False  # the MLP has a gate
     # of what the MLP makes, of which a matrix makes the tokens (HyperCLOVA X); 0: there is none
     output_width: NonNegativeInt = 0
+    # the MLP's activation stands before that matrix, which has no bias then (Llama 4)
+    output_activation: bool = False
     feature_scale: float = 1.0  # that merged features are multiplied by
     # stored numbers of every channel, not trained, are subtracted from merged features and multiply
     # them (Gemma 4)
     standardize: bool = False
+
+    def check(self, where: str) -> None:
+        check(
+            self.output_width > 0 or not self.output_activation,
+            f"{where}.output_activation=true: it stands before the matrix of output_width; set that, or leave it out",
+        )
