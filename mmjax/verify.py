@@ -403,21 +403,21 @@ def check_batches(config: Config, source: Path, path: Path, as_json: bool) -> in
     look_again(sources)
     with activity("tokenizing the data"):
         known = References(config, sources)
-    found: list[dict[str, Any]] = []
+    faults: list[dict[str, Any]] = []
     samples = 0
     for batch in read_batches(path):
         segments, findings, unchecked = verify_batch(batch, known)
         samples += len(segments)
-        found += [{"batch": batch.name} | finding._asdict() for finding in findings]
+        faults += [{"batch": batch.name} | finding._asdict() for finding in findings]
         for line in unchecked:
             print_note(f"{batch.name}: {line}")
         for fault, sample, token, text, message in () if as_json else findings:
             print_lines(f"{batch.name}: {fault}: {sample}, token {token} {text!r}: {message}")
     if as_json:
-        print_lines(json.dumps(found))
+        print_lines(json.dumps(faults))
     else:
-        print_lines(f"samples: {samples}, faults: {len(found)}")
-    return int(bool(found))
+        print_lines(f"samples: {samples}, faults: {len(faults)}")
+    return int(bool(faults))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

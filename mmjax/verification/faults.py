@@ -48,50 +48,55 @@ def token_faults(segment: Segment) -> Iterator[Finding]:
         if _is_blank_end(segment, change):
             continue
         fault, message = _kind_of(segment, change)
-        yield finding(segment, fault, change.at, message)
+        yield finding(segment, fault, change.token, message)
 
 
 def _is_blank_end(segment: Segment, change: Change) -> bool:
     """Tell whether white space alone is missing or more behind the last answer, which teaches nothing."""
     reference = segment.reference
     assert reference is not None
-    if change.at < len(segment.ids) and change.of < len(reference.ids):
+    if change.token < len(segment.ids) and change.number < len(reference.ids):
         return False
     decode = segment.known.chat.tokenizer.decode
-    tails = segment.ids[change.at :], reference.ids[change.of :]
-    return not reference.trained[change.of :].any() and not any(decode(t).strip() for t in tails)
+    tails = segment.ids[change.token :], reference.ids[change.number :]
+    return not reference.trained[change.number :].any() and not any(
+        decode(t).strip() for t in tails
+    )
 
 
 def _kind_of(segment: Segment, change: Change) -> tuple[str, str]:
     """Name a difference of tokens, and describe it."""
     reference = segment.reference
     assert reference is not None
-    here, there, at, of = change
+    fed, expected, token, number = change
     total = len(reference.ids)
     placeholders = segment.known.placeholders
-    if not here and there[-1].begin + there[-1].count == total:
-        return "truncated sample", f"it ends behind {at} of {total} tokens"
-    if not here and not of:
-        begin = there[-1].begin + there[-1].count
+    if not fed and expected[-1].begin + expected[-1].count == total:
+        return "truncated sample", f"it ends behind {token} of {total} tokens"
+    if not fed and not number:
+        begin = expected[-1].begin + expected[-1].count
         return "truncated sample", f"it begins with token {begin} of {total}"
-    if not there and at <= 1 and here[0].token == reference.ids[0] == segment.ids[0]:
+    if not expected and token <= 1 and fed[0].token == reference.ids[0] == segment.ids[0]:
         return "doubled begin token", "it stands there twice, and should once"
-    medium = MEDIA[int(reference.medium[of])] if of < total else ""
-    if len(here) == len(there) == 1 and here[0].token == there[0].token:
-        counts = f"{here[0].count} placeholders stand for the {medium}, and should {there[0].count}"
-        if here[0].begin + here[0].count == len(segment.ids) and total - of > there[0].count:
+    medium = MEDIA[int(reference.medium[number])] if number < total else ""
+    if len(fed) == len(expected) == 1 and fed[0].token == expected[0].token:
+        counts = (
+            f"{fed[0].count} placeholders stand for the {medium}, and should {expected[0].count}"
+        )
+        if fed[0].begin + fed[0].count == len(segment.ids) and total - number > expected[0].count:
             return "truncated sample", f"it ends behind {len(segment.ids)} of {total} tokens"
-        fewer = here[0].count < there[0].count
+        fewer = fed[0].count < expected[0].count
         return ("truncated image tokens" if fewer else "too many image tokens"), counts
-    counts = [sum(s.token in placeholders for s in symbols) for symbols in (here, there)]
+    counts = [sum(s.token in placeholders for s in symbols) for symbols in (fed, expected)]
     if counts[0] != counts[1]:
         fault = "missing image" if counts[0] < counts[1] else "doubled image"
         return fault, f"{counts[0]} images stand here, and should {counts[1]}"
     texts = [
-        segment.known.chat.tokenizer.decode([s.token for s in symbols]) for symbols in (here, there)
+        segment.known.chat.tokenizer.decode([s.token for s in symbols])
+        for symbols in (fed, expected)
     ]
     videos = np.flatnonzero(reference.medium == VIDEO)
-    near = len(videos) and videos[0] - NEAR <= of <= videos[-1] + NEAR
+    near = len(videos) and videos[0] - NEAR <= number <= videos[-1] + NEAR
     if near and all(map(STAMP.fullmatch, texts)):
         return "video stamps", f"the stamp says {texts[0]!r}, and should {texts[1]!r}"
     return "other tokens", f"there is {texts[0]!r:.80}, and should be {texts[1]!r:.80}"
@@ -110,17 +115,17 @@ def label_faults(segment: Segment) -> Iterator[Finding]:
     labels = labels[segment.row, segment.span]
     trained = labels != IGNORED
     where = np.flatnonzero(trained)
-    other = where[labels[where] != segment.ids[where]]
+    unlike = where[labels[where] != segment.ids[where]]
     for step, ids in ((1, np.roll(segment.ids, -1)), (-1, np.roll(segment.ids, 1))):
-        if len(other) and np.array_equal(labels[where], ids[where]):
+        if len(unlike) and np.array_equal(labels[where], ids[where]):
             turn = "behind" if step > 0 else "before"
             message = f"the label is the token {turn} it; transformers shifts labels itself"
-            yield finding(segment, "labels shifted by one", int(other[0]), message)
+            yield finding(segment, "labels shifted by one", int(unlike[0]), message)
             return
     for token in np.flatnonzero(trained & segment.is_placeholder)[:1].tolist():
         yield finding(segment, "label on a placeholder", token, f"it should be {IGNORED}")
-    other = other[~segment.is_placeholder[other]]
-    for token in other[:1].tolist():
+    unlike = unlike[~segment.is_placeholder[unlike]]
+    for token in unlike[:1].tolist():
         message = f"the label is {labels[token]}, and should be {segment.ids[token]}"
         yield finding(segment, "other label", token, message)
     yield from _turn_faults(segment, trained & ~segment.is_placeholder)
@@ -134,10 +139,10 @@ def _turn_faults(segment: Segment, trained: np.ndarray) -> Iterator[Finding]:
     lacking = expected & ~trained
     extra = trained & same & ~expected
     # A line break behind an answer teaches nothing, and some trainers train on it.
-    behind = expected.copy()
+    blank = expected.copy()
     for token in np.flatnonzero(extra).tolist():
-        behind[token] = bool(token and behind[token - 1] and not segment.text(token).strip())
-    extra &= ~behind
+        blank[token] = bool(token and blank[token - 1] and not segment.text(token).strip())
+    extra &= ~blank
     answers = np.flatnonzero(np.diff(expected, prepend=False, append=False)).reshape(-1, 2)
     if len(answers) > 1 and not extra.any():
         last = answers[-1][0]
@@ -182,9 +187,9 @@ def position_faults(segment: Segment, packed: bool) -> Iterator[Finding]:
     reference = segment.reference
     if reference is None:
         return
-    there = reference.position
-    here = segment.batch.positions(segment.row, segment.span)
-    if here is None:
+    expected = reference.position
+    fed = segment.batch.positions(segment.row, segment.span)
+    if fed is None:
         if packed and segment.begin:
             message = "position_ids are absent, so that the model counts on from sample to sample"
             yield finding(segment, "positions not reset", 0, message)
@@ -193,22 +198,22 @@ def position_faults(segment: Segment, packed: bool) -> Iterator[Finding]:
     count = int(np.argmin([*(same[:, 0] == same[:, 1]), False]))
     if not count:
         return
-    axes = max(here.ndim, there.ndim) > 1
-    here, there = (x[:count].reshape(count, -1) for x in (here, there))
-    apart = here - there
+    axes = max(fed.ndim, expected.ndim) > 1
+    fed, expected = (x[:count].reshape(count, -1) for x in (fed, expected))
+    apart = fed - expected
     # Rotary positions count by their distances: a constant is one of padding, unless it is by axis.
-    other = np.flatnonzero((apart != apart[0, 0]).any(axis=1))
-    if len(other):
-        token = int(other[0])
+    unlike = np.flatnonzero((apart != apart[0, 0]).any(axis=1))
+    if len(unlike):
+        token = int(unlike[0])
         in_time = (
             axes and reference.medium[token] == VIDEO and (apart[token, 1:] == apart[0, 0]).all()
         )
         fault = "video stamps" if in_time else "mRoPE positions" if axes else "other positions"
-        at = [x[token].tolist() for x in (here - apart[0, 0], there)]
-        message = f"it stands at {_spell(at[0])}, and should at {_spell(at[1])}"
+        places = [x[token].tolist() for x in (fed - apart[0, 0], expected)]
+        message = f"it stands at {_spell(places[0])}, and should at {_spell(places[1])}"
         yield finding(segment, fault, token, message)
     elif packed and apart[0, 0]:
-        message = f"it begins at position {here[0, 0]}, and should at {there[0, 0]}"
+        message = f"it begins at position {fed[0, 0]}, and should at {expected[0, 0]}"
         yield finding(segment, "positions not reset", 0, message)
 
 
@@ -219,19 +224,19 @@ def _spell(position: Sequence[int]) -> str:
 def mask_faults(batch: DumpedBatch, segments: Sequence[Segment]) -> Iterator[Finding]:
     """Find samples of a row that attend others."""
     mask = batch.arrays.get("attention_mask")
-    for segment, other in permutations(segments, 2):
+    for segment, neighbour in permutations(segments, 2):
         if mask is not None and mask.ndim == 4:
-            seen = mask[segment.row, 0, segment.span, other.span]
-            if (seen != 0 if mask.dtype.kind in "biu" else seen == 0).any():
-                message = f"attention_mask lets it attend {other.name}"
+            attended = mask[segment.row, 0, segment.span, neighbour.span]
+            if (attended != 0 if mask.dtype.kind in "biu" else attended == 0).any():
+                message = f"attention_mask lets it attend {neighbour.name}"
                 yield finding(segment, "attends another sample", 0, message)
-    for before, segment in pairwise(segments):
-        if why := _unparted(batch, before, segment):
-            message = f"it attends {before.name}: {why}"
+    for previous, segment in pairwise(segments):
+        if why := _unparted(batch, previous, segment):
+            message = f"it attends {previous.name}: {why}"
             yield finding(segment, "attends another sample", 0, message)
 
 
-def _unparted(batch: DumpedBatch, before: Segment, segment: Segment) -> str:
+def _unparted(batch: DumpedBatch, previous: Segment, segment: Segment) -> str:
     """Return why nothing but a mask of pairs parts two neighbours of a row; empty: something does."""
     mask = batch.arrays.get("attention_mask")
     row, first = segment.row, segment.begin
@@ -240,7 +245,7 @@ def _unparted(batch: DumpedBatch, before: Segment, segment: Segment) -> str:
     if batch.borders is not None:
         return "" if first in batch.borders else "no entry of cu_seq_lens is where it begins"
     if mask is not None:
-        if mask[row, first] != mask[row, before.end - 1]:
+        if mask[row, first] != mask[row, previous.end - 1]:
             return ""
         return f"attention_mask is {mask[row, first]} for both, and there are no cu_seq_lens"
     if batch.counted is None:

@@ -102,28 +102,28 @@ class Pictures:
             place = next(iter(self._known.reference(sample).places), None)
             if place is None or not self.of.get(self.array_of(place)):
                 return 0
-            at = self.next[self.array_of(place)]
-            return abs(self._find(sample, place, at, math.inf) - at)
+            index = self.next[self.array_of(place)]
+            return abs(self._find(sample, place, index, math.inf) - index)
 
         # The first that is next ends the search: of others nothing needs to be decoded.
-        best, least = samples[0], math.inf
+        best, nearest = samples[0], math.inf
         for sample in samples if len(samples) > 1 else ():
-            if (apart := far(sample)) < least:
-                best, least = sample, apart
-            if not least:
+            if (apart := far(sample)) < nearest:
+                best, nearest = sample, apart
+            if not nearest:
                 break
         for medium, shown in self.of.items():
             places = [p for p in self._known.reference(best).places if self.array_of(p) == medium]
             if places and shown:
-                at = self.next[medium] + len(places) - 1
-                self.next[medium] = int(self._find(best, places[-1], at, at)) + 1
+                index = self.next[medium] + len(places) - 1
+                self.next[medium] = int(self._find(best, places[-1], index, index)) + 1
         return best
 
-    def _find(self, sample: int, place: Place, at: int, absent: float) -> float:
+    def _find(self, sample: int, place: Place, index: int, absent: float) -> float:
         """Return where an item is among the images, nearest to where it should be; or else `absent`."""
         shown = self.of[self.array_of(place)]
         item = self._known.item(sample, place.number)
-        near = sorted(range(len(shown)), key=lambda number: abs(number - at))
+        near = sorted(range(len(shown)), key=lambda number: abs(number - index))
         return next((k for k in near if distance(shown[k], item) <= ROUNDING), absent)
 
 
@@ -158,15 +158,15 @@ def _compare_pictures(
 
     def found(number: int, fault: str, message: str) -> Finding:
         segment, place = owners[number]
-        here = segment.pairs[segment.pairs[:, 1] >= place.begin, 0]
+        tokens = segment.pairs[segment.pairs[:, 1] >= place.begin, 0]
         message = f"item {place.number} {message}"
-        return finding(segment, fault, int(here[0]) if len(here) else 0, message)
+        return finding(segment, fault, int(tokens[0]) if len(tokens) else 0, message)
 
     # Images that look alike are one: the first item of them.
     kinds = [_nearest(item, items) for item in items]
-    seen = [_nearest(picture, items) for picture in shown]
-    known = [kind for kind in seen if kind is not None]
-    strange = 0 if has_unknown else len(seen) - len(known)
+    matched = [_nearest(picture, items) for picture in shown]
+    known = [kind for kind in matched if kind is not None]
+    strange = 0 if has_unknown else len(matched) - len(known)
     lacking = Counter(kinds) - Counter(known)
     doubled = Counter(known) - Counter(kinds)
     # Those whose placeholders are missing may be missing too.
@@ -192,9 +192,9 @@ def _compare_pictures(
         )
     if not +lacking and not doubled:
         order = [(number, kind) for number, kind in enumerate(kinds) if kind is not None]
-        for (number, kind), there in zip(order, known, strict=True):
-            if kind != there:
-                segment, place = owners[there]
+        for (number, kind), other_kind in zip(order, known, strict=True):
+            if kind != other_kind:
+                segment, place = owners[other_kind]
                 whose = f"in its place is item {place.number} of {segment.name}"
                 yield found(number, "images in another order", f"is elsewhere; {whose}")
 
@@ -223,11 +223,11 @@ def stamp_faults(
     for (segment, places), step in zip(
         videos, seconds.reshape(-1).astype(np.float32), strict=False
     ):
-        there = [place.time for place in places]
-        here = np.arange(len(there), dtype=np.float32) * (np.float32(how.tokens_per_second) * step)
-        if here.astype(int).tolist() != there:
-            at = int(np.argmax(segment.aligned(segment.reference.medium + 1) > 0))
-            stand = (
-                f"its temporal patches stand at {here.astype(int).tolist()}, and should at {there}"
-            )
-            yield finding(segment, "video stamps", at, f"{SECONDS} says {step:g}: {stand}")
+        expected = [place.time for place in places]
+        fed = np.arange(len(expected), dtype=np.float32) * (
+            np.float32(how.tokens_per_second) * step
+        )
+        if fed.astype(int).tolist() != expected:
+            token = int(np.argmax(segment.aligned(segment.reference.medium + 1) > 0))
+            stand = f"its temporal patches stand at {fed.astype(int).tolist()}, and should at {expected}"
+            yield finding(segment, "video stamps", token, f"{SECONDS} says {step:g}: {stand}")

@@ -104,10 +104,10 @@ class References:
     def all_answers(self, sample: int) -> np.ndarray:
         """Tell which tokens are learned where every answer is, bool `[n]`."""
         source = self._owner[sample][1]
-        other = copy.copy(source)
+        every = copy.copy(source)
         form = replace(source.chat.form, train_on="assistant")
-        other.chat = replace(source.chat, form=form)
-        return self._reference(sample, other).trained
+        every.chat = replace(source.chat, form=form)
+        return self._reference(sample, every).trained
 
     # ----------------------------------------------------------------------------------------------
     # what a sample is

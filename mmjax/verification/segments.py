@@ -29,10 +29,10 @@ class Symbol(NamedTuple):
 class Change(NamedTuple):
     """Symbols that stand here instead of those that the sample has there; nothing here: they are missing."""
 
-    here: list[Symbol]
-    there: list[Symbol]
-    at: int  # token of the segment
-    of: int  # token of the sample
+    fed: list[Symbol]
+    expected: list[Symbol]
+    token: int  # token of the segment
+    number: int  # token of the sample
 
 
 @dataclass(frozen=True)
@@ -79,20 +79,20 @@ class Segment:
         assert self.reference is not None
         if np.array_equal(self.ids, self.reference.ids):
             return [], np.repeat(np.arange(len(self.ids))[:, None], 2, axis=1)
-        here, there = (
+        fed, expected = (
             list(_symbols(ids, self.known.placeholders)) for ids in (self.ids, self.reference.ids)
         )
         matcher = SequenceMatcher(
-            None, [s.token for s in here], [s.token for s in there], autojunk=False
+            None, [s.token for s in fed], [s.token for s in expected], autojunk=False
         )
         changes, pairs = [], []
         for kind, a, b, c, d in matcher.get_opcodes():
             if kind != "equal":
-                at = here[a].begin if a < len(here) else len(self.ids)
-                of = there[c].begin if c < len(there) else len(self.reference.ids)
-                changes.append(Change(here[a:b], there[c:d], at, of))
+                token = fed[a].begin if a < len(fed) else len(self.ids)
+                number = expected[c].begin if c < len(expected) else len(self.reference.ids)
+                changes.append(Change(fed[a:b], expected[c:d], token, number))
                 continue
-            for ours, theirs in zip(here[a:b], there[c:d], strict=True):
+            for ours, theirs in zip(fed[a:b], expected[c:d], strict=True):
                 count = np.arange(min(ours.count, theirs.count))
                 pairs.append(np.stack([ours.begin + count, theirs.begin + count], axis=1))
                 if ours.count != theirs.count:
@@ -128,8 +128,8 @@ def cut_rows(batch: DumpedBatch, known: References, choose: Choose) -> list[Segm
     """Cut every row into its samples, in order; what is padding is left out."""
     segments = []
     for row, ids in enumerate(batch.ids.astype(np.int32)):
-        kept = np.ones(len(ids), bool) if batch.row_mask is None else batch.row_mask[row] > 0
-        edges = np.flatnonzero(np.diff(kept, prepend=False, append=False)).reshape(-1, 2)
+        is_token = np.ones(len(ids), bool) if batch.row_mask is None else batch.row_mask[row] > 0
+        edges = np.flatnonzero(np.diff(is_token, prepend=False, append=False)).reshape(-1, 2)
         borders = _told_borders(batch, row)
         for begin, end in edges.tolist():
             for span, samples in _cut(ids, begin, end, borders, known):
@@ -165,9 +165,9 @@ def _cut(
             yield slice(begin, stop), samples
             begin = stop
             continue
-        told = borders[(borders > begin) & (borders < end)]
-        whole = (k for k in range(begin + 1, end) if known.beginning(ids[k:end]))
-        stop = int(told[0]) if len(told) else next(whole, end)
+        marked = borders[(borders > begin) & (borders < end)]
+        starts = (k for k in range(begin + 1, end) if known.beginning(ids[k:end]))
+        stop = int(marked[0]) if len(marked) else next(starts, end)
         doubled = ids[begin] == ids[min(begin + 1, end - 1)]  # a begin token, twice
         if doubled and (samples := known.beginning(ids[begin + 1 : end])):
             stop = begin + 1 + known.length(samples[0])

@@ -456,7 +456,8 @@ def test_norms_of_outputs_and_grouped_keys_of_encoders_have_the_gradients_of_one
     config = config_of(units)
     vision = config.model.encoders["vision"]
     grouped = replace(vision, heads=4, width=4 * vision.width, kv_heads=2)
-    grouped = replace(grouped, connector=replace(vision.connector, output_width=20))
+    ending = {"output_width": 20, "output_activation": True}
+    grouped = replace(grouped, connector=replace(vision.connector, **ending))
     scaled = {"residual_scale": 0.3, "embedding_scale": 3.0, "scaled_items": True}
     llm = replace(config.model.llm, pre_norms=False, post_norms=True, **scaled)
     encoders = config.model.encoders | {"vision": grouped}
