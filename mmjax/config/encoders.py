@@ -21,11 +21,13 @@ from mmjax.config.towers import (
     Biased,
     ConnectorConfig,
     Dropout,
+    Encode,
     LayerCount,
     Quantization,
     Remat,
     TowerFacts,
     TowerRemat,
+    check_encode,
     check_layer_numbers,
     check_remat,
     check_windows,
@@ -221,6 +223,8 @@ class VisionConfig(TowerFacts):
     attention_scale: NonNegativeFloat = 0.0  # of the scores; 0: head width ** -0.5
     # the matrices of a layer clip their inputs and outputs to stored bounds, which are not trained
     clipped_linears: bool = False
+    # a frozen encoder runs in every step, or once for each item, whose output is stored
+    encode: Encode = "step"
 
     @property
     def pool(self) -> int:
@@ -304,6 +308,7 @@ class VisionConfig(TowerFacts):
 
     def check(self, where: str) -> None:
         check_remat(where, self)
+        check_encode(where, self)
         divides(where, self.width, "width", self.heads, "heads")
         divides(where, self.heads, "heads", self.key_heads, "kv_heads")
         head_width = self.width // self.heads
@@ -441,6 +446,8 @@ class AudioConfig(TowerFacts):
     padded_chunks: bool = False
     key_bias: bool = False  # keys have a bias, as all other matrices of a layer
     quantize: Quantization = "none"  # of the linear layers' frozen weights
+    # a frozen encoder runs in every step, or once for each item, whose output is stored
+    encode: Encode = "step"
 
     @property
     def head_width(self) -> int:
@@ -534,6 +541,7 @@ class AudioConfig(TowerFacts):
 
     def check(self, where: str) -> None:
         check_remat(where, self)
+        check_encode(where, self)
         divides(where, self.width, "width", self.heads, "heads")
         for name in ("before_encoder", "before_llm"):
             function = getattr(self.callbacks, name)
