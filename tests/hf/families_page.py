@@ -45,7 +45,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "glm_ocr": {
         "text_config": {"hidden_size": 1536, "head_dim": 128, "partial_rotary_factor": 0.5}
     },
-    "gemma4": {"vision_config": {}},
+    "gemma4": {"vision_config": {}, "audio_config": {}},
     "janus": {"vision_config": {"projection_dim": 4096}},
     # The tower's default width in transformers is not the text's.
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},

@@ -32,6 +32,7 @@ from mmjax.data.media.preparations import (
     smart_resize,
     split_tiles,
     uniform_video,
+    usm_mel,
     whisper_mel,
 )
 
@@ -55,6 +56,7 @@ KINDS = {
         smart_resize,
         split_tiles,
         uniform_video,
+        usm_mel,
         whisper_mel,
     )
 }
