@@ -268,8 +268,9 @@ def gemma4(
         both = {"use_bidirectional_attention": "vision", "sliding_window": pick(rng, 9, 12)}
         text |= both
     tied = pick(rng, False, True)
+    clipped = rng.integers(2)
     audio = gemma4_audio(rng, mels)
-    if rng.integers(2):  # as in E2B and E4B, which have no experts
+    if clipped:  # as in E2B and E4B, which have no experts
         vision["use_clipped_linears"] = audio["use_clipped_linears"] = True
         text["enable_moe_block"] = False
     return transformers.Gemma4Config(
