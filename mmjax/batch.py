@@ -157,6 +157,14 @@ class ItemBatch(NamedTuple):
     offset: Array  # int32 [R, L]: index among the positions of all items of that sample and encoder
 
 
+class EncodedItems(ItemBatch):
+    """Items whose values are what a frozen encoder made of them before the step: the input of its connector.
+
+    `values` are `[R, L / stride, W]`, of the encoder's `output_stride` and `output_width`; other
+    fields are as of the items themselves.
+    """
+
+
 class Microbatch(NamedTuple):
     """The rows of every module for one forward and backward pass."""
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
+from mmjax.batch import EncodedItems, ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Callbacks, Config, Encoder, Generator
 from mmjax.cost.trace import tower_batch
 from mmjax.data.loading.context import tokens_on_device
@@ -186,8 +186,21 @@ class RunPrograms:
             text = put(select_tables(text._replace(**tables, loss_inputs=inputs), stage))
         towers = [tower for tower in stage.towers if tower != "llm"]
         return Microbatch(
-            text, {tower: put(tower_batch(config, tower, shape.towers[tower])) for tower in towers}
+            text,
+            {tower: put(self._items(tower, shape.towers[tower])) for tower in towers},
         )
+
+    def _items(self, tower: str, shape: tuple[int, int]) -> ItemBatch:
+        """Return the shapes of a tower's items, or of what it has made of them before the step."""
+        config = self.executor.model.config
+        items = tower_batch(config, tower, shape)
+        module = config.item_modules[tower]
+        if module.encode != "once":
+            return items
+        rows, length = shape
+        values = rows, length // module.output_stride, module.output_width
+        dtype = self.executor.model.dtype
+        return EncodedItems(jax.ShapeDtypeStruct(values, dtype), *items[1:])
 
     def inputs(self, number: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes of the activations that a stage receives from earlier stages."""

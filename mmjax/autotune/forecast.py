@@ -27,7 +27,7 @@ from mmjax.config import (
     PostBalance,
     Samples,
 )
-from mmjax.config.model import frozen_modules, stacked_towers
+from mmjax.config.model import encoded_once, frozen_modules, stacked_towers
 from mmjax.config.training import unit_devices
 from mmjax.config.validation import check_layout
 from mmjax.data.plan.budget import Budget
@@ -48,7 +48,8 @@ from mmjax.errors import UserError
 from mmjax.parallel.sharding import AXES, RANKS, mesh_sizes
 from mmjax.planning.flops import model_flops
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, USABLE, Cluster
-from mmjax.planning.memory import GB
+from mmjax.planning.item_encoding import PlannedEncoding, encoding_seconds, output_bytes
+from mmjax.planning.memory import ACTIVATION, GB
 from mmjax.planning.prices import pair_costs
 from mmjax.planning.remat import MemoryLimit, RunPlan
 from mmjax.planning.speed import Speed
@@ -87,6 +88,7 @@ class Forecast:
     tokens: float  # of the LLM, per step
     needed: float  # FLOPs per step, over all devices
     speed: Speed  # that the times rest on
+    encoding: dict[str, PlannedEncoding]  # by encoder that encodes once
 
     @property
     def plan(self) -> RunPlan:
@@ -102,6 +104,11 @@ class Forecast:
     def seconds(self) -> float:
         """Return the seconds of a step."""
         return self.time.total
+
+    @property
+    def first_seconds(self) -> float:
+        """Return the seconds of a step of the first epoch, whose items are encoded before it."""
+        return self.seconds + sum(encoding.seconds for encoding in self.encoding.values())
 
     @property
     def mfu(self) -> float:
@@ -136,7 +143,9 @@ class RunForecast:
     @property
     def hours(self) -> float:
         """Return the hours that the whole run takes."""
-        return self.steps * self.chosen.seconds / 3600
+        first = min(self.steps, math.ceil(self.epoch / self.chosen.samples))
+        encoding = self.chosen.first_seconds - self.chosen.seconds
+        return (self.steps * self.chosen.seconds + first * encoding) / 3600
 
 
 class _Planned(NamedTuple):
@@ -286,7 +295,35 @@ def _forecast(planned: _Planned, cluster: Cluster, index: LengthIndex, speed: Sp
         tokens=float(index.llm_tokens[samples].sum()) / len(planned.steps),
         needed=needed_flops(config, index, samples) / len(planned.steps),
         speed=speed,
+        encoding=_plan_encoding(planned, cluster, index, speed),
     )
+
+
+def _plan_encoding(
+    planned: _Planned, cluster: Cluster, index: LengthIndex, speed: Speed
+) -> dict[str, PlannedEncoding]:
+    """Plan what encoders that encode once take; the seconds of a step are the mean of the planned ones."""
+    config = planned.config
+    model = resolve_attention(config.model, speed.rates, planned.layout.topology.context)
+    activation = ACTIVATION[config.training.precision]
+    by_encoder = {}
+    for name in encoded_once(model):
+        number = list(model.item_modules).index(name)
+        units = [unit for unit in config.units.values() if name in unit.modules]
+        devices = sum(map(unit_devices, units)) or cluster.devices
+        processes = -(-devices // cluster.per_node)
+        seconds = 0.0
+        for step in planned.steps:
+            items = items_of(index, step.samples())
+            positions = index.item_positions[items][index.item_encoder[items] == number].tolist()
+            seconds += encoding_seconds(model, name, positions, speed.rates, devices, processes)
+        positions = index.item_positions[index.item_encoder == number]
+        by_encoder[name] = PlannedEncoding(
+            items=len(positions),
+            size=output_bytes(model.encoders[name], positions, activation),
+            seconds=seconds / len(planned.steps),
+        )
+    return by_encoder
 
 
 def forecast_best_mesh(

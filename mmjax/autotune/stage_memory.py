@@ -23,6 +23,7 @@ from mmjax.config.model import frozen_modules, stacked_towers, step_vaes
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.parallel.sharding import loss_parts_are_of_tokens, row_ranks
 from mmjax.planning.flops import runs_twice
+from mmjax.planning.item_encoding import encoding_bytes
 from mmjax.planning.memory import (
     ACTIVATION,
     LOADED,
@@ -68,7 +69,8 @@ def fixed_bytes(
     largest peak that no other kind covers: the loss, with float32 logits and their gradient; one
     layer's backward pass with its gathered weights, or that of 2D convolutions before an audio
     encoder's layers; images encoded by a VAE, one of each row at a time; Muon's update, where it
-    takes more than `copies`. With one microbatch, less what the embedding's gradient has room for:
+    takes more than `copies`. `encoding`: an encoder that encodes once, whole, and a batch of items.
+    With one microbatch, less what the embedding's gradient has room for:
     it is made last, and XLA uses its buffer until then. `optimizer`: moments, unless they are in
     host memory.
     """
@@ -95,6 +97,8 @@ def fixed_bytes(
         module = model.towers[tower]
         is_unet = not module.is_stack
         kinds["parameters"] += trainable + part.frozen
+        if module.encode == "once":
+            kinds["encoding"] += encoding_bytes(model, tower, activation)
         kinds["gradients"] += trainable - (
             0 if accumulates else (1 - activation / MASTER) * part.scanned
         )
@@ -163,7 +167,7 @@ def fixed_bytes(
                 kinds["exchange"] += exchange
             else:  # encoders' tokens are exchanged before copies are made, and their gradients behind the layers
                 before_copies.append(exchange)
-        of_batch = batch_bytes(model, replace(batch, widths={}), tower) + tables
+        of_batch = batch_bytes(model, replace(batch, widths={}), tower, activation) + tables
         kinds["batch"] += LOADED * config.batch.microbatches * of_batch
         # For every microbatch in flight one; of a UNet the states that it takes.
         if {*piece.inputs, *piece.outputs} & {*sharded.stage.inputs, *sharded.stage.outputs}:
@@ -207,6 +211,7 @@ def fixed_bytes(
         "tokens",
         "images",
         "exchange",
+        "encoding",
     )
     return {kind: float(kinds[kind]) for kind in order} | {"transient": max(0.0, transient)}
 

@@ -73,6 +73,7 @@ from mmjax.config.generators import (
 from mmjax.config.images import (
     AnyRes,
     AsIs,
+    CanvasTiles,
     DynamicTiles,
     FixedSize,
     ImagePreparation,

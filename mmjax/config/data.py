@@ -195,6 +195,8 @@ class DataConfig:
     # weight alone
     temperature: float = 0.0
     window_space: Gigabytes = 32.0  # GB in `cache` for copies of what sources with a `window` read
+    # GB in `cache` for outputs of encoders that encode each item once (`encode=once`)
+    encoded_space: Gigabytes = 100.0
 
     @property
     def has_branches(self) -> bool:

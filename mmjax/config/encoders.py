@@ -21,11 +21,13 @@ from mmjax.config.towers import (
     Biased,
     ConnectorConfig,
     Dropout,
+    Encode,
     LayerCount,
     Quantization,
     Remat,
     TowerFacts,
     TowerRemat,
+    check_encode,
     check_layer_numbers,
     check_remat,
     check_windows,
@@ -66,17 +68,29 @@ class LearnedGrid:
     """
 
     counts: ClassVar[Counted] = "patches"
-    head_unit: ClassVar[int] = 1  # no RoPE
     rows: PositiveInt  # of patches
     columns: PositiveInt  # of patches
     kind: Literal["learned"] = "learned"
     # antialiased: bicubic, wider where it shrinks; and so is bilinear
     interpolation: Literal["none", "bicubic", "antialiased", "bilinear"] = "none"
+    # base of 2D RoPE beside the vectors, of neighbouring channels, by column and row from 1 on, so
+    # that the class token, at 0, does not turn (Llama 4); 0: there is none
+    theta: NonNegativeFloat = 0.0
+    class_last: bool = False  # the class token's vector is the last of the table, not the first
+
+    @property
+    def head_unit(self) -> int:
+        """Return the channels of which a head has a multiple: RoPE turns pairs of them along two axes."""
+        return 4 if self.theta else 1
 
     def check(self, where: str) -> None:
         check(
             self.interpolation == "none" or self.rows == self.columns,
             f"{where}: {self.rows} x {self.columns} are no square, which alone is interpolated",
+        )
+        check(
+            self.interpolation == "none" or not self.class_last,
+            f"{where}.class_last: of a table that is interpolated the class token's vector is the first; leave it out",
         )
 
 
@@ -209,6 +223,8 @@ class VisionConfig(TowerFacts):
     attention_scale: NonNegativeFloat = 0.0  # of the scores; 0: head width ** -0.5
     # the matrices of a layer clip their inputs and outputs to stored bounds, which are not trained
     clipped_linears: bool = False
+    # a frozen encoder runs in every step, or once for each item, whose output is stored
+    encode: Encode = "step"
 
     @property
     def pool(self) -> int:
@@ -233,7 +249,10 @@ class VisionConfig(TowerFacts):
     @property
     def rope_neighbours(self) -> bool:
         """Tell whether RoPE turns neighbouring channels of a head together."""
-        return isinstance(self.positions, StretchedGrid) and self.positions.neighbours
+        grid = self.positions
+        if isinstance(grid, LearnedGrid):
+            return grid.theta > 0
+        return isinstance(grid, StretchedGrid) and grid.neighbours
 
     @property
     def window_inputs(self) -> int:
@@ -289,6 +308,7 @@ class VisionConfig(TowerFacts):
 
     def check(self, where: str) -> None:
         check_remat(where, self)
+        check_encode(where, self)
         divides(where, self.width, "width", self.heads, "heads")
         divides(where, self.heads, "heads", self.key_heads, "kv_heads")
         head_width = self.width // self.heads
@@ -453,6 +473,8 @@ class AudioConfig(TowerFacts):
     # the matrices of a layer clip their inputs and outputs to stored bounds, which are not trained
     clipped_linears: bool = False
     conformer: ConformerConfig | None = None  # layers of a Conformer; none: of a transformer
+    # a frozen encoder runs in every step, or once for each item, whose output is stored
+    encode: Encode = "step"
 
     @property
     def mlps(self) -> int:
@@ -558,6 +580,7 @@ class AudioConfig(TowerFacts):
 
     def check(self, where: str) -> None:
         check_remat(where, self)
+        check_encode(where, self)
         divides(where, self.width, "width", self.heads, "heads")
         for name in ("before_encoder", "before_llm"):
             function = getattr(self.callbacks, name)

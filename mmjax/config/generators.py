@@ -118,6 +118,7 @@ _CONNECTOR_KEYS = (
     "merger_bias",
     "projection",
     "output_width",
+    "output_activation",
 )
 
 

@@ -33,9 +33,15 @@ class ImageKind:
     hf_processors = ()  # image processors of transformers that are read as this kind
     hf_note = ""  # what to tell a user whose processor is read as this kind
     picture_size = ()  # height and width of every image that is one item of one size; (): of any
-    writes_texts = False  # text is written between an image's tokens
+    text_fields = ()  # names of its fields that are written between an image's tokens
     arranges_tokens = False  # an image's tokens do not follow each other item by item
     interpolates = False  # a position of the LLM may be made of several tokens
+    rounds_pixels = False  # normalised pixels, and all on the way to them, are rounded to bfloat16
+
+    @property
+    def writes_texts(self) -> bool:
+        """Return whether text is written between an image's tokens."""
+        return any(getattr(self, name) for name in self.text_fields)
 
     @property
     def item_size(self) -> tuple[int, ...]:
@@ -52,7 +58,7 @@ class ImageKind:
 
     def without_tokens(self) -> Self:
         """Return the preparation for an LLM that lacks the special tokens of the checkpoint's."""
-        return self
+        return replace(self, **dict.fromkeys(self.text_fields, ""))
 
 
 @dataclass(frozen=True)
@@ -250,11 +256,7 @@ class PixtralResize(ImageKind):
     kind: Literal["pixtral_resize"] = "pixtral_resize"
 
     hf_processors = ("PixtralImageProcessor",)
-
-    @property
-    def writes_texts(self) -> bool:
-        """Return whether text is written between an image's tokens."""
-        return bool(self.row_end or self.end)
+    text_fields = ("row_end", "end")
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> PixtralResize:
@@ -292,9 +294,6 @@ class PixtralResize(ImageKind):
         # An image processor without one around it does not say how patches are merged.
         return replace(self, unit=unit)
 
-    def without_tokens(self) -> PixtralResize:
-        return replace(self, row_end="", end="")
-
 
 @dataclass(frozen=True)
 class DynamicTiles(ImageKind):
@@ -316,11 +315,7 @@ class DynamicTiles(ImageKind):
     end: str = ""  # text behind all of it
 
     hf_processors = ("GotOcr2ImageProcessor", "Cohere2VisionImageProcessor")
-
-    @property
-    def writes_texts(self) -> bool:
-        """Return whether text is written between an image's tokens."""
-        return bool(self.label or self.whole or self.tile_end or self.begin or self.end)
+    text_fields = ("label", "whole", "tile_end", "begin", "end")
 
     @property
     def item_size(self) -> tuple[int, ...]:
@@ -348,9 +343,6 @@ class DynamicTiles(ImageKind):
             filter=fields.filter(),
             grid_by="scale" if by_scale else "shape",
         )
-
-    def without_tokens(self) -> DynamicTiles:
-        return replace(self, label="", whole="", tile_end="", begin="", end="")
 
     @classmethod
     def from_internvl_chat(cls, fields: ProcessorFields, side: int) -> DynamicTiles | FixedSize:
@@ -477,15 +469,11 @@ class SplitTiles(ImageKind):
     kind: Literal["split_tiles"] = "split_tiles"
 
     hf_processors = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
+    text_fields = ("marker", "label", "whole")
 
     @property
     def item_size(self) -> tuple[int, ...]:
         return self.tile, self.tile
-
-    @property
-    def writes_texts(self) -> bool:
-        """Return whether text is written between an image's tokens."""
-        return bool(self.marker or self.label or self.whole)
 
     def check(self, where: str) -> None:
         fits = len(self.resize) <= 2 and min(self.resize, default=1) > 0
@@ -574,11 +562,7 @@ class Slices(ImageKind):
     kind: Literal["slices"] = "slices"
 
     hf_processors = ("MiniCPMV4_6ImageProcessor", "MiniCPMOcrImageProcessor")
-
-    @property
-    def writes_texts(self) -> bool:
-        """Return whether text is written between an image's tokens."""
-        return bool(self.begin or self.end or self.slice_begin or self.slice_end)
+    text_fields = ("begin", "end", "slice_begin", "slice_end")
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> Slices:
@@ -609,9 +593,6 @@ class Slices(ImageKind):
             )
         return self
 
-    def without_tokens(self) -> Slices:
-        return replace(self, begin="", end="", slice_begin="", slice_end="")
-
 
 @dataclass(frozen=True)
 class ResizeOrTiles(ImageKind):
@@ -636,11 +617,7 @@ class ResizeOrTiles(ImageKind):
     kind: Literal["resize_or_tiles"] = "resize_or_tiles"
 
     hf_processors = ("Lfm2VlImageProcessor",)
-
-    @property
-    def writes_texts(self) -> bool:
-        """Return whether text is written between an image's tokens."""
-        return bool(self.begin or self.label or self.whole or self.end)
+    text_fields = ("begin", "label", "whole", "end")
 
     def check(self, where: str) -> None:
         ordered(where, self, "min_tokens", "max_tokens")
@@ -704,9 +681,6 @@ class ResizeOrTiles(ImageKind):
             )
         return self
 
-    def without_tokens(self) -> ResizeOrTiles:
-        return replace(self, begin="", label="", whole="", end="")
-
 
 @dataclass(frozen=True)
 class PatchBudget(ImageKind):
@@ -743,6 +717,65 @@ class PatchBudget(ImageKind):
         return self
 
 
+@dataclass(frozen=True)
+class CanvasTiles(ImageKind):
+    """Tiles of an image in its own shape, padded to whole ones, then the whole image as one more, as for Llama 4.
+
+    Their grid is that which can enlarge the image least, where all are smaller that which shrinks it least.
+    """
+
+    tile: PositiveInt = 336  # pixels per side
+    max_tiles: PositiveInt = 16  # per image, not counting the whole image
+    # to the largest grid; else the grid is that which is nearest, and no side is enlarged beyond a
+    # tile's
+    enlarged: bool = False
+    begin: str = ""  # text before all of an image
+    tile_end: str = ""  # text behind each tile but the last of its row
+    row_end: str = ""  # text behind the last tile of a row
+    whole: str = ""  # text before the whole image behind its tiles, or one that is a single tile
+    end: str = ""  # text behind all of an image
+    filter: Filter = "bilinear"  # of resizing
+    kind: Literal["canvas_tiles"] = "canvas_tiles"
+
+    hf_processors = ("Llama4ImageProcessor",)
+    text_fields = ("begin", "tile_end", "row_end", "whole", "end")
+    rounds_pixels = True
+
+    @property
+    def item_size(self) -> tuple[int, ...]:
+        return self.tile, self.tile
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> CanvasTiles:
+        for name in ("do_resize", "do_rescale", "do_normalize"):
+            if not fields.flag(name):
+                raise fields.refused(name, "its class prepares no images otherwise; set it to true")
+        if fields.number("rescale_factor") != 1 / 255:
+            raise fields.refused("rescale_factor", "only 1 / 255 is known, by which it rounds")
+        size = fields.height_and_width("size")
+        if len(set(size)) != 1:
+            raise fields.refused("size", "give the same height and width")
+        if (filter := fields.filter()) not in ("bilinear", "bicubic"):
+            raise fields.refused("resample", "known are 2 and 3, bilinear and bicubic")
+        return cls(
+            tile=size[0],
+            max_tiles=fields.count("max_patches"),
+            enlarged=fields.flag("resize_to_max_canvas"),
+            filter=filter,
+        ).with_tokens()
+
+    def with_tokens(self) -> CanvasTiles:
+        """Return the preparation with the texts that Llama 4's processor writes, by these very names."""
+        return replace(
+            self,
+            begin="<|image_start|>",
+            tile_end="<|tile_x_separator|>",
+            row_end="<|tile_y_separator|>",
+            whole="<|image|>",
+            end="<|image_end|>",
+        )
+
+
 ImagePreparation = (
     AsIs
     | FixedSize
@@ -756,4 +789,5 @@ ImagePreparation = (
     | Slices
     | ResizeOrTiles
     | PatchBudget
+    | CanvasTiles
 )

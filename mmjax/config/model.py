@@ -105,6 +105,12 @@ class ModelConfig:
             f"{where}: every module is frozen; set frozen=false on one, such as {where}.llm",
         )
         _check_adapters(f"{where}.lora", self)
+        for name in encoded_once(self):
+            check(
+                name not in adapted_modules(self),
+                f"{where}.encoders.{name}.encode=once: its adapters (model.lora) are trained, and change its outputs; "
+                "leave them out, or use encode=step",
+            )
         _check_quantized(where, self)
 
 
@@ -153,6 +159,11 @@ def _check_quantized(where: str, model: ModelConfig) -> None:
             how != "nf4" or inputs % NF4_BLOCK == 0,
             f"quantize=nf4: {layer} has {inputs} inputs, and {NF4_BLOCK} share a scale; use quantize=int8",
         )
+
+
+def encoded_once(model: ModelConfig) -> dict[str, Encoder]:
+    """Return the encoders that encode each item once, by name."""
+    return {name: c for name, c in model.encoders.items() if c.encode == "once"}
 
 
 def step_vaes(model: ModelConfig) -> dict[str, VaeConfig]:

@@ -28,6 +28,10 @@ TowerRemat = Literal["auto", "none", "products", "attention_mlp", "attention", "
 Quantization = Literal["none", "int8", "fp8", "nf4"]
 
 
+# Of an encoder's outputs: computed in every step, or once for each item and stored.
+Encode = Literal["step", "once"]
+
+
 INNER_MERGE = 2  # neighbours per axis that a merger inside a vision tower makes one position
 MAX_LAYERS = 10_000  # the remat policy of each layer is planned by itself
 MAX_MERGE = 1024  # neighbours per axis; an image's token merges their square
@@ -46,6 +50,21 @@ def check_remat(where: str, tower: Any) -> None:
     check(
         isinstance(tower.remat, str) or policies == tower.layers,
         f"{where}.remat gives {policies} policies for layers={tower.layers}; give one for each, or one for all",
+    )
+
+
+def check_encode(where: str, tower: Any) -> None:
+    """Check that the outputs of an encoder that encodes once are the same in every step."""
+    if tower.encode == "step":
+        return
+    once = f"{where}.encode=once"
+    check(
+        tower.frozen,
+        f"{once}: its outputs change as it is trained; use frozen=true, or encode=step",
+    )
+    check(
+        not tower.dropout,
+        f"{once}: dropout={tower.dropout} drops others in every step; use dropout=0, or encode=step",
     )
 
 
@@ -88,6 +107,7 @@ class TowerFacts:
     experts: Any = None  # in place of the MLP in some layers
     queries: int = 0  # learned tokens in the LLM that stand for an image to be made
     merged_positions: int = 1  # positions of the output that a connector merges into one token
+    encode: Encode = "step"  # in every step, or once for each item
 
     @property
     def key_heads(self) -> Any:
@@ -113,6 +133,16 @@ class TowerFacts:
     def token_positions(self) -> int:
         """Return how many positions of the layers become one token, pooling included."""
         return self.merged_positions * self.pool
+
+    @property
+    def output_stride(self) -> int:
+        """Return how many inputs become one position of what the connector reads."""
+        return self.stride * self.pool
+
+    @property
+    def output_width(self) -> int:
+        """Return the channels of what the connector reads, those of a deepstack behind the others."""
+        return self.width * (max(1, len(self.feature_layers)) + len(self.deepstack))
 
     @property
     def positions_per_token(self) -> int:
@@ -161,6 +191,8 @@ class ConnectorConfig:
     gated: bool = False  # the MLP has a gate
     # of what the MLP makes, of which a matrix makes the tokens (HyperCLOVA X); 0: there is none
     output_width: NonNegativeInt = 0
+    # the MLP's activation stands before that matrix, which has no bias then (Llama 4)
+    output_activation: bool = False
     feature_scale: float = 1.0  # that merged features are multiplied by
     # stored numbers of every channel, not trained, are subtracted from merged features and multiply
     # them (Gemma 4)
@@ -170,4 +202,8 @@ class ConnectorConfig:
         check(
             self.norm != "merger_unscaled" or bool(self.merger_width),
             f"{where}.norm=merger_unscaled is of what the merger's matrix makes; set merger_width",
+        )
+        check(
+            self.output_width > 0 or not self.output_activation,
+            f"{where}.output_activation=true: it stands before the matrix of output_width; set that, or leave it out",
         )

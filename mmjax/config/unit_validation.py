@@ -206,6 +206,12 @@ def _check_stages(config: Config, name: str, unit: Unit, modules: Sequence[str])
     )
     for tower, start, stop in chain.from_iterable(cut_unit(model, name, unit)):
         encoder = model.encoders.get(tower)
+        if encoder is not None:
+            check(
+                encoder.encode == "step" or stop - start == encoder.layers,
+                f"{where}: model.encoders.{tower}.encode=once leaves stages of a part of its layers nothing to "
+                f"compute; set {where}.pipeline=1, or encode=step",
+            )
         if encoder is not None and encoder.feature_layers and stop == encoder.layers:
             check(
                 start <= min(encoder.feature_layers),

@@ -165,8 +165,9 @@ def _after(module: MultimodalModel, tower: str, x: Any, context: Any, inputs: In
     if tower in module.encoders:
         deeper = range(len(module.connectors[tower].deepstack))
         outputs = dict.fromkeys(range(module.encoders[tower].config.layers), x)
-        joined = module.features(tower, outputs)
-        return module.connected(tower, joined, dict.fromkeys(deeper, x), inputs.batch)
+        finished = module.finished(tower, outputs, inputs.batch)
+        restored = module.encoders[tower].restored(x, inputs.batch)
+        return module.connected(tower, finished, dict.fromkeys(deeper, restored), inputs.batch)
     generator = module.tower(tower)
     if not generator.config.is_stack:
         return velocity_errors(generator, inputs.batch, inputs.clean, x, inputs.draws)

@@ -25,6 +25,7 @@ from mmjax.hf import (
     internvl,
     kimi,
     lfm2_vl,
+    llama4,
     llava,
     minicpm,
     mistral3,
@@ -75,6 +76,7 @@ CHECKPOINTS = {
     **dict.fromkeys(
         idefics3.FAMILIES, Checkpoints(idefics3.read, idefics3.layout, modules="named")
     ),
+    "llama4": Checkpoints(llama4.read, llama4.layout, modules="named"),
     "lfm2_vl": Checkpoints(lfm2_vl.read, lfm2_vl.layout),
     "deepseek_vl": Checkpoints(llava.read_deepseek, llava.deepseek_layout, modules="named"),
     "janus": Checkpoints(llava.read_janus, llava.janus_layout, modules="named"),

@@ -12,7 +12,7 @@ from mmjax.hf.layout import Layout, TensorNames, linear, norm
 from mmjax.hf.llava import feature_layer, find_projector, text_of, whole_layout
 from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.processors import read_videos
-from mmjax.hf.vision import vision_of, with_images
+from mmjax.hf.vision import part_of_one, vision_of, with_images
 
 PROJECTOR_EPS = 1e-5  # of PyTorch's LayerNorm; no config says it
 OPEN = "mlp1."  # OpenGVLab's projector
@@ -68,14 +68,8 @@ def layout_chat(folder: HfFolder, model: ModelConfig) -> Layout:
 
 
 def _connector(fields: Fields, width: int, activation: str) -> ConnectorConfig:
-    ratio = fields.get("downsample_ratio", float)
-    merge = round(1 / ratio) if ratio > 0 else 0
-    if merge < 1 or abs(merge * ratio - 1) > 1e-6:
-        raise UserError(
-            f"{fields.where}: downsample_ratio={ratio} is no part 1/n of one, which is not supported"
-        )
     return ConnectorConfig(
-        merge=merge,
+        merge=part_of_one(fields, "downsample_ratio"),
         mlp_width=width,
         norm="merged_layer",
         norm_eps=PROJECTOR_EPS,

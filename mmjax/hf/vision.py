@@ -35,6 +35,7 @@ from mmjax.hf.vision_tensors import (
     dinov2_parts,
     gemma4_parts,
     intern_parts,
+    llama4_parts,
     minicpm_parts,
     open_intern_parts,
     pixtral_parts,
@@ -107,6 +108,17 @@ def kind_of(fields: Fields) -> str:
         raise UserError(f"{fields.where}: model_type={kind!r} is no vision tower that can be read; known: "
                         f"{', '.join(TOWERS_BY_KIND)}")  # fmt: skip
     return kind
+
+
+def part_of_one(fields: Fields, name: str) -> int:
+    """Read the n of a ratio 1/n of pixel shuffle: neighbours per axis that become one token."""
+    ratio = fields.get(name, float)
+    merge = round(1 / ratio) if ratio > 0 else 0
+    if merge < 1 or abs(merge * ratio - 1) > 1e-6:
+        raise UserError(
+            f"{fields.where}: {name}={ratio} is no part 1/n of one, which is not supported"
+        )
+    return merge
 
 
 def find_tower(folder: HfFolder, kind: str) -> str:
@@ -411,6 +423,31 @@ def _gemma4(fields: Fields) -> VisionConfig:
     )
 
 
+# --------------------------------------------------------------------------------------------------
+# Llama 4
+
+LLAMA4_EPS = 1e-5  # of PyTorch's LayerNorm; the config's is not read
+
+
+def _llama4(fields: Fields) -> VisionConfig:
+    patch = fields.size("patch_size")
+    side = fields.size("image_size") // patch
+    head_width = fields.size("hidden_size") // fields.size("num_attention_heads")
+    theta = axial_theta(fields, head_width)
+    return _tower(
+        fields,
+        mlp_width=fields.size("intermediate_size"),
+        patch=patch,
+        positions=LearnedGrid(side, side, theta=theta, class_last=True),
+        class_token=True,
+        embed_bias=False,
+        embed_norm=True,
+        norm_eps=LLAMA4_EPS,
+        activation="gelu",
+        biases=ALL_BIASES,
+    )
+
+
 TOWERS_BY_KIND = {
     "clip_vision_model": Tower(_clip, "pre_layrnorm.weight", clip_parts),
     "evaclip_vision_model": Tower(_evaclip, "embeddings.class_embedding", clip_parts),
@@ -446,6 +483,7 @@ TOWERS_BY_KIND = {
         _dinov2_with_registers, "embeddings.register_tokens", dinov2_parts, MASK_TOKEN
     ),
     "internvl_vision": Tower(_intern, "embeddings.cls_token", intern_parts),
+    "llama4_vision_model": Tower(_llama4, "patch_embedding.linear.weight", llama4_parts),
     "gemma4_vision": Tower(_gemma4, "patch_embedder.input_proj.weight", gemma4_parts),
     "intern_vit_6b": Tower(_open_intern, "embeddings.class_embedding", open_intern_parts),
 }

@@ -184,6 +184,31 @@ def gemma4_parts(config: VisionConfig, prefix: str) -> TensorNames:
     )
 
 
+def llama4_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    """Name the tensors of Llama 4's towers."""
+    layer = f"{prefix}model.layers.*."
+    # Stored [width, channel x row x column].
+    patches = TensorSlice(
+        f"{prefix}patch_embedding.linear.weight",
+        PATCHES,
+        view=(config.width, config.channels, config.patch, config.patch),
+    )
+    return TensorNames(
+        {
+            "embed.patches": {"weight": patches},
+            "embed.class_token": array(f"{prefix}class_embedding", (0,)),
+            "embed.positions": array(f"{prefix}positional_embedding_vlm"),
+            "embed.norm": norm(f"{prefix}layernorm_pre"),
+            "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
+            **linears(ATTENTION, f"{layer}self_attn", **PROJECTIONS, output="o_proj"),
+            "layers.*.mlp_norm": norm(f"{layer}post_attention_layernorm"),
+            "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
+            "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
+            "head": norm(f"{prefix}layernorm_post"),
+        }
+    )
+
+
 _POOLED = ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
 POOLING_HEAD = (
     "head.probe",

@@ -113,9 +113,10 @@ def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: i
         with encoding():
             context = module.context(name, items, None)
             outputs = list(layers(name, encoder, items, context, encoder.embedded(items)))
-            deeper = {n: outputs[i] for n, i in enumerate(connector.deepstack)}
-            joined = module.features(name, dict(enumerate(outputs)))
-            features[name] = module.connected(name, joined, deeper, items)
+            deepstack = enumerate(connector.deepstack)
+            deeper = {n: encoder.restored(outputs[i], items) for n, i in deepstack}
+            finished = module.finished(name, dict(enumerate(outputs)), items)
+            features[name] = module.connected(name, finished, deeper, items)
         tokens = features[name][:, : features[name].shape[1] - (connector.newline is not None)]
         record(f"{name} connector", f"{name} connector", encoder, items, context, tokens)
     x, add = module.embedded(batch.text, features)

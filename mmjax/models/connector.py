@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from mmjax.config import ConnectorConfig
 from mmjax.models.layers import ACTIVATIONS, MLP, HeadNorm, LayerNorm, PositionTable, RMSNorm
 from mmjax.models.linear import Linear
+from mmjax.models.remat import keep_inputs
 from mmjax.parallel.sharding import constrain
 
 AXES = ("t", "y", "x")  # of `ItemBatch.coordinates`
@@ -91,8 +92,9 @@ class Connector(nnx.Module):
         self.mlp = make_mlp() if hidden else None
         bias = "down" in c.biases
         self.linear = None if hidden else Linear(features, made, ("mlp", "embed"), rngs, bias=bias)
-        last = partial(Linear, made, outputs, ("mlp", "embed"), rngs, bias=True)
+        last = partial(Linear, made, outputs, ("mlp", "embed"), rngs, bias=not c.output_activation)
         self.output = last() if c.output_width else None
+        self.output_activation = ACTIVATIONS[c.activation] if c.output_activation else None
         table_axes = axes if c.position_grid else ()
         self.positions = nnx.Dict(
             {AXES[axis]: PositionTable(c.position_grid, outputs, rngs) for axis in table_axes}
@@ -137,13 +139,25 @@ class Connector(nnx.Module):
             else ACTIVATIONS["gelu"](self.projection_norm(self.projection(x)))
         )
         x = self.linear(x) if self.mlp is None else self.mlp(x)
-        x = x if self.output is None else self.output(x)
+        x = x if self.output is None else self._output(x)
         # The first member of a group is its top left one, which an image that reaches into the
         # group always has: patch (y, x) = (6, 4) is of the token (3, 2).
         corner = coordinates[:, :: self.group] // self.merge
         for name, table in self.positions.items():
             x = x + table(corner[..., AXES.index(name)], x.dtype)
         return constrain(x, "rows", "length", "width")
+
+    def _output(self, made: Float[Array, "r m f"]) -> Float[Array, "r m e"]:
+        """Make tokens of what the MLP makes."""
+        if self.output_activation is None:
+            return self.output(made)
+
+        # The operand of the product is made again in backward.
+        @keep_inputs
+        def output(made: Array) -> Array:
+            return self.output(self.output_activation(made))
+
+        return output(made)
 
     def _standardized(self, x: Float[Array, "r m f"]) -> Float[Array, "r m f"]:
         """Scale merged features, and standardise them where the connector does."""

@@ -12,7 +12,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.batch import PADDING, TEXT_KIND, ItemBatch, MaskSpec, TextBatch, WeightedSlots
+from mmjax.batch import (
+    PADDING,
+    TEXT_KIND,
+    EncodedItems,
+    ItemBatch,
+    MaskSpec,
+    TextBatch,
+    WeightedSlots,
+)
 from mmjax.config import ModelConfig
 from mmjax.config.model import step_vaes
 from mmjax.models.audio_encoder import AudioEncoder
@@ -123,17 +131,31 @@ class MultimodalModel(nnx.Module):
         for name, batch in items.items():
             if name in self.generators:
                 continue
-            encoder = self.encoders[name]
             # Encoders may be sharded over other axes than the LLM (`mesh.encoders`).
             with encoding(), jax.named_scope(name):
-                x = encoder.embedded(batch)
-                context = self.context(name, batch, noise)
-                outputs = self.layer_outputs(name, x, context, range(encoder.config.layers))
-                deepstack = dict(enumerate(self.connectors[name].deepstack))
-                deeper = {n: outputs[layer] for n, layer in deepstack.items()}
-                x = self.connected(name, self.features(name, outputs), deeper, batch)
+                outputs = self.tower_outputs(name, batch, noise)
+                x = self.connected(name, outputs[0], dict(enumerate(outputs[1:])), batch)
             features[name] = constrain(x, "token_rows", None, "width")
         return features
+
+    def tower_outputs(
+        self, name: str, batch: ItemBatch, noise: Noise | None = None
+    ) -> list[Float[Array, "r m f"]]:
+        """Compute what an encoder's connector reads: of the last layers, then of each layer of its deepstack."""
+        encoder = self.encoders[name]
+        if isinstance(batch, EncodedItems):
+            deepstack = len(self.connectors[name].deepstack)
+            width = encoder.config.output_width - deepstack * encoder.config.width
+            borders = [width + n * encoder.config.width for n in range(deepstack)]
+            return jnp.split(batch.values.astype(encoder.dtype), borders, axis=-1)
+        context = self.context(name, batch, noise)
+        outputs = self.layer_outputs(
+            name, encoder.embedded(batch), context, range(encoder.config.layers)
+        )
+        deeper = [
+            encoder.restored(outputs[layer], batch) for layer in self.connectors[name].deepstack
+        ]
+        return [self.finished(name, outputs, batch), *deeper]
 
     def layer_outputs(
         self, name: str, x: Float[Array, "r l w"], context: Context, layers: range
@@ -145,15 +167,18 @@ class MultimodalModel(nnx.Module):
         *outputs, x = tower.layers.outputs(x, context, numbers, layers.start, layers.stop)
         return {**dict(zip(numbers, outputs, strict=True)), layers.stop - 1: x}
 
-    def features(
-        self, name: str, outputs: Mapping[int, Float[Array, "r l w"]]
-    ) -> Float[Array, "r l f"]:
-        """Join what an encoder's connector reads of the outputs of its layers, by number, along the width."""
-        config = self.encoders[name].config
+    def finished(
+        self, name: str, outputs: Mapping[int, Float[Array, "r l w"]], batch: ItemBatch
+    ) -> Float[Array, "r m f"]:
+        """Join what an encoder's connector reads of the outputs of its layers, by number, and apply its head."""
+        encoder = self.encoders[name]
+        config = encoder.config
         if not config.feature_layers:
-            return outputs[config.layers - 1]
-        joined = jnp.concatenate([outputs[layer] for layer in config.feature_layers], axis=-1)
-        return constrain(joined, "rows", "sequence", "width")
+            x = outputs[config.layers - 1]
+        else:
+            joined = jnp.concatenate([outputs[layer] for layer in config.feature_layers], axis=-1)
+            x = constrain(joined, "rows", "sequence", "width")
+        return encoder.finished(encoder.restored(x, batch))
 
     def connected(
         self,
@@ -162,20 +187,16 @@ class MultimodalModel(nnx.Module):
         deeper: Mapping[int, Float[Array, "r l w"]],
         batch: ItemBatch,
     ) -> Float[Array, "r m e"]:
-        """Apply an encoder's head and connector to its features, and `deeper` connectors to outputs of other layers.
+        """Apply an encoder's connector to its output, and `deeper` connectors to outputs of other layers.
 
         x: None in a pipeline stage before the last. deeper: outputs of `deepstack` layers by
-        number.
+        number, in the order of the row.
         """
-        encoder = self.encoders[name]
         connector = self.connectors[name]
-        places = encoder.places(batch)
-        tokens = [
-            connector.deeper[str(n)](encoder.restored(y, batch), *places) for n, y in deeper.items()
-        ]
+        places = self.encoders[name].places(batch)
+        tokens = [connector.deeper[str(n)](y, *places) for n, y in deeper.items()]
         if x is not None:
-            x = self.after_encoder[name](encoder.finished(encoder.restored(x, batch)), batch)
-            tokens.insert(0, connector(x, *places))
+            tokens.insert(0, connector(self.after_encoder[name](x, batch), *places))
         joined = (
             constrain(jnp.concatenate(tokens, axis=-1), "rows", "length", "width")
             if tokens[1:]

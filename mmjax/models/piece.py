@@ -261,16 +261,20 @@ class Piece:
         results: Values = {}
         # Encoders may be sharded over other axes than the LLM (`mesh.encoders`).
         with encoding():
-            x = tower.embedded(items) if self.first else values[self.inputs[0]]
-            context = module.context(self.tower, items, noise)
-            outputs = module.layer_outputs(self.tower, x, context, self.layers)
-            if not self.last:
-                results[self.layers_output] = outputs[self.stop - 1]
-            if names:
+            if self.first and self.last:
+                finished, *of_layers = module.tower_outputs(self.tower, items, noise)
+            else:
+                x = tower.embedded(items) if self.first else values[self.inputs[0]]
+                context = module.context(self.tower, items, noise)
+                outputs = module.layer_outputs(self.tower, x, context, self.layers)
+                if not self.last:
+                    results[self.layers_output] = outputs[self.stop - 1]
+                finished = module.finished(self.tower, outputs, items) if self.last else None
                 deepstack = module.connectors[self.tower].deepstack
-                deeper = {n: outputs[deepstack[n]] for n in numbers}
-                features = module.features(self.tower, outputs) if self.last else None
-                tokens = module.connected(self.tower, features, deeper, items)
+                of_layers = [tower.restored(outputs[deepstack[n]], items) for n in numbers]
+            if names:
+                deeper = dict(zip(numbers, of_layers, strict=True))
+                tokens = module.connected(self.tower, finished, deeper, items)
         if names:
             tokens = constrain(tokens, "token_rows", None, "width")
             if self.first and self.last:

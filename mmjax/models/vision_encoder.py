@@ -62,11 +62,8 @@ class PatchEmbedding(nnx.Module):
         _, row, column = jnp.moveaxis(items.coordinates, -1, 0)
         *places, values = items.values.shape
         pixels = items.values.reshape(*places, values // c.channels, c.channels)
-        # (pixel / 255 - mean) / std, in float32 whatever the precision: bfloat16 cannot tell 256
-        # levels apart. values * scale - shift, one multiply-add per pixel.
-        scale = 1 / (255 * np.array(c.std))
-        shift = np.array(c.mean) / np.array(c.std)
-        pixels = pixels.astype(jnp.float32) * scale.astype(np.float32) - shift.astype(np.float32)
+        normalize = rounded_pixels if c.images.rounds_pixels else exact_pixels
+        pixels = normalize(pixels.astype(jnp.float32), np.array(c.mean), np.array(c.std))
         # Padding is zero after normalisation, not before: a black pixel is not zero then.
         pixels = jnp.where(
             (items.item >= 0)[..., None], pixels.reshape(items.values.shape), 0
@@ -87,8 +84,11 @@ class PatchEmbedding(nnx.Module):
         elif isinstance(c.positions, FractionalGrid):
             x = x + self.positions(fractional_positions(c.positions.side, items), dtype)
         elif self.positions is not None:
-            # Entry 0 is the class token's, where there is one; the grid follows row by row.
-            index = jnp.where(row < 0, 0, row * c.positions.columns + column + c.class_token)
+            # Entry 0, or the last, is the class token's, where there is one; the grid's are row by
+            # row.
+            grid = c.positions
+            first, own = (0, grid.rows * grid.columns) if grid.class_last else (c.class_token, 0)
+            index = jnp.where(row < 0, own, row * grid.columns + column + first)
             if c.positions.interpolation == "none":
                 x = x + self.positions(index, dtype)
             else:
@@ -98,6 +98,21 @@ class PatchEmbedding(nnx.Module):
             number = jnp.clip(-2 - column, 0, c.registers - 1)
             x = jnp.where((column < -1)[..., None], self.registers(number, dtype), x)
         return x if self.norm is None or c.embed_norm_first else self.norm(x)
+
+
+def exact_pixels(x: Float[Array, "*b c"], mean: np.ndarray, std: np.ndarray) -> Array:
+    """Compute (x / 255 - mean) / std, in float32 whatever the precision: bfloat16 cannot tell 256 levels apart."""
+    # x * scale - shift, one multiply-add per pixel.
+    scale = 1 / (255 * std)
+    return x * scale.astype(np.float32) - (mean / std).astype(np.float32)
+
+
+def rounded_pixels(x: Float[Array, "*b c"], mean: np.ndarray, std: np.ndarray) -> Array:
+    """Compute (x / 255 - mean) / std, all of it rounded to bfloat16 as Llama 4's processor does."""
+    # Not by a cast, which XLA may leave out.
+    round = partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
+    mean, std = (round(numbers.astype(np.float32)) for numbers in (mean, std))
+    return round(round(round(x * np.float32(1 / 255)) - mean) / std)
 
 
 def _learned_positions(config: VisionConfig) -> int:
@@ -361,7 +376,6 @@ class VisionEncoder(nnx.Module):
         """Build the masks, and the rotary angles if positions are rotary."""
         c = self.config
         ordered = self._window_ordered(items)
-        patch = jnp.maximum(ordered.coordinates[..., ROW:], 0)
         context = Context(encoder_mask(ordered.item))
         if c.windowed:
             window = jnp.repeat(self._windows(items).number(), c.connector.merge**2, axis=1)
@@ -374,15 +388,17 @@ class VisionEncoder(nnx.Module):
         if c.merge_after:
             merged = Context(encoder_mask(ordered.item[:, :: c.pool]))
             context = context._replace(merged=merged.planned(c.attention, *heads, self.dtype))
-        if isinstance(c.positions, LearnedGrid | FractionalGrid):
+        is_learned = isinstance(c.positions, LearnedGrid)
+        if isinstance(c.positions, FractionalGrid) or (is_learned and not c.positions.theta):
             return context
-        # Of tables by axis, columns turn the first half.
-        patch = patch[..., ::-1] if isinstance(c.positions, AxisTables) else patch
+        # Beside learned vectors patches count from 1: the class token, in row and column -1, is at 0.
+        patch = jnp.maximum(ordered.coordinates[..., ROW:] + is_learned, 0)
+        # Of tables by axis, and there, columns turn the first half.
+        patch = patch[..., ::-1] if isinstance(c.positions, AxisTables | LearnedGrid) else patch
         alternating = isinstance(c.positions, AlternatingGrid)
+        turns = c.rope_neighbours and not is_learned
         return context._replace(
-            rotation=rotation_2d(
-                patch, c.width // c.heads, c.positions.theta, alternating, turns=c.rope_neighbours
-            )
+            rotation=rotation_2d(patch, c.head_width, c.positions.theta, alternating, turns)
         )
 
     def _windows(self, items: ItemBatch) -> Windows:

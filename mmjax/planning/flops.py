@@ -231,7 +231,7 @@ def needed_gradients(tower: str, model: ModelConfig, frozen: Set[str]) -> frozen
 
 def _running(work: Mapping[str, Work]) -> Set[str]:
     """Return the encoders and generators that have items."""
-    return {name for name, w in work.items() if name != "llm" and w.inputs}
+    return {name for name, w in work.items() if name != "llm" and (w.inputs or w.tokens)}
 
 
 def _gradients(

@@ -299,7 +299,7 @@ def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int)
     return 2 * sum(llm.key_channels) * activation / sharding.llm
 
 
-def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
+def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str, activation: int) -> float:
     """Count the bytes of one tower's input arrays in a microbatch."""
     rows, length = batch.shape[tower]
     if tower == "llm":
@@ -310,6 +310,8 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
     module = model.towers[tower]
     # Pixels are bytes, latents and log-mel bins float32.
     values = module.input_values * (1 if module.takes_pixels else 4)
+    if module.encode == "once":
+        values = module.output_width * activation / module.output_stride
     return rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths.get(tower, 0)
 
 

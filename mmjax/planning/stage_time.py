@@ -124,7 +124,9 @@ def pass_times(
     trained = machine.activation / MASTER * stage.trainable
     is_frozen = "llm" in frozen_modules(model)
     experts = stage.experts if is_frozen else machine.activation / MASTER * stage.experts
-    gathered = _gather_seconds(stage, trained + stage.frozen, experts)
+    # An encoder that encodes once runs before the step, where its weights are whole.
+    read = 0.0 if config.encode == "once" else stage.frozen
+    gathered = _gather_seconds(stage, trained + read, experts)
     scattered = _gather_seconds(stage, trained, 0.0 if is_frozen else experts)
     if stage.only_stage:
         scattered += _add_over_data_seconds(stage)
@@ -182,6 +184,8 @@ def _compute_seconds(
     parts = stage.parts
     is_stack = config.is_stack
     measured = machine.speed.layer(stage.tower, batch.shape[stage.tower])
+    if config.encode == "once":  # no layer runs in the step
+        measured = None
     # Layers that were timed are taken out of the operations, and their times added.
     counted = () if measured else stage.policies
     saved = ("none",) * len(counted) if is_stack else stage.policies
@@ -234,6 +238,7 @@ def _compute_seconds(
     # Written in forward; read in backward, with gradients of the same size.
     activations = len(counted) * work.positions * stage.unsaved / parts / rates.memory
     kernels = len(counted) if is_stack else len(unet_blocks(config))
+    kernels *= config.encode != "once"
     forward += kernels * FORWARD_KERNELS * rates.launch + activations
     backward += kernels * BACKWARD_KERNELS * rates.launch + (PASSES - 1) * activations
     # A generator's connector stands before its layers.

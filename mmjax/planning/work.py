@@ -153,8 +153,13 @@ def useful_work(
         inputs, positions, tokens = (
             int((x >= 0).sum()) for x in (batch.item, layer_item, token_item)
         )
-        work[name] = Work(positions, pairs, inputs, tokens)
+        work[name] = _in_step(encoder, Work(positions, pairs, inputs, tokens))
     return work
+
+
+def _in_step(config: Tower, work: Work) -> Work:
+    """Leave an encoder that encodes once with the tokens of its connector: it has run before the step."""
+    return work if config.encode == "step" else Work(0, 0, 0, work.tokens)
 
 
 def _generator_work(config: Generator, item: np.ndarray) -> Work:
@@ -216,7 +221,8 @@ def length_work(
             if config.is_generator
             else int(tokens[encoder == k].sum())
         )
-        work[name] = Work(int(positions.sum()), pairs, int(inputs.sum()), count)
+        of_items = Work(int(positions.sum()), pairs, int(inputs.sum()), count)
+        work[name] = _in_step(config, of_items)
     return work
 
 
@@ -269,7 +275,7 @@ def row_work(
             work[name] = work[name]._replace(inputs=positions, **changes)
         elif name != "llm":
             tokens = positions // config.token_positions
-            work[name] = work[name]._replace(inputs=rows * length, tokens=tokens)
+            work[name] = _in_step(config, work[name]._replace(inputs=rows * length, tokens=tokens))
     return work
 
 

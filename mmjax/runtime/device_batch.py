@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.batch import PADDING, TABLES, ItemBatch, Microbatch, TextBatch
+from mmjax.batch import PADDING, TABLES, EncodedItems, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Encoder, Generator
 from mmjax.data.loading.context import tokens_on_device
 from mmjax.data.plan.placement import Shape
@@ -139,10 +139,12 @@ def padding_microbatches(
         lengths = zip(first.items.items(), shape.lengths[1:], strict=True)
         send = {e: np.zeros((*x.shape[:2], width), x.dtype) for (e, x), width in widths}
         counts = {e: rows.per_rank * len(rows.local) for e, rows in (tower_rows or {}).items()}
-        items = {
-            e: jax.tree.map(partial(resize, length=length, rows=counts.get(e)), x)
-            for (e, x), length in lengths
-        }
+        items = {}
+        for (e, x), length in lengths:
+            items[e] = jax.tree.map(partial(resize, length=length, rows=counts.get(e)), x)
+            if isinstance(x, EncodedItems):
+                positions = length // encoders[e].output_stride
+                items[e] = items[e]._replace(values=resize(x.values, positions, counts.get(e)))
         condition = {
             e: resize(
                 x, encoders[e].max_images(items[e].item.shape[1]) * encoders[e].condition_tokens
@@ -202,7 +204,9 @@ def isolate_rows(batch: Microbatch, owner: jax.Array, rows: jax.Array) -> Microb
     items = {}
     for name, of_tower in batch.items.items():
         mask = jnp.isin(of_tower.owner, owners)
-        values = select(of_tower.values, mask, 0)
+        # outputs of an encoder have a position for several inputs, which are of one item
+        stride = mask.shape[1] // of_tower.values.shape[1]
+        values = select(of_tower.values, mask[:, ::stride], 0)
         items[name] = of_tower._replace(values=values, item=select(of_tower.item, mask, PADDING))
     text = batch.text
     if text is not None:

@@ -366,8 +366,8 @@ LOCATION_KEYS = ("name:", "run:")
 # it evaluates and saves.
 MAY_CHANGE = (
     "name", "run", "device", "compiler", "mesh.", "units", "pipeline.", "batch.balance", "batch.shapes",
-    "data.workers", "data.prefetch", "data.pool", "data.cache", "data.window_space", "data.on_bad_sample",
-    "data.max_bad",
+    "data.workers", "data.prefetch", "data.pool", "data.cache", "data.window_space", "data.encoded_space",
+    "data.on_bad_sample", "data.max_bad",
     "training.steps", "training.epochs", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every",
     "training.keep", "training.bad_numbers", "training.spike", "training.wandb", "training.watch.",
     "optimizer.offload", "optimizer.over_data",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from mmjax.cost.table import active_parameters, parameters
 from mmjax.parallel.sharding import AXES
 from mmjax.planning.hardware import USABLE
 from mmjax.planning.measured_file import layers_record
-from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
+from mmjax.planning.memory import ACTIVATION, GB, LOADED, saved_bytes
 from mmjax.planning.remat import RunPlan
 from mmjax.planning.schedules import schedule_name
 from mmjax.planning.unet import unet_blocks, unets
@@ -73,6 +74,7 @@ def describe_plan(
     )
     lines += [
         f"step   {duration(chosen.seconds)}, MFU {chosen.mfu:.1%} ({chosen.basis}): {parts}",
+        *_describe_encoding(chosen),
         *describe_links(chosen.cluster),
         *expert_lines(config.model.llm.experts, _experts(chosen)),
         *table(_balance_rows(forecast)),
@@ -83,6 +85,26 @@ def describe_plan(
         *(f"limits {line}" for line in limits(forecast)),
     ]
     return lines + [f"assume {line}" for line in _assumptions(chosen)]
+
+
+def _describe_encoding(forecast: Forecast) -> Iterator[str]:
+    """Say what is stored of encoders that encode once, and how long steps take until it is, and from then on."""
+    for name, encoding in forecast.encoding.items():
+        yield (
+            f"       {name} encodes once: {encoding.items:,} items, {size(encoding.size)} on disk, "
+            f"{duration(encoding.seconds)} a step until each was encoded"
+        )
+    if forecast.encoding:
+        yield (
+            f"       {duration(forecast.first_seconds)} a step in epoch 1, {duration(forecast.seconds)} from epoch 2 on"
+        )
+        needed = sum(encoding.size for encoding in forecast.encoding.values())
+        space = forecast.config.data.encoded_space
+        if needed > space * GB:
+            yield (
+                f"       NOT ALL OF IT IS STORED in data.encoded_space={space:g} GB: {1 - space * GB / needed:.0%} is "
+                f"encoded in every epoch; set data.encoded_space={math.ceil(needed / GB)}"
+            )
 
 
 def _describe_devices(forecast: Forecast) -> str:
@@ -416,6 +438,8 @@ def plan_numbers(
         "remat": plan.policies,
         "loss_chunks": plan.loss_chunks,
         "seconds": _seconds(chosen),
+        "encoding": {name: encoding._asdict() for name, encoding in chosen.encoding.items()},
+        "first_seconds": chosen.first_seconds,
         "bubble": chosen.run_time.bubble,
         "mfu": chosen.mfu,
         "fill": chosen.fill,

@@ -98,7 +98,7 @@ def train(
             trainer, state = restore_or_init(make_trainer, folder, resumed)
             with ExitStack() as stack:
                 stack.enter_context(closing(trainer))
-                example = None if trainer.is_complete() else trainer.start()
+                example = None if trainer.is_complete() else trainer.start(state)
                 closer = stack.pop_all()
         flags.again = "go on with --resume"
         try:
@@ -213,9 +213,10 @@ class Trainer:
             )
         return True
 
-    def start(self) -> Microbatch:
+    def start(self, state: State) -> Microbatch:
         """Describe the run and start its data workers, which load while XLA compiles; return the first microbatch."""
         self.watchdog.set_phase("planning", self.first_step)
+        self.setup = self.setup.with_features(state)
         example = self.setup.print_summary()
         self.start_workers()
         return example
@@ -435,6 +436,8 @@ class Trainer:
         self.watchdog.set_phase("closing")
         if isinstance(self.batches, Generator):
             self.batches.close()
+        if self.setup.features is not None:
+            self.setup.features.close()
         self.profiler.close()
         self.checkpoints.close()
         if self.metrics_log is not None:

@@ -252,6 +252,7 @@ class StepMetrics:
             },
             **balance_scalars(loaded, modules, layout, self._prices, self._measured),
             **exchange_scalars(loaded, modules[1:], layout.topology, token_bytes),
+            **{f"encoded/{name}": float(count) for name, count in loaded.encoded.items()},
             "epoch": float(loaded.epoch),
             **(
                 {f"epoch/{name}": epochs for name, epochs in own_epochs.items()}

@@ -27,11 +27,13 @@ from mmjax.console import print_lines, size
 from mmjax.data.loading.ray_pool import pool_steps
 from mmjax.data.loading.step_loader import LoadedStep
 from mmjax.data.loading.workers import steps
+from mmjax.data.sources.opening import cache_folder
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.hardware import check_float8, find_device
+from mmjax.planning.memory import GB
 from mmjax.planning.remat import RunPlan
 from mmjax.planning.schedules import schedule_name, stage_cuts, stage_times
 from mmjax.runtime.compiler_options import CompilerOptions, compiler_options
@@ -43,6 +45,7 @@ from mmjax.runtime.devices import (
     peak_memory_used,
 )
 from mmjax.runtime.executor import Executor, State
+from mmjax.runtime.features import FeatureStage, open_feature_stage
 from mmjax.runtime.placement import place_stages, tower_rows
 from mmjax.runtime.run_dir import AllowedChanges, RunFolder
 from mmjax.runtime.stage_program import Sums
@@ -68,6 +71,7 @@ class Setup:
     executor: Executor
     compiler_options: CompilerOptions
     programs: CompileCounter
+    features: FeatureStage | None = None  # of encoders that encode once
 
     def print_summary(self) -> Microbatch:
         """Print what will run and how it fits; return the first microbatch, as an example of all."""
@@ -89,8 +93,23 @@ class Setup:
         print_lines(*described, *announce.describe_zero_rates(self.config))
         return example.microbatches[0]
 
+    def with_features(self, state: State) -> Setup:
+        """Return the setup with the frozen encoders that encode each item once, and what they have stored."""
+        cache = cache_folder(self.config.data) / "features"
+        features = open_feature_stage(
+            self.executor, state, cache, self.config.data.encoded_space * GB
+        )
+        if features is None:
+            return self
+        loader = replace(self.data.loader, features=features.stores)
+        return replace(self, features=features, data=replace(self.data, loader=loader))
+
     def start_workers(self, end_step: int) -> Iterator[LoadedStep]:
         """Start the data workers, which begin to load at once, and add this start to the run's history."""
+        loaded = self._load_steps(end_step)
+        return loaded if self.features is None else self.features.filled(loaded)
+
+    def _load_steps(self, end_step: int) -> Iterator[LoadedStep]:
         if coordination.is_leader():
             append_launch(self.folder.history, self.data.launch)
             stages = self.memory_plan.stages if self.config.units else ()
@@ -103,6 +122,8 @@ class Setup:
 
     def compile_step(self, state: State, example: Microbatch) -> list[Sums | None]:
         """Compile the programs of a step ahead: gradients of each shape, and the update. Returns zero gradients."""
+        if self.features is not None:
+            self.features.compile(self.data.index)
         # One microbatch is enough for the programs of all shapes: they differ only in the rows'
         # lengths.
         shapes = padding_microbatches(

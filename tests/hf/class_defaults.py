@@ -94,6 +94,7 @@ WHOLE = (
         "ernie4_5",
         "lighton_ocr",
         "lfm2_vl",
+        "llama4",
         "shieldgemma2",
         "glm_ocr",
         "glm4v_moe",
@@ -160,6 +161,7 @@ IMAGES = {  # by the folder of their model
     "minicpm_ocr": ("MiniCPMOcrImageProcessor",),
     "cohere2_vision": ("Cohere2VisionImageProcessor",),
     "lfm2_vl": ("Lfm2VlImageProcessor",),
+    "llama4": ("Llama4ImageProcessor",),
 }
 # processors of texts and images whose own fields are read
 AROUND = {"pixtral": "PixtralProcessor", "aya_vision": "AyaVisionProcessor"}

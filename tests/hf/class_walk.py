@@ -360,6 +360,11 @@ INERT_IN = {
     # The class of Kimi K2.5 has the word on the tables.
     "deepseek_v3": {"output_router_logits", "tie_word_embeddings"},
     "llama4_text": {"output_router_logits", "router_jitter_noise"},
+    "llama4": {"tie_word_embeddings"},  # its text has the word on the tables
+    "llama4_vision_model": {
+        *("hidden_act", "norm_eps", "vision_feature_select_strategy"),
+        *("multi_modal_projector_bias", "projector_dropout"),
+    },
     "llava_next_video": {"spatial_pool_stride", "video_seq_length"},  # of videos
     # Their text's default, which they take over, is true.
     **{

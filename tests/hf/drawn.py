@@ -907,6 +907,33 @@ def lfm2_vl(rng: np.random.Generator, vocab: int = 97, **own: Any) -> transforme
     return transformers.Lfm2VlConfig(**given | own)
 
 
+def llama4(rng: np.random.Generator, vocab: int = 97, **own: Any) -> transformers.Llama4Config:
+    """Llama 4 with images of one size, whole squares of patches, and fields of its tower that are not read."""
+    heads, merge, patch = pick(rng, 1, 2, 3), pick(rng, 1, 2, 2, 4), between(rng, 2, 6)
+    width, projected = heads * 4 * between(rng, 2, 4), between(rng, 10, 40)
+    vision = {
+        "hidden_size": width,
+        "intermediate_size": merge**2 * width,
+        "num_hidden_layers": between(rng, 1, 3),
+        "num_attention_heads": heads,
+        "patch_size": patch,
+        "image_size": patch * merge * between(rng, 1, 6 // merge) + between(rng, 0, patch - 1),
+        "pixel_shuffle_ratio": 1 / merge,
+        "projector_input_dim": projected,
+        "projector_output_dim": projected,
+        "vision_output_dim": projected,
+        "rope_parameters": {"rope_type": "default", "rope_theta": pick(rng, 100.0, 1e4)},
+        "norm_eps": pick(rng, 1e-6, 1e-3),
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "multi_modal_projector_bias": pick(rng, False, True),
+    }
+    text = decoder(rng, "llama4_text", vocab)
+    given = {"text_config": text, "vision_config": vision}
+    # of which only the text's counts
+    given["tie_word_embeddings"] = pick(rng, False, True)
+    return transformers.Llama4Config(**given | own)
+
+
 def intern_tower(rng: np.random.Generator) -> tuple[transformers.PreTrainedConfig, Fields]:
     """InternViT, and what an InternVL around it says of the features that it takes."""
     sizes = tower_sizes(rng, 5)

@@ -50,9 +50,23 @@ def random_model(
         # its grouped products want widths that are multiples of 4
         part._experts_implementation = "eager"
     model = kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
-    model = model.to(torch.float32).eval()
+    model = converted(model, torch.float32).eval()
     randomize(model)
     watch_kinks(model)
+    return model
+
+
+def converted(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The model in another precision, but for complex buffers, whose imaginary part PyTorch would drop."""
+    kept = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_complex()
+    ]
+    model.to(dtype)
+    for module, name, buffer in kept:
+        setattr(module, name, buffer)
     return model
 
 
@@ -331,7 +345,7 @@ def in_float64(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         )
         return tuple(map(double, args)), {name: double(x) for name, x in kwargs.items()}
 
-    exact = copy.deepcopy(model).double()
+    exact = converted(copy.deepcopy(model), torch.float64)
     for module in exact.modules():
         module.register_forward_pre_hook(cast, with_kwargs=True)
     with Float64():

@@ -11,8 +11,8 @@ import drawn
 import numpy as np
 import pytest
 from checkpoints import byte_level, save
-from lfm2_tiles import Lfm2VlImageProcessor
 from PIL import Image
+from pillow_processors import Lfm2VlImageProcessor, Llama4ImageProcessor
 from transformers import (
     AutoTokenizer,
     AyaVisionProcessor,
@@ -20,6 +20,7 @@ from transformers import (
     Idefics3Processor,
     JanusProcessor,
     Lfm2VlProcessor,
+    Llama4Processor,
     MiniCPMV4_6Processor,
     SmolVLMProcessor,
 )
@@ -105,6 +106,12 @@ LFM2_NAMES = ("image_token", "image_start_token", "image_end_token", "image_thum
 LFM2 = (
     *("<image>", "<|image_start|>", "<|image_end|>", "<|whole|>", "<|User|>", "<eos>"),
     *(f"<|img_row_{row}_col_1|>" for row in (1, 2)),
+)
+
+
+LLAMA4 = (
+    *("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|User|>", "<eos>"),
+    *("<|tile_x_separator|>", "<|tile_y_separator|>"),
 )
 
 
@@ -319,6 +326,38 @@ def test_lfm2s_large_images_are_cut_and_labelled_as_its_processor_writes_them(
     assert facts.text_tokens + sum(item_size(encoder, s).tokens for _, s in facts.items) == len(ids)
     assert len(facts.items) == len(made["spatial_shapes"])
     assert (len(facts.items) > 3) == images.do_image_splitting
+    assert tokenizer.decode(np.array(ids)[weights > 0]) == "A cat.<eos>Two dogs.<eos>"
+
+
+@pytest.mark.parametrize("most", [1, 6])
+def test_llama4s_tiles_are_separated_as_its_processor_writes_them(
+    most: int, tmp_path: Path
+) -> None:
+    template = JANUS_TEMPLATE.replace("<image_placeholder>", "<|image|>")
+    save(tmp_path, byte_level(LLAMA4), template, eos_token="<eos>")
+    config = drawn.llama4(np.random.default_rng(3)).to_dict()
+    side = config["vision_config"]["image_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    images = Llama4ImageProcessor(size={"height": side, "width": side}, max_patches=most)
+    images.save(tmp_path)
+    talk = conversation(tmp_path)
+    encoder = from_hf(tmp_path).encoders["vision"]
+    source = source_of(tmp_path, encoder, talk)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = tokenizer.apply_chat_template(talk, tokenize=False)
+    made = images([Image.open(tmp_path / f"{number}.png") for number in range(3)])
+    there = object.__new__(Llama4Processor)
+    there.patch_size, there.downsample_ratio = encoder.patch, encoder.connector.merge**2
+    written = [there.replace_image_token(made, number) for number in range(3)]
+    first, *others = text.split("<|image|>")
+    text = first + "".join(a + b for a, b in zip(written, others, strict=True))
+    wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids, weights = ids_and_weights(source, encoder, tokenizer.convert_tokens_to_ids("<|patch|>"))
+    assert ids == wanted
+    facts = source.facts(0)
+    assert facts.text_tokens + sum(item_size(encoder, s).tokens for _, s in facts.items) == len(ids)
+    assert len(facts.items) == len(made["pixel_values"])
+    assert (len(facts.items) > 3) == (most > 1)
     assert tokenizer.decode(np.array(ids)[weights > 0]) == "A cat.<eos>Two dogs.<eos>"
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 from image_shapes import picture
-from lfm2_tiles import Lfm2VlImageProcessor
 from parity import leave_out_defaults, random_model
 from parity_samples import check_samples, is_text
 from PIL import Image
+from pillow_processors import Lfm2VlImageProcessor
 from test_generated_text import check
 from test_idefics3 import Written
 

@@ -37,6 +37,7 @@ from mmjax.config import (
     ExpertsConfig,
     FractionalGrid,
     LatentAttentionConfig,
+    LearnedGrid,
     LoraConfig,
     LossConfig,
     MeshConfig,
@@ -456,10 +457,33 @@ def test_norms_of_outputs_and_grouped_keys_of_encoders_have_the_gradients_of_one
     config = config_of(units)
     vision = config.model.encoders["vision"]
     grouped = replace(vision, heads=4, width=4 * vision.width, kv_heads=2)
-    grouped = replace(grouped, connector=replace(vision.connector, output_width=20))
+    ending = {"output_width": 20, "output_activation": True}
+    grouped = replace(grouped, connector=replace(vision.connector, **ending))
     scaled = {"residual_scale": 0.3, "embedding_scale": 3.0, "scaled_items": True}
     llm = replace(config.model.llm, pre_norms=False, post_norms=True, **scaled)
     encoders = config.model.encoders | {"vision": grouped}
+    changed = replace(config.model, llm=llm, encoders=encoders)
+    assert_same_gradients(replace(config, model=changed), tmp_path, "auto")
+
+
+@pytest.mark.default_cases("context, several ranks")
+@pytest.mark.parametrize(
+    "units",
+    ["context of four", "context, several ranks", "tokens of encoders divided", "all in stages"],
+)
+def test_chunks_and_a_tower_with_rope_beside_vectors_have_the_gradients_of_one_program(
+    units, tmp_path
+):
+    config = with_experts(config_of(units))
+    llm, vision = config.model.llm, config.model.encoders["vision"]
+    experts = replace(llm.experts, scores="sigmoid", normalized=False, weighted="inputs")
+    growing = {"query_growth": 0.5, "query_span": 4, "growing": "unrotated", "unrotated": (2,)}
+    chunks = {"window": 5, "windowed": (0, 1, 3), "chunked": True, "qk_norm": "rotated"}
+    llm = replace(llm, experts=experts, rope_neighbours=True, **growing, **chunks)
+    positions = LearnedGrid(16, 16, theta=100.0, class_last=True)
+    connector = replace(vision.connector, output_width=20, output_activation=True)
+    vision = replace(vision, positions=positions, class_token=True, connector=connector)
+    encoders = config.model.encoders | {"vision": vision}
     changed = replace(config.model, llm=llm, encoders=encoders)
     assert_same_gradients(replace(config, model=changed), tmp_path, "auto")
 

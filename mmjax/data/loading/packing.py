@@ -12,7 +12,8 @@ import numpy as np
 
 from mmjax.balance.exchange import Rearrangement, exchange_tables
 from mmjax.balance.parts import LLM, offsets_by_key
-from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
+from mmjax.batch import PADDING, EncodedItems, ItemBatch, Microbatch, TextBatch
+from mmjax.data.loading.feature_lookup import FeatureLookup
 from mmjax.data.loading.text_rows import (
     BatchLayout,
     ItemSlots,
@@ -21,7 +22,7 @@ from mmjax.data.loading.text_rows import (
     row_view,
     write_sample,
 )
-from mmjax.data.media.patches import item_input, token_grid
+from mmjax.data.media.patches import ItemInput, item_input, token_grid
 from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.sample import Item, Sample, SampleLengths, Text
 from mmjax.errors import UserError
@@ -47,6 +48,7 @@ def pack_microbatch(
     ranks: range | None = None,
     encoder_ranks: range | Mapping[str, range] | None = None,
     unreadable: dict[int, str] | None = None,
+    stored: FeatureLookup | None = None,
 ) -> Microbatch:
     """Pack the rows of `plan` on these ranks (all), and of items on these encoder ranks (those of the ranks).
 
@@ -55,6 +57,9 @@ def pack_microbatch(
     A sample that can't be read, or is not what the length index promised, goes into `unreadable`
     with the reason; what of it was read stays in its place, and must weigh nothing. Without
     `unreadable` it is a UserError that names it.
+
+    stored: looks up what encoders that encode once made of their items; None: their rows hold the
+    items themselves.
     """
     ranks = range(plan.topology.ranks) if ranks is None else ranks
     parts = plan.topology.encoders_per_rank
@@ -71,7 +76,7 @@ def pack_microbatch(
         if name not in layout.rules.generator_names
     }
     items = {
-        module: _pack_items(plan, k, layout, module, shares[module], reader, unreadable)
+        module: _pack_items(plan, k, layout, module, shares[module], reader, unreadable, stored)
         for module, k in numbers.items()
     }
     queries = np.zeros((len(plan.module), 2), np.int64)
@@ -257,9 +262,14 @@ def _pack_items(
     share: range,
     reader: Reader,
     unreadable: dict[int, str] | None,
+    stored: FeatureLookup | None,
 ) -> ItemBatch:
     shape = (len(share), plan.shape.lengths[module])
-    values = np.zeros((*shape, layout.features(encoder)), layout.dtype(encoder))
+    stored = stored if stored is not None and encoder in stored.readers else None
+    if stored is None:
+        values = np.zeros((*shape, layout.features(encoder)), layout.dtype(encoder))
+    else:
+        values = stored.empty(encoder, *shape)
     item = np.full(shape, PADDING, np.int32)
     coordinates = np.zeros((*shape, 3), np.int32)
     owner = np.full(shape, PADDING, np.int32)
@@ -288,12 +298,16 @@ def _pack_items(
                 raise ValueError(
                     "it holds NaN or Inf; mend the file or leave the sample out of its source"
                 )
-            values[row, span] = value
+            if stored is None:
+                values[row, span] = value
+            else:
+                stored.write(values, encoder, row, span.start, ItemInput(value, place, valid))
             coordinates[row, span] = place
             item[row, span] = np.where(valid, in_row[row], PADDING)
         # of what could not be read too: an image's number is its place among the conditions
         in_row[row] += 1
-    return ItemBatch(values, item, coordinates, owner, offset)
+    kind = ItemBatch if stored is None else EncodedItems
+    return kind(values, item, coordinates, owner, offset)
 
 
 def _before_in_sample(plan: MicrobatchPlan, module: int, sample_of: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ import hashlib
 import pickle
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -17,7 +18,7 @@ import numpy as np
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config, NoBalance
-from mmjax.config.model import frozen_modules, tower_key
+from mmjax.config.model import encoded_once, frozen_modules, tower_key
 from mmjax.cost import table
 from mmjax.data.loading.batch_hash import (
     EncoderRanks,
@@ -27,6 +28,7 @@ from mmjax.data.loading.batch_hash import (
     ranks_of_encoder,
 )
 from mmjax.data.loading.context import spread_over_context
+from mmjax.data.loading.feature_lookup import FeatureLookup, MissingItem
 from mmjax.data.loading.packing import Reader, pack_microbatch
 from mmjax.data.loading.text_rows import BatchLayout
 from mmjax.data.plan.budget import PLANNER, Budget
@@ -38,9 +40,11 @@ from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, make_step_planner
 from mmjax.data.sample import Sample, SampleLengths, Source, with_place
 from mmjax.data.sources.opening import check_records, open_sources
+from mmjax.data.storage.feature_store import FeatureLayout, FeatureReader
 from mmjax.data.storage.latent_store import StoredLatents
 from mmjax.disk import read_sealed, write_sealed
 from mmjax.planning.flops import model_flops, needed_by_tower, step_needed
+from mmjax.planning.item_encoding import encoding_flops
 from mmjax.planning.work import Work
 
 COSTS = "_packed_costs"  # in a pickled loader
@@ -76,6 +80,10 @@ class LoadedStep(NamedTuple):
     pairs: np.ndarray  # int64 [microbatches, modules, encoder ranks]: of attention
     # int64 [microbatches, modules, encoder ranks]: with balance `none`
     unbalanced_pairs: np.ndarray
+    # items of encoders that encode once whose outputs are not stored, and are not in the rows yet
+    missing: tuple[MissingItem, ...] = ()
+    # by encoder: how many items were encoded for this step, by this process
+    encoded: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,8 @@ class StepLoader:
     segment: Segment = WHOLE_RUN
     # Of images to be made, stored for sources and generators by their names.
     latents: Mapping[tuple[str, str], Path] = field(default_factory=dict)
+    # Of encoders that encode once, where their outputs are stored, and what these are.
+    features: Mapping[str, tuple[Path, FeatureLayout]] = field(default_factory=dict)
     # hashes of the sources' records; empty: not checked
     records: Mapping[str, str] = field(default_factory=dict)
 
@@ -111,8 +121,14 @@ class StepLoader:
             if self.latents
             else self.reader
         )
+        stored = [
+            FeatureLookup(self.config.model.encoders, self.feature_readers, n)
+            for n in range(len(plan.microbatches))
+        ]
         batches = tuple(
-            pack_microbatch(m, self.batch_layout, reader, self.ranks, self._held(n)[0], unreadable)
+            pack_microbatch(
+                m, self.batch_layout, reader, self.ranks, self._held(n)[0], unreadable, stored[n]
+            )
             for n, m in enumerate(plan.microbatches)
         )
         useful, moved = zip(*map(self._useful_and_moved, plan.microbatches), strict=True)
@@ -132,6 +148,7 @@ class StepLoader:
             load_seconds=np.float64(time.perf_counter() - planned),
             needed_flops=np.float64(
                 sum(self._needed_flops(n, batch) for n, batch in enumerate(batches))
+                + sum(self._encoding_flops(lookup.missing) for lookup in stored)
             ),
             tokens=sum(self._tokens(m) for m in plan.microbatches),
             useful=np.stack(useful),
@@ -144,6 +161,7 @@ class StepLoader:
             unbalanced_pairs=np.stack(
                 [m.per_rank(m.pairs, m.unbalanced_row) for m in plan.microbatches]
             ),
+            missing=tuple(item for lookup in stored for item in lookup.missing),
         )
 
     @cached_property
@@ -194,6 +212,10 @@ class StepLoader:
     @cached_property
     def reader(self) -> Reader:
         return reader_of(self.sources, self.index)
+
+    @cached_property
+    def feature_readers(self) -> dict[str, FeatureReader]:
+        return {name: FeatureReader(*where) for name, where in self.features.items()}
 
     @cached_property
     def stored_latents(self) -> dict[tuple[str, str], StoredLatents]:
@@ -248,6 +270,8 @@ class StepLoader:
                     ("llm", *model.item_modules), Work._make([amount] * len(Work._fields))
                 )
                 model_flops(model, work, frozen_modules(model), reference)
+            for encoder in encoded_once(model):
+                encoding_flops(model, encoder, np.ones(1, np.int64))
 
         return zlib.compress(pickle.dumps(table.recorded(count)))
 
@@ -273,7 +297,10 @@ class StepLoader:
     def _content(self, batches: Sequence[Microbatch]) -> int:
         return reduce(
             add_hashes,
-            (batch_hash(b, n, self.ranks, *self._held(n)) for n, b in enumerate(batches)),
+            (
+                batch_hash(b, n, self.ranks, *self._held(n), encoded_once(self.config.model))
+                for n, b in enumerate(batches)
+            ),
         )
 
     def _needed_flops(self, number: int, batch: Microbatch) -> float:
@@ -297,6 +324,17 @@ class StepLoader:
         own_encoder_ranks = len(self.ranks) * self.layout.topology.encoders_per_rank
         share = 1.0 if self.encoder_ranks is None else len(self.encoder_ranks) / own_encoder_ranks
         return step_needed(model, batch.text, batch.items, frozen, share, reference)
+
+    def _encoding_flops(self, missing: Sequence[MissingItem]) -> float:
+        """Count the FLOPs of encoding items that are not stored."""
+        inputs: dict[str, list[int]] = defaultdict(list)
+        for item in missing:
+            inputs[item.encoder].append(int(item.item.valid.sum()))
+        model = self.config.model
+        return sum(
+            encoding_flops(model, encoder, np.array(of_items))
+            for encoder, of_items in inputs.items()
+        )
 
     def _useful_and_moved(self, plan: MicrobatchPlan) -> tuple[np.ndarray, np.ndarray]:
         """Count the useful positions of every row, and each encoder's tokens that move, as `LoadedStep` has them."""

@@ -45,6 +45,8 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return {"image": Placeholder(named.get("image_token", "<|IMAGE_PLACEHOLDER|>"))}
             case "lightonocr" | "videollama3" | "minicpmv46" | "minicpmocr":
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>"))}
+            case "llama4":
+                return {"image": Placeholder(named.get("image_token", "<|image|>"), "<|patch|>")}
             case "kimik25":
                 return {"image": Placeholder(named.get("image_token", "<|media_pad|>"))}
             case (

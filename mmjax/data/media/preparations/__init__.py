@@ -17,6 +17,7 @@ from mmjax.data.media.image_transforms import BeforeEncoder
 from mmjax.data.media.preparations import (
     any_res,
     as_is,
+    canvas_tiles,
     dynamic_tiles,
     fixed_size,
     glm4_video,
@@ -41,6 +42,7 @@ KINDS = {
     for module in (
         any_res,
         as_is,
+        canvas_tiles,
         dynamic_tiles,
         fixed_size,
         glm4_video,

@@ -36,7 +36,8 @@ def tile_grid(config: DynamicTiles, size: Size) -> tuple[int, int]:
     first of equal ones.
     """
     if config.grid_by == "scale":
-        return _grid_by_scale(config, size)
+        # of tiles that are no squares, too, as in transformers
+        return grid_by_scale(size, config.tile[0], config.min_tiles, config.max_tiles)
     return nearest_grid(size, config.tile, config.min_tiles, config.max_tiles)
 
 
@@ -63,12 +64,18 @@ def nearest_grid(size: Size, tile: Size, min_tiles: int, max_tiles: int) -> tupl
     return best
 
 
-def _grid_by_scale(config: DynamicTiles, size: Size) -> tuple[int, int]:
-    side = config.tile[0]  # of tiles that are no squares, too, as in transformers
-    grids = _grids(config.min_tiles, config.max_tiles)
+def grid_by_scale(
+    size: Size, side: int, min_tiles: int, max_tiles: int, enlarged: bool = False
+) -> tuple[int, int]:
+    """Choose the rows and columns of square tiles to which an image is enlarged least, or else shrunk least.
+
+    enlarged: enlarged most. Of equal ones the smallest.
+    """
+    grids = _grids(min_tiles, max_tiles)
     scales = [min(grid[axis] * side / size[axis] for axis in (0, 1)) for grid in grids]
     enlarging = [scale for scale in scales if scale >= 1]
-    return grids[scales.index(min(enlarging) if enlarging else max(scales))]
+    least = enlarging and not enlarged
+    return grids[scales.index(min(enlarging) if least else max(scales))]
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""LFM2-VL's image processor with Pillow, made of its own code, whose module wants torchvision."""
+"""Image processors of LFM2-VL and Llama 4 with Pillow, made of their own code, whose modules want torchvision."""
 
 from __future__ import annotations
 import __future__
@@ -7,6 +7,7 @@ import ast
 import functools
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,13 @@ import transformers
 from PIL import Image
 from transformers import image_transforms, image_utils
 from transformers.image_processing_utils import BatchFeature
+from transformers.image_utils import SizeDict
 
 
 class Pillows:
-    """What the class is made on: resizing by Pillow, one image at a time."""
+    """What the classes are made on: resizing by Pillow, one image at a time, and torchvision's arithmetic."""
+
+    rescale_factor = 1 / 255
 
     def __init__(self, **fields: Any):
         for name, value in fields.items():
@@ -35,45 +39,61 @@ class Pillows:
         ]
         return torch.tensor(np.stack(made)).permute(0, 3, 1, 2)
 
+    def normalize(self, images: torch.Tensor, *by: Any) -> torch.Tensor:
+        mean, std = (torch.as_tensor(x, dtype=images.dtype)[:, None, None] for x in by)
+        return images.sub(mean).div_(std)
+
     def rescale_and_normalize(
         self, images: torch.Tensor, rescale: bool, factor: float, normalize: bool, *by: Any
     ) -> torch.Tensor:
-        mean, std = (torch.tensor(numbers)[:, None, None] for numbers in by)
         images = images.float() * factor if rescale else images.float()
-        return (images - mean) / std if normalize else images
+        return self.normalize(images, *by) if normalize else images
 
     def __call__(self, images: Sequence[Image.Image]) -> BatchFeature:
         given = [torch.tensor(np.asarray(image)).permute(2, 0, 1) for image in images]
         fields = {name: getattr(self, name) for name in dir(self) if not name.startswith("_")}
         fields |= {"return_row_col_info": True, "return_tensors": "pt", "disable_grouping": None}
+        if isinstance(fields.get("size"), dict):
+            fields["size"] = SizeDict(**fields["size"])
         return self._preprocess(given, **fields)
 
     def save(self, folder: Path) -> None:
         """Write what differs from the class, as a folder has it."""
-        said = {"image_processor_type": "Lfm2VlImageProcessor", **vars(self)}
+        said = {"image_processor_type": type(self).__name__, **vars(self)}
         (folder / "preprocessor_config.json").write_text(json.dumps(said))
 
 
-def _made() -> type:
-    path = Path(transformers.__file__).parent / "models/lfm2_vl/image_processing_lfm2_vl.py"
+def pad(images: torch.Tensor, padding: Sequence[int], fill: Sequence[int]) -> torch.Tensor:
+    """Pad as torchvision does, with one value for all channels."""
+    left, top, right, bottom = padding
+    (value,) = set(fill)
+    return torch.nn.functional.pad(images, (left, right, top, bottom), value=value)
+
+
+def _made(model: str, name: str) -> type:
+    path = Path(transformers.__file__).parent / f"models/{model}/image_processing_{model}.py"
     tree = ast.parse(path.read_text())
     tree.body = [
         node
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
-        or (isinstance(node, ast.ClassDef) and node.name == "Lfm2VlImageProcessor")
+        or (isinstance(node, ast.ClassDef) and node.name == name)
     ]
     made = next(node for node in tree.body if isinstance(node, ast.ClassDef))
     made.decorator_list = []
-    # Its own sets what no image depends on.
-    made.body = [node for node in made.body if getattr(node, "name", "") != "__init__"]
+    # Their own sets what no image depends on.
+    made.body = [
+        node for node in made.body if getattr(node, "name", "") not in ("__init__", "preprocess")
+    ]
     names = vars(image_utils) | vars(image_transforms)
     names |= {"torch": torch, "math": math, "lru_cache": functools.lru_cache}
     names |= {"TorchvisionBackend": Pillows, "BatchFeature": BatchFeature}
-    names |= {"logger": SimpleNamespace(debug=print), "Lfm2VlImageProcessorKwargs": None}
+    names |= {"defaultdict": defaultdict, "tvF": SimpleNamespace(pad=pad)}
+    names |= {"logger": SimpleNamespace(debug=print), f"{name}Kwargs": None}
     flags = __future__.annotations.compiler_flag
     exec(compile(tree, str(path), "exec", flags), names)
-    return names["Lfm2VlImageProcessor"]
+    return names[name]
 
 
-Lfm2VlImageProcessor = _made()
+Lfm2VlImageProcessor = _made("lfm2_vl", "Lfm2VlImageProcessor")
+Llama4ImageProcessor = _made("llama4", "Llama4ImageProcessor")
