@@ -20,7 +20,7 @@ from mmjax.autotune.forecast import (
 from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.sharded_stages import model_sharding, resolve_sequence_parallel
 from mmjax.config import Config, Layout, MeshConfig, ModelConfig, Remat, Unit
-from mmjax.config.model import frozen_modules, with_changes
+from mmjax.config.model import encoded_once, frozen_modules, with_changes
 from mmjax.config.validation import validate
 from mmjax.cost.table import module_parameters, parameters
 from mmjax.data.plan.fit_budget import make_budget
@@ -84,6 +84,11 @@ def choose_units(
 
     measure_speed: as in `forecast_run`. Raises UserError for a config that units do not go with.
     """
+    for name in encoded_once(config.model):
+        raise UserError(
+            f"units=auto divides devices by what each module computes in a step, and model.encoders.{name}.encode=once "
+            f"leaves {name} its connector; leave units=auto out, or use encode=step"
+        )
     problem = allocation_problem(config, cluster, index, weights, measure_speed)
 
     def forecast_fitting(planned: Config) -> RunForecast | None:

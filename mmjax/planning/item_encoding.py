@@ -16,6 +16,7 @@ from mmjax.cost.rates import SameModel
 from mmjax.planning.flops import attention_flops, executed, model_flops
 from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import MASTER, parameter_bytes
+from mmjax.planning.stage_time import FORWARD_KERNELS
 from mmjax.planning.work import length_work, row_work
 
 LENGTH_UNIT = 64  # inputs; rows are padded to multiples of it
@@ -85,12 +86,13 @@ def batch_seconds(same: SameModel, tower: str, length: int, rates: Rates) -> flo
     """Estimate the seconds in which one device encodes a batch of rows of this length."""
     model = with_changes(same.model, {tower: {"encode": "step"}})
     shape = {tower: (batch_rows(length), length)}
+    config = model.towers[tower]
     flops = executed(model, shape, frozen_modules(model))[tower]
     attention = 0.0
-    if model.towers[tower].attention in ("flash", "auto"):
-        work = row_work(model, shape)[tower]
-        attention = model.towers[tower].layers * attention_flops(model, tower, work)
-    return rates.seconds(flops.forward, attention, flops.float8_forward)
+    if config.attention in ("flash", "auto"):
+        attention = config.layers * attention_flops(model, tower, row_work(model, shape)[tower])
+    computing = rates.seconds(flops.forward, attention, flops.float8_forward)
+    return computing + config.layers * FORWARD_KERNELS * rates.launch
 
 
 def encoding_flops(model: ModelConfig, tower: str, inputs: np.ndarray) -> float:

@@ -160,3 +160,6 @@ def test_the_plan_says_what_is_stored_and_how_long_steps_take_until_it_is(capsys
         capsys, plan.main, TINY_MEDIA, *SETTINGS, *ONCE, "cluster=h100x1x8", "data.encoded_space=0.00001"
     )  # fmt: skip
     assert "NOT ALL OF IT IS STORED in data.encoded_space=1e-05 GB" in little.out
+    auto = run(capsys, plan.main, TINY_MEDIA, *SETTINGS, *ONCE, "cluster=h100x1x8", "units=auto")
+    assert auto.code == 2
+    assert "model.encoders.vision.encode=once leaves vision its connector" in auto.err
