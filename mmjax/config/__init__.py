@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mmjax.config.clips import AudioPreparation, LogMel, WhisperMel
+from mmjax.config.clips import AudioPreparation, LogMel, UsmMel, WhisperMel
 from mmjax.config.data import (
     BatchConfig,
     ChatFormat,
@@ -49,6 +49,7 @@ from mmjax.config.encoders import (
     AudioConfig,
     AxisTables,
     Callbacks,
+    ConformerConfig,
     Encoder,
     FractionalGrid,
     LearnedGrid,

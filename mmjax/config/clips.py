@@ -10,7 +10,14 @@ from typing import Annotated, Literal
 
 from mmjax.config.checks import check
 from mmjax.config.processor_fields import ProcessorFields
-from mmjax.config.ranges import Limit, NonNegativeInt, PositiveInt, at_least
+from mmjax.config.ranges import (
+    Limit,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    at_least,
+)
 
 HF_RATE = 16_000  # Hz; the extractor's filters end at 8 kHz whatever the rate
 
@@ -119,4 +126,57 @@ class WhisperMel(ClipKind):
         return how
 
 
-AudioPreparation = LogMel | WhisperMel
+@dataclass(frozen=True)
+class UsmMel(ClipKind):
+    """Log-mel frames of magnitudes, of a clip's whole frames alone (Universal Speech Model, Gemma 4)."""
+
+    mels: PositiveInt = 128  # bins per frame
+    sample_rate: PositiveInt = 16_000  # Hz
+    window: Annotated[int, at_least(2)] = 320  # samples
+    hop: PositiveInt = 160  # samples
+    seconds: PositiveInt = 30  # of the longest clip
+    low: NonNegativeFloat = 0.0  # Hz, where the filters begin
+    high: PositiveFloat = 8000.0  # Hz, where they end
+    floor: PositiveFloat = 1e-3  # added to magnitudes, of which the logarithm is taken
+    kind: Literal["usm_mel"] = "usm_mel"
+
+    @property
+    def fft(self) -> int:
+        """Return the samples of a transform: the window's with zeros up to a power of two."""
+        return 1 << (self.window - 1).bit_length()
+
+    def check(self, where: str) -> None:
+        check(
+            self.low < self.high <= self.sample_rate / 2,
+            f"{where}.low={self.low} and high={self.high}: make them rise, up to half of the sample rate",
+        )
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> UsmMel:
+        """Read Gemma 4's extractor. Raises UserError, naming file and field, for what is not known."""
+        plain = {"dither": 0, "padding_value": 0, "preemphasis": 0, "fft_overdrive": False}
+        plain |= {"input_scale_factor": 1, "per_bin_mean": None, "per_bin_stddev": None}
+        for name, known in plain.items():
+            if fields.value(name) not in (known, None):
+                raise fields.refused(name, f"only {known} is known")
+        if fields.value("padding_side") not in (None, "right"):
+            raise fields.refused("padding_side", "only 'right' is known")
+        rate = fields.count("sampling_rate")
+        if rate != HF_RATE:
+            raise fields.refused("sampling_rate", f"only {HF_RATE} is known")
+        window, hop = (
+            round(rate * fields.number(name) / 1000)
+            for name in ("frame_length_ms", "hop_length_ms")
+        )
+        return cls(
+            mels=fields.count("feature_size"),
+            sample_rate=rate,
+            window=window,
+            hop=hop,
+            low=fields.number("min_frequency"),
+            high=fields.number("max_frequency"),
+            floor=fields.number("mel_floor"),
+        )
+
+
+AudioPreparation = LogMel | WhisperMel | UsmMel

@@ -397,8 +397,33 @@ class RotaryTime:
 
 
 @dataclass(frozen=True)
+class ConformerConfig:
+    """Layers of a Conformer in place of a transformer's: half MLPs, local attention, a causal convolution (Gemma 4).
+
+    Attention is among a clip's nearest positions, with keys made of sinusoids of distances, in time
+    before a position; those of distances below 0 are zeros.
+    """
+
+    past: NonNegativeInt  # positions before its own that a position attends
+    future: NonNegativeInt = 0  # positions behind its own
+    nearest: int = 0  # distance that its own counts as
+    score_cap: PositiveFloat = 50.0  # scores become cap * tanh(score / cap)
+    taps: PositiveInt = 5  # positions that the convolution reads, the last its own
+    mlp_share: PositiveFloat = 0.5  # of the outputs of both MLPs, which is added to the stream
+    limit: PositiveFloat = 1e10  # that activations are clipped to before norms
+    # channels of two 2D convolutions of stride 2, which make positions of frames
+    stem_widths: tuple[PositiveInt, ...] = (128, 32)
+
+    def check(self, where: str) -> None:
+        check(
+            len(self.stem_widths) == 2,
+            f"{where}.stem_widths={listed(self.stem_widths)}: give two, one for each convolution",
+        )
+
+
+@dataclass(frozen=True)
 class AudioConfig(TowerFacts):
-    """An encoder of packed log-mel frames: convolutions, then a transformer.
+    """An encoder of packed log-mel frames: convolutions, then a transformer, or a Conformer's layers (`conformer`).
 
     Whisper's convolutions are two along time, the second of stride 2; with `stem_width` they are
     three along time and bins, all of stride 2 (Qwen3-Omni).
@@ -415,7 +440,6 @@ class AudioConfig(TowerFacts):
     value_norm: ClassVar[bool] = False
     attention_scale: ClassVar[float] = 0.0
     layer_scale: ClassVar[bool] = False
-    clipped_linears: ClassVar[bool] = False
 
     layers: LayerCount  # number of layers
     width: PositiveInt  # of the residual stream
@@ -446,8 +470,23 @@ class AudioConfig(TowerFacts):
     padded_chunks: bool = False
     key_bias: bool = False  # keys have a bias, as all other matrices of a layer
     quantize: Quantization = "none"  # of the linear layers' frozen weights
+    # the matrices of a layer clip their inputs and outputs to stored bounds, which are not trained
+    clipped_linears: bool = False
+    conformer: ConformerConfig | None = None  # layers of a Conformer; none: of a transformer
     # a frozen encoder runs in every step, or once for each item, whose output is stored
     encode: Encode = "step"
+
+    @property
+    def mlps(self) -> int:
+        """Return how many MLPs a layer has."""
+        return 2 if self.conformer else 1
+
+    @property
+    def stem_channels(self) -> tuple[int, ...]:
+        """Return the channels of each 2D convolution, all of stride 2; none where they are along time alone."""
+        if self.conformer:
+            return self.conformer.stem_widths
+        return (self.stem_width,) * 3 if self.stem_width else ()
 
     @property
     def head_width(self) -> int:
@@ -511,12 +550,12 @@ class AudioConfig(TowerFacts):
     @property
     def stride(self) -> int:
         """Return the frames of a position of the layers."""
-        return 8 if self.stem_width else 2
+        return 2 ** (len(self.stem_channels) or 1)
 
     @property
-    def stem_bins(self) -> tuple[int, int, int]:
-        """Return the bins behind each of three 2D convolutions."""
-        return -(-self.mels // 2), -(-self.mels // 4), -(-self.mels // 8)
+    def stem_bins(self) -> tuple[int, ...]:
+        """Return the bins behind each 2D convolution."""
+        return tuple(-(-self.mels // 2 ** (n + 1)) for n in range(len(self.stem_channels)))
 
     @property
     def biases(self) -> tuple[Biased, ...]:
@@ -567,6 +606,17 @@ class AudioConfig(TowerFacts):
             bool(self.stem_width) or not self.padded_chunks,
             f"{where}.padded_chunks=true: 1D convolutions read no zeros behind a chunk; set stem_width",
         )
+        if self.conformer:
+            others = {"stem_width": 0, "chunk": 0, "pool": 1, "dropout": 0, "key_bias": False}
+            given = [name for name, none in others.items() if getattr(self, name) != none]
+            check(
+                not given and isinstance(self.positions, Sinusoids),
+                f"{where}.{(given or ['positions'])[0]}: a Conformer has none; leave it out",
+            )
+            check(
+                not self.clips.reads_silence,
+                f"{where}.clips.attended=clip: a Conformer reads no silence behind clips; use usm_mel",
+            )
         positions = self.positions
         check(
             not self.stem_width or isinstance(positions, Sinusoids),

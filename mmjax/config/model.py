@@ -281,7 +281,11 @@ def linear_layers(model: ModelConfig) -> Sizes:
     for name, encoder in model.encoders.items():
         width = encoder.width
         keys = encoder.key_heads * encoder.head_width
-        sizes |= _layer_sizes(name, width, width, keys, encoder.mlp_width, gated=encoder.gated)
+        sizes |= (
+            _conformer_sizes(name, width, encoder.mlp_width)
+            if encoder.conformer
+            else _layer_sizes(name, width, width, keys, encoder.mlp_width, gated=encoder.gated)
+        )
         connector = connector_sizes(encoder.connector, merged_width(encoder), llm.width)
         sizes |= {f"{name}.connector.{layer}": size for layer, size in connector.items()}
     for name, generator in model.generators.items():
@@ -334,6 +338,16 @@ def _layer_sizes(
         f"{mlp}.up": (width, mlp_width),
         f"{mlp}.down": (mlp_width, width),
     }
+
+
+def _conformer_sizes(module: str, width: int, mlp_width: int) -> Sizes:
+    attention = ("query", "key", "value", "distance_key", "output")
+    mlp = {"mlp.up": (width, mlp_width), "mlp.down": (mlp_width, width)}
+    parts = {f"first.{name}": size for name, size in mlp.items()}
+    parts |= {f"attention.{name}": (width, width) for name in attention}
+    parts |= {"convolution.input": (width, 2 * width), "convolution.output": (width, width)}
+    parts |= {f"second.{name}": size for name, size in mlp.items()}
+    return {f"{module}.layers.*.{name}": size for name, size in parts.items()}
 
 
 def matching_layers(lora: LoraConfig, names: Sizes) -> list[str]:

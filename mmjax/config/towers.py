@@ -99,8 +99,10 @@ class TowerFacts:
     # layers before a merger inside the tower, which the others see fewer positions behind; 0: none
     merge_after: int = 0
     gated: bool = False  # the MLP has a gate
+    mlps: int = 1  # of a layer
     parallel_mlp: bool = False  # the MLP reads what attention reads
     rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 of a head together
+    conformer: Any = None  # layers of another kind than a transformer's
     cross_width: int = 0  # channels of attention to a condition
     experts: Any = None  # in place of the MLP in some layers
     queries: int = 0  # learned tokens in the LLM that stand for an image to be made
@@ -165,8 +167,11 @@ class ConnectorConfig:
     merge: Annotated[int, at_least(1), at_most(MAX_MERGE)] = 2
     mlp_width: NonNegativeInt = 256  # 0: a single matrix instead of an MLP, whose bias is "down"
     # before they are merged, or after
-    # (merged_unscaled: RMSNorm without a learned scale)
-    norm: Literal["none", "layer", "rms", "merged_layer", "merged_rms", "merged_unscaled"] = "layer"
+    # (merged_unscaled: RMSNorm without a learned scale; merger_unscaled: that of what the merger's
+    # matrix makes)
+    norm: Literal[
+        "none", "layer", "rms", "merged_layer", "merged_rms", "merged_unscaled", "merger_unscaled"
+    ] = "layer"
     norm_eps: float = 0.0  # 0: the encoder's
     norm_offset: float = 0.0  # added to an RMSNorm's scales
     activation: Activation = "gelu_tanh"  # of the MLP
@@ -194,6 +199,10 @@ class ConnectorConfig:
     standardize: bool = False
 
     def check(self, where: str) -> None:
+        check(
+            self.norm != "merger_unscaled" or bool(self.merger_width),
+            f"{where}.norm=merger_unscaled is of what the merger's matrix makes; set merger_width",
+        )
         check(
             self.output_width > 0 or not self.output_activation,
             f"{where}.output_activation=true: it stands before the matrix of output_width; set that, or leave it out",

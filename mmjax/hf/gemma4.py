@@ -1,38 +1,62 @@
-"""Gemma 4 with its towers: texts and images are read; what hears, and sees videos, is left as it is."""
+"""Gemma 4 with its towers of images and of clips; videos are not read."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, PatchBudget, VisionConfig
+from mmjax.config import (
+    AudioConfig,
+    ConformerConfig,
+    ConnectorConfig,
+    DecoderConfig,
+    ModelConfig,
+    PatchBudget,
+    UsmMel,
+    VisionConfig,
+)
 from mmjax.errors import UserError
 from mmjax.hf.decoder_tensors import decoder_layout
 from mmjax.hf.decoders import decoder_of, tables_are_tied
 from mmjax.hf.folder import Fields, HfFolder, note
-from mmjax.hf.layout import Layout, TensorNames, TensorSlice, linear
+from mmjax.hf.layout import (
+    Layout,
+    TensorNames,
+    TensorSlice,
+    array,
+    convolution,
+    linear,
+    norm,
+)
 from mmjax.hf.llava import whole_layout
+from mmjax.hf.names import ACTIVATIONS, ATTENTION, PROJECTIONS
+from mmjax.hf.processors import read_audio_processing, says_clips
 from mmjax.hf.vision import vision_of, with_images
+from mmjax.hf.vision_tensors import clippable_linears
 
 PROJECTOR = "model.embed_vision."
 STANDARD = "model.vision_tower.std_"  # what a tower's numbers of every channel begin with
-LEFT = ("model.audio_tower.*", "model.embed_audio.*")  # without images also those of its tower
+EARS, EARS_PROJECTOR = "model.audio_tower.", "model.embed_audio."
+EARS_OUTPUT = f"{EARS}output_proj"
+MLP_OF_WIDTH = 4  # times the width, as its class has it
+BINS_OF_WIDTH = 4  # channels of the first convolution of a bin behind both
+EXTRACTOR = "Gemma4AudioFeatureExtractor"
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
-    """The model that reads images and texts of a Gemma 4. Raises UserError for a text of another family."""
+    """The model that reads images, clips and texts of a Gemma 4. Raises UserError for a text of another family."""
     text = fields.inner("text_config")
     text.allow_only("model_type", "gemma4_text")
     llm = decoder_of(text, tables_are_tied(fields))
-    note(
-        f"{fields.where}: videos and clips are not supported; an export copies their towers as they are"
-    )
-    if fields.values.get("vision_config") is None:
-        return ModelConfig(llm)
-    vision = _vision(folder, fields.inner("vision_config"))
-    if text.values.get("use_bidirectional_attention") == "vision":
-        _check_window(fields, llm, vision)
-        llm = replace(llm, items="in_windows")
-    return ModelConfig(llm, {"vision": vision})
+    note(f"{fields.where}: videos are not supported")
+    encoders: dict[str, VisionConfig | AudioConfig] = {}
+    if fields.values.get("vision_config") is not None:
+        encoders["vision"] = vision = _vision(folder, fields.inner("vision_config"))
+        if text.values.get("use_bidirectional_attention") == "vision":
+            _check_window(fields, llm, vision)
+            llm = replace(llm, items="in_windows")
+    if fields.values.get("audio_config") is not None:
+        encoders["audio"] = _audio(folder, fields.inner("audio_config"))
+    return ModelConfig(llm, encoders)
 
 
 def _vision(folder: HfFolder, fields: Fields) -> VisionConfig:
@@ -69,15 +93,117 @@ def _check_window(fields: Fields, llm: DecoderConfig, vision: VisionConfig) -> N
         )
 
 
+def _audio(folder: HfFolder, fields: Fields) -> AudioConfig:
+    clips = (
+        read_audio_processing(folder.path, EXTRACTOR, UsmMel)
+        if says_clips(folder.path)
+        else UsmMel()
+    )
+    before, behind = (fields.get(f"attention_context_{side}", int) for side in ("left", "right"))
+    if before < 2 or behind < 0:
+        raise UserError(
+            f"{fields.where}: attention_context_left={before} and attention_context_right={behind}: known are 2 "
+            "and more, with which a position attends itself, and 0 and more"
+        )
+    # A score that far below all others has no part in a softmax.
+    fields.allow_only("attention_invalid_logits_value", -1e9)
+    channels = fields.get("subsampling_conv_channels", list[int])
+    if len(channels) != 2 or channels[0] // BINS_OF_WIDTH != -(-clips.mels // 4):
+        raise UserError(
+            f"{fields.where}: subsampling_conv_channels={channels}: the class takes the first of two, over "
+            f"{BINS_OF_WIDTH}, for the bins behind both convolutions, which are {-(-clips.mels // 4)} of {clips.mels}"
+        )
+    width = fields.size("hidden_size")
+    context = fields.size("attention_chunk_size") + before - 1 + behind
+    return AudioConfig(
+        layers=fields.size("num_hidden_layers"),
+        width=width,
+        heads=fields.size("num_attention_heads"),
+        mlp_width=MLP_OF_WIDTH * width,
+        clips=clips,
+        norm_eps=fields.get("rms_norm_eps", float),
+        activation=fields.choice("hidden_act", ACTIVATIONS),
+        stem_activation="relu",
+        attention="auto",
+        clipped_linears=fields.get("use_clipped_linears", bool),
+        conformer=ConformerConfig(
+            past=before - 2,
+            future=max(behind - 1, 0),
+            nearest=context // 2 - (before - 1),
+            score_cap=fields.get("attention_logit_cap", float),
+            taps=fields.size("conv_kernel_size"),
+            mlp_share=fields.get("residual_weight", float),
+            limit=fields.get("gradient_clipping", float),
+            stem_widths=tuple(channels),
+        ),
+        connector=ConnectorConfig(
+            merge=1,
+            merger_width=fields.size("output_proj_dims"),
+            merger_bias=True,
+            norm="merger_unscaled",
+            mlp_width=0,
+            biases=(),
+        ),
+    )
+
+
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
-    """Locate the tensors of texts and images; those of clips are left alone."""
-    if not model.encoders:
+    """Locate the tensors of texts, images and clips; those of a tower that the model has not are left alone."""
+    if "vision" in model.encoders:
+        parts = {
+            "standardization": {
+                name: TensorSlice(f"{STANDARD}{name}") for name in ("bias", "scale")
+            },
+            "linear": linear(f"{PROJECTOR}embedding_projection"),
+        }
+        whole = whole_layout(folder, model, TensorNames(parts), PROJECTOR, STANDARD)
+    else:
         whole = decoder_layout(folder, model)
         tower = ("model.vision_tower.*", f"{PROJECTOR}*")
-        return replace(whole, unused=(*whole.unused, *LEFT, *tower))
-    parts = {
-        "standardization": {name: TensorSlice(f"{STANDARD}{name}") for name in ("bias", "scale")},
-        "linear": linear(f"{PROJECTOR}embedding_projection"),
+        whole = replace(whole, unused=(*whole.unused, *tower))
+    if "audio" not in model.encoders:
+        return replace(whole, unused=(*whole.unused, f"{EARS}*", f"{EARS_PROJECTOR}*"))
+    connector = {
+        "merger": linear(EARS_OUTPUT),
+        "linear": linear(f"{EARS_PROJECTOR}embedding_projection"),
     }
-    whole = whole_layout(folder, model, TensorNames(parts), PROJECTOR, STANDARD)
-    return replace(whole, unused=(*whole.unused, *LEFT))
+    modules = {"audio": _audio_parts(), "audio.connector": TensorNames(connector)}
+    prefixes = {
+        "audio": (f"{EARS}subsample_conv_projection.", f"{EARS}layers."),
+        "audio.connector": (EARS_OUTPUT, EARS_PROJECTOR),
+    }
+    return replace(
+        whole, modules={**whole.modules, **modules}, prefixes={**whole.prefixes, **prefixes}
+    )
+
+
+def _audio_parts() -> TensorNames:
+    """Name the tensors of the tower of clips."""
+    stem, layer = f"{EARS}subsample_conv_projection.", f"{EARS}layers.*."
+    time_and_bins = (3, 2, 1, 0)  # from [width, channel, time, bin]; ours: bin, time, channel
+    attention = {**PROJECTIONS, "output": "post"}
+    parts = {
+        "embed.output": linear(f"{stem}input_proj_linear"),
+        f"{ATTENTION}_norm": norm(f"{layer}norm_pre_attn"),
+        ATTENTION: {"channel_scale": TensorSlice(f"{layer}self_attn.per_dim_scale")},
+        **clippable_linears(ATTENTION, f"{layer}self_attn", **attention),
+        f"{ATTENTION}.distance_key": linear(f"{layer}self_attn.relative_k_proj"),
+        f"{ATTENTION}_after": norm(f"{layer}norm_post_attn"),
+        "layers.*.convolution.norm": norm(f"{layer}lconv1d.pre_layer_norm"),
+        **clippable_linears(
+            "layers.*.convolution", f"{layer}lconv1d", input="linear_start", output="linear_end"
+        ),
+        "layers.*.convolution.filter": array(f"{layer}lconv1d.depthwise_conv1d.weight", (2, 0, 1)),
+        "layers.*.convolution.filter_norm": norm(f"{layer}lconv1d.conv_norm"),
+        "layers.*.norm": norm(f"{layer}norm_out"),
+    }
+    for n, name in enumerate(("first", "second")):
+        mlp = f"{layer}feed_forward{n + 1}"
+        parts |= {
+            f"embed.{name}": convolution(f"{stem}layer{n}.conv", time_and_bins),
+            f"embed.{name}_norm": norm(f"{stem}layer{n}.norm"),
+            f"layers.*.{name}.norm": norm(f"{mlp}.pre_layer_norm"),
+            **clippable_linears(f"layers.*.{name}.mlp", mlp, up="ffw_layer_1", down="ffw_layer_2"),
+            f"layers.*.{name}.norm_after": norm(f"{mlp}.post_layer_norm"),
+        }
+    return TensorNames(parts)

@@ -11,11 +11,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 import numpy as np
 
-from mmjax.config import DynamicTiles, ImagePreparation, VideoPreparation, VisionConfig, WhisperMel
+from mmjax.config import (
+    DynamicTiles,
+    ImagePreparation,
+    UsmMel,
+    VideoPreparation,
+    VisionConfig,
+    WhisperMel,
+)
 from mmjax.config.processor_fields import ProcessorFields
 from mmjax.disk import read_json
 from mmjax.errors import UserError
@@ -32,6 +39,7 @@ RENAMED = {
 }
 # models whose processor is that one whatever files say
 CALLERS = {"internvl": "InternVLProcessor", "aya_vision": "AyaVisionProcessor"}
+Clips = TypeVar("Clips", WhisperMel, UsmMel)
 IMAGE_KINDS = {name: kind for kind in get_args(ImagePreparation) for name in kind.hf_processors}
 
 
@@ -126,15 +134,25 @@ def _check_normalization(fields: ProcessorFields, vision: VisionConfig) -> None:
             )
 
 
-def read_audio_processing(folder: Path, known: str = "WhisperFeatureExtractor") -> WhisperMel:
-    """Read how a checkpoint's clips are prepared. known: the class of its extractor.
+def says_clips(folder: Path) -> bool:
+    """Return whether a checkpoint's folder says how its clips are prepared."""
+    if not has_processor(folder):
+        return False
+    _, fields = _fields(folder, "feature_extractor", "audio_processor")
+    return fields.value("feature_extractor_type") is not None
+
+
+def read_audio_processing(
+    folder: Path, known: str = "WhisperFeatureExtractor", kind: type[Clips] = WhisperMel
+) -> Clips:
+    """Read how a checkpoint's clips are prepared. known: the class of its extractor, which is read as this kind.
 
     Raises UserError, naming file and field, for what is unknown.
     """
     _, fields = _fields(folder, "feature_extractor", "audio_processor")
     if fields.value("feature_extractor_type") != known:
         raise fields.refused("feature_extractor_type", f"known is {known}")
-    return WhisperMel.from_hf(fields.over(processor_defaults(known)))
+    return kind.from_hf(fields.over(processor_defaults(known)))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from mmjax.batch import ROW, TIME, ItemBatch, chunk_numbers
 from mmjax.config import AudioConfig, RotaryTime, StoredTable
 from mmjax.kernels.masks import encoder_mask
+from mmjax.models.conformer import ConformerLayer
 from mmjax.models.layer_stacks import LayerStacks
 from mmjax.models.layers import (
     ACTIVATIONS,
@@ -22,11 +23,9 @@ from mmjax.models.layers import (
 )
 from mmjax.models.linear import Linear
 from mmjax.models.remat import keep_inputs
-from mmjax.models.rope import rotation_1d
+from mmjax.models.rope import rotation_1d, sinusoids
 from mmjax.models.stack_scan import LayerStack
 from mmjax.parallel.sharding import constrain
-
-MAX_TIMESCALE = 10_000.0
 
 
 def taps(
@@ -47,15 +46,6 @@ def taps(
         same = same.reshape(*same.shape, *(1,) * (x.ndim - 2))
         members.append(jnp.where(same, padded_x[:, first : first + length : stride], 0))
     return jnp.concatenate(members, axis=-1)
-
-
-def sinusoids(time: Int[Array, "r l"], width: int) -> Float[Array, "r l d"]:
-    """Compute Whisper's position embedding: sines, then cosines, of `width / 2` timescales from 1 to 10000."""
-    pairs = width // 2
-    # Over pairs - 1 as in Whisper, so that the last timescale is MAX_TIMESCALE itself.
-    scales = jnp.exp(-jnp.log(MAX_TIMESCALE) / (pairs - 1) * jnp.arange(pairs, dtype=jnp.float32))
-    angles = time.astype(jnp.float32)[..., None] * scales
-    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
 class AudioStem(nnx.Module):
@@ -130,6 +120,43 @@ def bin_taps(x: Float[Array, "r m b f"]) -> Float[Array, "r m c 3*f"]:
     )
 
 
+class ConformerStem(nnx.Module):
+    """Two convolutions over time and bins, of kernel 3 and stride 2, each with a norm, and a matrix."""
+
+    def __init__(self, config: AudioConfig, rngs: nnx.Rngs):
+        c = config
+        first, second = c.stem_channels
+        norm = partial(LayerNorm, eps=c.norm_eps, biased=False)
+        self.first = Linear(9, first, (None, "embed"), rngs)
+        self.first_norm = norm(first)
+        self.second = Linear(9 * first, second, ("embed", None), rngs)
+        self.second_norm = norm(second)
+        self.output = Linear(c.stem_bins[-1] * second, c.width, (None, "embed"), rngs)
+        self.activation = c.stem_activation
+
+    def __call__(
+        self, x: Float[Array, "r l f"], item: Int[Array, "r l"], time: Int[Array, "r m"]
+    ) -> Float[Array, "r m d"]:
+        activation = ACTIVATIONS[self.activation]
+
+        # Its activations are far larger than its input.
+        @keep_inputs
+        def convolved(x: Array, item: Array) -> Array:
+            x = activation(self.first_norm(self.first(bin_taps(taps(x[..., None], item, 2)))))
+            x = bin_taps(taps(x, item[:, ::2], 2))
+            x = activation(self.second_norm(self.second(x)))
+            return self.output(x.reshape(*x.shape[:2], x.shape[2] * x.shape[3]))
+
+        return convolved(x, item)
+
+
+def _make_stem(config: AudioConfig, rngs: nnx.Rngs) -> nnx.Module:
+    """Build what makes positions of frames."""
+    if config.conformer:
+        return ConformerStem(config, rngs)
+    return AudioStem2d(config, rngs) if config.stem_width else AudioStem(config, rngs)
+
+
 class AudioEncoder(nnx.Module):
     """embed -> layers -> head over frames in time order; every clip starts at a multiple of the stride.
 
@@ -143,10 +170,12 @@ class AudioEncoder(nnx.Module):
         self, config: AudioConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs
     ):
         c = config
-        self.embed = AudioStem2d(c, rngs) if c.stem_width else AudioStem(c, rngs)
-        block = encoder_layer_config(c)
-        self.layers = LayerStacks(lambda _, rngs: TransformerLayer(block, rngs), plan, rngs)
-        self.head = LayerNorm(c.width, c.norm_eps)
+        self.embed = _make_stem(c, rngs)
+        make = partial(TransformerLayer, encoder_layer_config(c))
+        make = partial(ConformerLayer, c) if c.conformer else make
+        self.layers = LayerStacks(lambda _, rngs: make(rngs), plan, rngs)
+        # A Conformer's last layer ends with a norm of its own.
+        self.head = None if c.conformer else LayerNorm(c.width, c.norm_eps)
         self.config = c
         self.pool = c.pool
         self.dropout = c.dropout
@@ -176,19 +205,20 @@ class AudioEncoder(nnx.Module):
             item = chunk_numbers(
                 item, time, jnp.arange(item.shape[1]), c.chunk_positions * c.attended_chunks
             )
-        context = Context(encoder_mask(item)).planned(
-            c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype
-        )
+        context = Context(encoder_mask(item))
+        if c.conformer:  # whose attention needs no plan
+            return context
+        context = context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype)
         if not isinstance(c.positions, RotaryTime):
             return context
         time = time % c.chunk_positions if c.chunk else time
         return context._replace(rotation=rotation_1d(time, c.rotary_width, c.positions.theta))
 
     def finished(self, x: Float[Array, "r m d"]) -> Float[Array, "r n d"]:
-        """Pool the last layer's output over every `pool` positions and apply the final norm."""
+        """Pool the last layer's output over every `pool` positions and apply the final norm, if there is one."""
         if self.pool > 1:
             x = x.reshape(len(x), x.shape[1] // self.pool, self.pool, x.shape[2]).mean(2)
-        return self.head(x)
+        return x if self.head is None else self.head(x)
 
     def restored(self, x: Float[Array, "r m d"], items: ItemBatch) -> Float[Array, "r m d"]:
         """Return a layer's output: it is in time order."""

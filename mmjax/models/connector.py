@@ -62,14 +62,15 @@ class Connector(nnx.Module):
         self.mean = c.merging == "mean"
         merged = inputs if self.mean else self.group * inputs
         eps = c.norm_eps or eps
-        self.norm_merged = c.norm.startswith("merged")
+        self.norm_merged = c.norm.startswith("merged_")
+        self.norm_made = c.norm.startswith("merger_")
         width = merged if self.norm_merged else inputs
         norms = {
             "layer": partial(LayerNorm, width, eps),
             "rms": partial(RMSNorm, width, eps, c.norm_offset),
             "unscaled": partial(HeadNorm, eps),
         }
-        self.norm = None if c.norm == "none" else norms[c.norm.removeprefix("merged_")]()
+        self.norm = None if c.norm == "none" else norms[c.norm.rpartition("_")[2]]()
         self.feature_scale = c.feature_scale
         self.standardization = Standardization(merged) if c.standardize else None
         hidden = c.mlp_width
@@ -120,7 +121,7 @@ class Connector(nnx.Module):
             raise ValueError(
                 f"{length} positions do not divide into groups of {self.group} to merge"
             )
-        if self.norm is not None and not self.norm_merged:
+        if self.norm is not None and not (self.norm_merged or self.norm_made):
             x = self.norm(x)
         # With a merge of 2 x 2, [R, L, W] -> [R, L / 4, 4, W] -> [R, L / 4, 4 W], or the mean [R, L
         # / 4, W]. Masked after the norm, whose bias would make padding nonzero.
@@ -131,6 +132,7 @@ class Connector(nnx.Module):
         x = self._standardized(x)
         x = self.norm(x) if self.norm_merged else x
         x = x if self.merger is None else self.merger(x)
+        x = self.norm(x) if self.norm_made else x
         x = (
             x
             if self.projection is None

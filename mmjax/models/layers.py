@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,7 @@ from mmjax.models.dropout import ATTENTION, MLP_SITE, Dropout, drop
 from mmjax.models.embedding import look_up
 from mmjax.models.expert_routing import Routing
 from mmjax.models.kv_cache import KeyValue, KVCacheView, LayerCache
-from mmjax.models.linear import Linear, apply_linears
+from mmjax.models.linear import Linear, apply_linears, clip
 from mmjax.models.matmul import as_matrix
 from mmjax.models.remat import keep_inputs
 from mmjax.models.rope import Rotation, rotate
@@ -184,16 +185,23 @@ class FixedTable(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root mean square of each position, times `offset + scale`; float32 inside."""
+    """Divides by the root mean square of each position, times `offset + scale`; float32 inside.
 
-    def __init__(self, width: int, eps: float, offset: float = 0.0):
+    limit: what its inputs are clipped to, on both sides.
+    """
+
+    def __init__(self, width: int, eps: float, offset: float = 0.0, limit: float = math.inf):
         self.scale = nnx.Param(jnp.full(width, 1 - offset, jnp.float32), axes=(None,))
         self.eps = eps
         self.offset = offset
+        self.limit = limit
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         @keep_inputs
         def norm(x: Array, scale: Array) -> Array:
+            if self.limit < math.inf:
+                limit = jnp.float32(min(self.limit, jnp.finfo(x.dtype).max))
+                x = clip(x, -limit, limit)
             y = as_matrix(x).astype(jnp.float32)
             y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
             # Gemma stores the scale less 1 (offset 1), others the scale itself (offset 0).
@@ -286,7 +294,7 @@ class MLP(nnx.Module):
             )
 
         linears = (self.up,) if self.gate is None else (self.up, self.gate)
-        return down(*apply_linears(x, *linears, padding=padding))
+        return self.down.bounded(down(*apply_linears(x, *linears, padding=padding)))
 
 
 @dataclass(frozen=True)

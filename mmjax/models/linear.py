@@ -94,9 +94,9 @@ class Linear(nnx.Module):
         return apply_linears(x, self)[0]
 
     def of_padded(self, x: Float[Array, "*b p"], padding: int) -> Float[Array, "*b o"]:
-        """Apply to inputs with `padding` channels appended, which are ignored."""
+        """Apply to inputs with `padding` channels appended, which are ignored; outputs are not yet `bounded`."""
         if not padding:
-            return self(x)
+            return _unbounded(x, self)[0]
         weight = dequantize(self.weight[...], x.dtype)
         weight = jnp.pad(weight, ((0, 0),) * (weight.ndim - 2) + ((0, padding), (0, 0)))
         (y,) = _products(self.clipped(x), [weight], [self])
@@ -111,14 +111,17 @@ class Linear(nnx.Module):
     def completed(
         self, y: Float[Array, "*b o"], x: Float[Array, "*b i"], padding: int = 0
     ) -> Float[Array, "*b o"]:
-        """Add bias and adapter to the product of inputs `x`, and clip it; `padding` zeros were appended to it."""
+        """Add bias and adapter to the product of inputs `x`; `padding` zeros were appended to it."""
         if self.bias is not None:
             y = y + _pad_last(self.bias[...].astype(x.dtype), padding)
         if self.lora is not None:
             y = y + _pad_last(self.lora(self.clipped(x)), padding)
         # Named before it is clipped: where a policy saves it, backward can tell what was within
         # bounds.
-        y = checkpoint_name(y, "linear")
+        return checkpoint_name(y, "linear")
+
+    def bounded(self, y: Float[Array, "*b o"]) -> Float[Array, "*b o"]:
+        """Clip outputs, where the layer has bounds."""
         if self.bounds is None:
             return y
         return clip(y, self.bounds.output_min[...], self.bounds.output_max[...])
@@ -131,9 +134,16 @@ def apply_linears(
 
     padding: zeros appended to the outputs, by the products themselves.
     """
+    outputs = _unbounded(x, *linears, padding=padding)
+    return [linear.bounded(y) for linear, y in zip(linears, outputs, strict=True)]
+
+
+def _unbounded(
+    x: Float[Array, "*b i"], *linears: Linear, padding: int = 0
+) -> list[Float[Array, "*b o"]]:
     if linears[1:] and any(linear.bounds is not None for linear in linears):
         # Each clips the activations to bounds of its own.
-        return [y for linear in linears for y in apply_linears(x, linear, padding=padding)]
+        return [y for linear in linears for y in _unbounded(x, linear, padding=padding)]
     axes = [linear.axes for linear in linears]
 
     def multiply(x: Array, *weights: Array | Quantized) -> tuple[Array, ...]:

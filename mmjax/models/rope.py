@@ -21,6 +21,8 @@ from mmjax.config import (
     YarnRope,
 )
 
+MAX_TIMESCALE = 10_000.0  # of sinusoids
+
 
 class Rotation(NamedTuple):
     """Cosines and sines by which rotary positions turn queries and keys. Both float32 [B, T, P], of P channel pairs."""
@@ -32,6 +34,17 @@ class Rotation(NamedTuple):
     def grown(self, q: Float[Array, "b t n h"]) -> Float[Array, "b t n h"]:
         """Multiply queries by their growth, where there is one."""
         return q if self.growth is None else q * self.growth[:, :, None, None].astype(q.dtype)
+
+
+def sinusoids(time: Int[Array, "r l"], width: int) -> Float[Array, "r l d"]:
+    """Compute Whisper's position embedding: sines, then cosines, of `width / 2` timescales from 1 to 10000."""
+    pairs = width // 2
+    # Over pairs - 1 as in Whisper, so that the last timescale is MAX_TIMESCALE itself.
+    scales = jnp.exp(
+        -jnp.log(MAX_TIMESCALE) / max(pairs - 1, 1) * jnp.arange(pairs, dtype=jnp.float32)
+    )
+    angles = time.astype(jnp.float32)[..., None] * scales
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
 def rotation_1d(time: Int[Array, "b t"], width: int, theta: float) -> Rotation:

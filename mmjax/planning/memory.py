@@ -439,10 +439,14 @@ def stem_backward_bytes(encoder: AudioConfig, positions: int, activation: int) -
     These are activations and the operands of products, nine times what they are read from. 1D ones
     take less than a layer.
     """
-    first, second, third = encoder.stem_bins
-    width = encoder.stem_width
-    activations = width * (4 * first + 2 * second + third)
-    operands = CONV_TAPS**2 * (4 * first * bool(width) + width * (2 * second + third))
+    activations = operands = 0
+    inputs = 1
+    count = len(encoder.stem_channels)
+    for n, (bins, width) in enumerate(zip(encoder.stem_bins, encoder.stem_channels, strict=True)):
+        times = 2 ** (count - 1 - n)  # of a position of the layers
+        activations += times * bins * width
+        operands += CONV_TAPS**2 * times * bins * inputs
+        inputs = width
     return 2 * activation * positions * (activations + operands)
 
 

@@ -51,7 +51,7 @@ def layer_sizes(config: Tower) -> LayerSizes:
             queries=c.width,
             keys=c.key_heads * c.width / c.heads,
             heads=c.heads,
-            mlp=c.mlp_width,
+            mlp=c.mlps * c.mlp_width,
             gated=c.gated,
             cross=c.cross_width,
         )

@@ -36,7 +36,6 @@ LIBRARY = Path(transformers.__file__).parent
 PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")  # that are read
 UNREAD_PARTS = {
     *(("clip", "text_config"), ("siglip", "text_config")),
-    ("gemma4", "audio_config"),
 }
 # of labels, dtypes and outputs
 OF_ALL = {field.name for field in fields(transformers.PreTrainedConfig)}
@@ -257,6 +256,7 @@ def table(nulls: bool = True) -> dict[str, Any]:
         for extractor in (
             transformers.WhisperFeatureExtractor,
             transformers.Qwen3ASRFeatureExtractor,
+            transformers.Gemma4AudioFeatureExtractor,
         ):
             processors[extractor.__name__] = _signature(extractor)
         generators = {name: _signature(getattr(diffusers, name)) for name in GENERATORS}

@@ -415,7 +415,8 @@ ENABLED_IN = {
         "top_k_experts": 2,
         "moe_intermediate_size": 16,
         "rope_parameters": None,
-    }
+    },
+    "gemma4_audio": {"attention_context_right": 3},  # of which 0 and 1 are the same
 }
 
 

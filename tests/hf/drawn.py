@@ -241,7 +241,7 @@ def gemma4_text(rng: np.random.Generator, vocab: int) -> Fields:
 
 
 def gemma4(
-    rng: np.random.Generator, vocab: int = 97, **tokens: int
+    rng: np.random.Generator, vocab: int = 97, mels: int = 128, **tokens: int
 ) -> transformers.PreTrainedConfig:
     """Gemma 4 with a tower of images, which attend both ways in windows that are longer, or not at all."""
     heads = pick(rng, 1, 2, 4)
@@ -268,12 +268,40 @@ def gemma4(
         both = {"use_bidirectional_attention": "vision", "sliding_window": pick(rng, 9, 12)}
         text |= both
     tied = pick(rng, False, True)
-    if rng.integers(2):  # as in E2B and E4B, which have no experts
-        vision["use_clipped_linears"] = True
+    clipped = rng.integers(2)
+    audio = gemma4_audio(rng, mels)
+    if clipped:  # as in E2B and E4B, which have no experts
+        vision["use_clipped_linears"] = audio["use_clipped_linears"] = True
         text["enable_moe_block"] = False
     return transformers.Gemma4Config(
-        text_config=text, vision_config=vision, tie_word_embeddings=tied, **tokens
+        text_config=text,
+        vision_config=vision,
+        audio_config=transformers.Gemma4AudioConfig(**audio),
+        tie_word_embeddings=tied,
+        **tokens,
     )
+
+
+def gemma4_audio(rng: np.random.Generator, mels: int) -> Fields:
+    """Gemma 4's tower of clips: a Conformer whose windows and distances are odd."""
+    heads = pick(rng, 1, 2, 3)
+    return {
+        "hidden_size": 2 * heads * between(rng, 3, 6),
+        "num_hidden_layers": between(rng, 1, 3),
+        "num_attention_heads": heads,
+        "hidden_act": pick(rng, "silu", "gelu"),
+        "subsampling_conv_channels": [mels + between(rng, 0, 3), between(rng, 3, 6)],
+        "conv_kernel_size": between(rng, 1, 6),
+        "residual_weight": pick(rng, 0.5, 0.3, 1.0),
+        "attention_chunk_size": between(rng, 1, 13),
+        "attention_context_left": between(rng, 2, 14),
+        "attention_context_right": between(rng, 0, 4),
+        "attention_logit_cap": pick(rng, 50.0, 2.0),
+        "rms_norm_eps": pick(rng, 1e-6, 1e-3),
+        "gradient_clipping": pick(rng, 1e10, 1.5),
+        "output_proj_dims": between(rng, 20, 40),
+        "use_clipped_linears": False,
+    }
 
 
 def learned_positions(rng: np.random.Generator, family: str, vocab: int) -> Fields:

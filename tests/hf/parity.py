@@ -99,8 +99,10 @@ def watch_kinks(model: torch.nn.Module) -> None:
             module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
         ) -> None:
             x = (output if of_output else inputs[0]).detach()
-            nearest = min(float((x - kink).abs().min()) for kink in kinks)
-            model.nearest_kink = min(model.nearest_kink, nearest)
+            # What is exactly at one is so in every program, as what is made of zeros behind a clip.
+            away = [(x - kink).abs() for kink in kinks]
+            nearest = [float(y[y > 0].min()) for y in away if (y > 0).any()]
+            model.nearest_kink = min(model.nearest_kink, *nearest)
 
         module.register_forward_hook(record)
 

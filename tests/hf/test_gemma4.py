@@ -12,16 +12,31 @@ import pytest
 import torch
 import transformers
 from fine_tuning import moved
-from parity import loaded, random_model
+from parity import random_model
 from parity_samples import check_samples, check_ten_steps, is_text
+from test_audio_towers import clip
 
 from mmjax import export
-from mmjax.config import LoraConfig, PatchBudget
+from mmjax.config import LoraConfig, PatchBudget, UsmMel
 from mmjax.errors import UserError
+from mmjax.hf import gemma4
 from mmjax.hf.families import from_hf
+from mmjax.hf.processors import read_audio_processing
 
-VOCAB, IMAGE = 61, 60
+VOCAB, IMAGE, CLIP = 61, 60, 58
+MELS = 16
+EXTRACTOR = transformers.Gemma4AudioFeatureExtractor(feature_size=MELS)
 GRIDS = [(3, 1), (1, 1), (2, 3), (1, 2), (3, 3)]  # of tokens
+
+
+@pytest.fixture(autouse=True)
+def hears_few_bins(monkeypatch):
+    hear_few_bins(monkeypatch)
+
+
+def hear_few_bins(monkeypatch):
+    """Make fewer bins of clips where a folder says nothing: with 128, a ReLU's input would always be nearly 0."""
+    monkeypatch.setattr(gemma4, "UsmMel", lambda: UsmMel(mels=MELS))
 
 
 def made(seed, folder, **own):
@@ -29,9 +44,10 @@ def made(seed, folder, **own):
     config = drawn.gemma4(
         np.random.default_rng(seed),
         VOCAB,
+        MELS,
         image_token_id=IMAGE,
         video_token_id=IMAGE - 1,
-        audio_token_id=IMAGE - 2,
+        audio_token_id=CLIP,
         **own,
     )
     model = random_model(config, transformers.Gemma4ForConditionalGeneration)
@@ -56,6 +72,8 @@ def samples(model, seed=0):
         [words(3), image(), words(5)],
         [words(2), image(), words(1), image(), words(4)],
         [image(), words(6)],
+        [words(2), clip(9_000), words(3), clip(161), words(1)],
+        [clip(8_001), words(2), image(), words(4)],
     ]
 
 
@@ -66,9 +84,15 @@ def inputs(model, sample):
     tokens = []
     patches = []
     places = []
+    clips = []
     for part in sample:
         if is_text(part):
             tokens += part.tolist()
+            continue
+        if part.ndim == 1:
+            clips.append(part)
+            frames = EXTRACTOR([part])["input_features_mask"][0].sum()
+            tokens += [CLIP] * -(-int(frames) // 4)
             continue
         rows, columns = part.shape[0] // side, part.shape[1] // side
         tokens += [IMAGE] * (rows * columns // merge**2)
@@ -88,7 +112,7 @@ def inputs(model, sample):
             "image_position_ids": torch.tensor(np.stack([pad(x, -1) for x in places])),
             "mm_token_type_ids": (given["input_ids"] == IMAGE).int(),
         }
-    return given
+    return given | (EXTRACTOR(clips, return_tensors="pt") if clips else {})
 
 
 def theirs(model, sample):
@@ -104,26 +128,20 @@ def test_gemma4_is_what_transformers_makes_of_it(seed, tmp_path):
     check_samples(model, tmp_path, samples(model), theirs)
 
 
-def test_clips_are_named_and_their_tower_is_left(tmp_path, capsys):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    audio = sizes | {"subsampling_conv_channels": [128, 4], "output_proj_dims": 12}
-    model = made(0, tmp_path, audio_config=transformers.Gemma4AudioConfig(**audio))
-    loaded(tmp_path)
-    assert "videos and clips are not supported" in capsys.readouterr().err
-    assert model.model.audio_tower is not None
-
-
 def test_adapters_of_clipped_layers_compute_in_peft_what_the_merged_folder_computes(tmp_path):
     made(0, tmp_path / "source")
-    adapted = ("llm.*.attention.*", "vision.*.attention.*", "vision.*.mlp.*", "vision.connector.*")
-    run = moved(tmp_path / "source", tmp_path / "run", lora={"all": LoraConfig(adapted, 4, 6.0)})
+    adapted = ("llm.*.attention.*", "vision.*.attention.*", "vision.*.mlp.*", "*.connector.*")
+    lora = {"all": LoraConfig((*adapted, "audio.layers.*"), 4, 6.0)}
+    # whose scales of channels are no module's in PEFT's terms
+    encoders = from_hf(tmp_path / "source", freeze=["audio"]).encoders
+    run = moved(tmp_path / "source", tmp_path / "run", lora=lora, encoders=encoders)
     export.export(run, tmp_path / "merged")
     export.export(run, tmp_path / "adapter", adapter=True)
     # some of the drawn widths are not what torch's grouped products take
     kind = partial(transformers.Gemma4ForConditionalGeneration.from_pretrained,
                    experts_implementation="eager")  # fmt: skip
     merged, source = (kind(tmp_path / name).eval() for name in ("merged", "source"))
-    sample = samples(source)[1]
+    sample = samples(source)[-1]
     with torch.no_grad():
         before, wanted = theirs(source, sample), theirs(merged, sample)
         found = theirs(peft.PeftModel.from_pretrained(source, tmp_path / "adapter").eval(), sample)
@@ -136,8 +154,19 @@ def test_adapters_of_clipped_layers_compute_in_peft_what_the_merged_folder_compu
 
 @pytest.mark.exhaustive
 def test_ten_steps_of_gemma4_have_the_losses_that_torch_has(tmp_path):
-    model = made(3, tmp_path)
+    model = made(0, tmp_path)
     check_ten_steps(model, tmp_path, samples(model), theirs)
+
+
+def test_clips_are_those_of_the_folders_extractor(tmp_path):
+    made(0, tmp_path)
+    said = EXTRACTOR.to_dict() | {"frame_length_ms": 30.0, "max_frequency": 7000.0}
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(
+        json.dumps(said | {"image_processor_type": "Gemma4ImageProcessor"}, default=float)
+    )
+    clips = read_audio_processing(tmp_path, gemma4.EXTRACTOR, UsmMel)
+    assert clips == UsmMel(MELS, window=480, high=7000.0)
 
 
 def test_images_are_those_of_the_folders_processor_and_pixels_are_moved_as_the_tower_does(tmp_path):
@@ -168,6 +197,9 @@ def test_images_are_those_of_the_folders_processor_and_pixels_are_moved_as_the_t
         ("vision_config", {"pooling_kernel_size": 1}, "pooling_kernel_size=1 is not supported"),
         ("vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not"),
         ("vision_config", {"head_dim": 4}, "head_dim=4 is not supported"),
+        ("audio_config", {"attention_context_left": 1}, "attention_context_left=1 and"),
+        ("audio_config", {"attention_invalid_logits_value": -1e4}, "logits_value=-10000.0"),
+        ("audio_config", {"subsampling_conv_channels": [8, 4]}, "which are 4 of 16"),
         (
             "text_config",
             {"use_bidirectional_attention": "vision", "layer_types": None, "sliding_window": 69},

@@ -436,7 +436,8 @@ def test_paddleocr_vl_writes_what_it_writes_there_after_images_of_several_sizes(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [1, 2])
-def test_gemma4_writes_what_it_writes_there_after_images_of_several_sizes(seed, tmp_path):
+def test_gemma4_writes_what_it_writes_there_after_images_and_clips(seed, tmp_path, monkeypatch):
+    test_gemma4.hear_few_bins(monkeypatch)
     model = test_gemma4.made(seed, tmp_path)
     with torch.no_grad():  # so that tokens of media are not written
         model.get_output_embeddings().weight[test_gemma4.IMAGE - 2 :] = 0

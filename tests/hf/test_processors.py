@@ -46,7 +46,15 @@ from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import
 )
 from transformers.models.video_llava.image_processing_video_llava import VideoLlavaImageProcessor
 
-from mmjax.config import DynamicTiles, FixedSize, PatchBudget, Slices, SmartResize, WhisperMel
+from mmjax.config import (
+    DynamicTiles,
+    FixedSize,
+    PatchBudget,
+    Slices,
+    SmartResize,
+    UsmMel,
+    WhisperMel,
+)
 from mmjax.data.media.image_transforms import prepare_image
 from mmjax.data.media.patches import patchify
 from mmjax.data.media.preparations import before_encoder
@@ -569,6 +577,30 @@ def test_what_is_not_known_of_clips_is_refused_by_field(field, message, tmp_path
     )
     with pytest.raises(UserError) as caught:
         read_audio_processing(tmp_path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"dither": 0.1}, "dither=0.1: only 0 is known"),
+        ({"preemphasis": 0.97}, "preemphasis=0.97: only 0 is known"),
+        ({"fft_overdrive": True}, "fft_overdrive=True: only False is known"),
+        ({"input_scale_factor": 2.0}, "input_scale_factor=2.0: only 1 is known"),
+        ({"per_bin_mean": [0.0] * 128}, "only None is known"),
+        ({"padding_side": "left"}, "padding_side='left': only 'right' is known"),
+        ({"sampling_rate": 8000}, "sampling_rate=8000: only 16000 is known"),
+        ({"feature_extractor_type": "WhisperFeatureExtractor"}, "known is Gemma4AudioFeatureExtr"),
+    ],
+)
+def test_what_is_not_known_of_gemma4s_clips_is_refused_by_field(field, message, tmp_path):
+    name = "Gemma4AudioFeatureExtractor"
+    said = {"feature_extractor_type": name}
+    write(tmp_path, "preprocessor_config.json", said)
+    assert read_audio_processing(tmp_path, name, UsmMel) == UsmMel()
+    write(tmp_path, "preprocessor_config.json", said | field)
+    with pytest.raises(UserError) as caught:
+        read_audio_processing(tmp_path, name, UsmMel)
     assert message in str(caught.value)
 
 

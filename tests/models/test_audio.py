@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from packed import build, pack, random_sample, tiny
 
-from mmjax.models.audio_encoder import sinusoids, taps
+from mmjax.models.audio_encoder import taps
+from mmjax.models.rope import sinusoids
 
 
 def convolution(x, weight, stride):

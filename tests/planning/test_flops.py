@@ -17,6 +17,7 @@ from packed import model_outputs
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import (
     AudioConfig,
+    ConformerConfig,
     ConnectorConfig,
     ConvolutionConfig,
     DecoderConfig,
@@ -313,6 +314,27 @@ def test_needed_is_every_matrix_product_of_the_traced_gradient_where_nothing_is_
     assert step_needed(model, batch.text, batch.items, frozen) == 2 * traced_products(
         jax.make_jaxpr(function)(*params, batch).jaxpr
     )
+
+
+def with_conformer(model: ModelConfig) -> ModelConfig:
+    """Its clips as Gemma 4 has them: a Conformer's layers, with bounds of their matrices."""
+    conformer = ConformerConfig(past=3, future=1, stem_widths=(7, 5))
+    audio = replace(model.encoders["audio"], layers=2, conformer=conformer, clipped_linears=True)
+    return replace(model, encoders=model.encoders | {"audio": audio})
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("frozen", FROZEN, ids=lambda f: "+".join(sorted(f)) or "nothing")
+def test_a_conformer_needs_its_traced_products_but_for_those_that_it_makes_again(
+    frozen: frozenset[str],
+) -> None:
+    """Scores and the stem's convolutions, and keys of distances, which are made once for all rows."""
+    model = with_conformer(make_model())
+    batch = make_batch(model, {"llm": (1, 4), "vision": (1, 8), "audio": (2, 960)})
+    function, params = gradient(model, frozen)
+    needed = step_needed(model, batch.text, batch.items, frozen)
+    traced = 2 * traced_products(jax.make_jaxpr(function)(*params, batch).jaxpr)
+    assert traced * (0.96 if "audio" not in frozen else 0.99) < needed <= traced
 
 
 def test_silence_after_a_clip_is_read_but_passes_through_no_layer() -> None:

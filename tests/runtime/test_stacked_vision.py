@@ -1,4 +1,4 @@
-"""A model with all that Qwen2.5-VL, Qwen3-VL and clipped layers have learns the same on every mesh, and is timed."""
+"""A model with all that Qwen-VL's towers and a Conformer have learns the same on every mesh, and is timed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiny_run import (
 )
 
 from mmjax.autotune.layer_profile import time_layer
-from mmjax.config import Config, StretchedGrid
+from mmjax.config import Config, ConformerConfig, StretchedGrid, UsmMel
 from mmjax.data.plan.placement import ONE_RANK
 from mmjax.planning.memory import saved_bytes_per_layer
 from mmjax.runtime.devices import mesh_topology
@@ -41,21 +41,36 @@ def stacked_config() -> Config:
     return replace(made, model=model, batch=replace(made.batch, microbatches=1))
 
 
+def conformer_config() -> Config:
+    made = stacked_config()
+    ears = replace(
+        made.model.encoders["audio"],
+        clips=UsmMel(16, 4000, window=128, hop=64, high=2000.0),
+        conformer=ConformerConfig(past=3, future=1, nearest=1, score_cap=2.0, stem_widths=(6, 4)),
+        clipped_linears=True,
+    )
+    model = replace(made.model, encoders={**made.model.encoders, "audio": ears})
+    return replace(made, model=model)
+
+
 def folder(parent: Path, name: str) -> Path:
     (parent / name).mkdir()
     return parent / name
 
 
 def test_a_mesh_gives_the_gradients_of_one_device(tmp_path):
-    made = stacked_config()
+    made = conformer_config()
     one = make_executor(made, MESHES["one device"])
     parameters = scattered(one)
     batches = load_steps(made, folder(tmp_path, "one"), 1, ONE_RANK)[0]
     assert batches[0].text.position.shape[-1] == 3
     wanted = gradients(one, state_with(one, parameters), batches)
+    deeper = wanted.gradients["connectors"]["vision"]["deeper"]
+    learning = [deeper, wanted.gradients["encoders"]["audio"]["layers"]]
     assert all(
         np.abs(g).max() > 0
-        for g in jax.tree.leaves(wanted.gradients["connectors"]["vision"]["deeper"])
+        for path, g in jax.tree.leaves_with_path(learning)
+        if "bounds" not in jax.tree_util.keystr(path)
     )
     mesh = "data=2 x fsdp=2 x tensor=2, encoders=data"
     executor = make_executor(made, MESHES[mesh])
@@ -70,8 +85,8 @@ def test_a_mesh_gives_the_gradients_of_one_device(tmp_path):
 
 
 def test_its_layers_are_timed_and_weighed():
-    made = stacked_config()
-    for tower, shape in (("llm", (1, 16)), ("vision", (1, 16))):
+    made = conformer_config()
+    for tower, shape in (("llm", (1, 16)), ("vision", (1, 16)), ("audio", (1, 64))):
         seconds = time_layer(made, tower, shape, jax.devices()[0], enough=0.0)
         assert min(seconds.values()) > 0
         kept = saved_bytes_per_layer(made.model, tower, shape, "float32")

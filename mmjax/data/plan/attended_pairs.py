@@ -36,12 +36,14 @@ class MaskRules:
     modules: tuple[str, ...]  # encoders, then generators
     generator_names: tuple[str, ...]  # of these, the generators
     items: str  # DecoderConfig.items
+    clip_names: tuple[str, ...] = ()  # encoders of clips
 
     @classmethod
     def of(cls, modules: ItemModules, items: str) -> MaskRules:
         """Return the rules for a model's encoders and generators. items: `DecoderConfig.items`."""
         generator_names = tuple(name for name, module in modules.items() if module.is_generator)
-        return cls(tuple(modules), generator_names, items)
+        clip_names = tuple(name for name, module in modules.items() if module.modality == "audio")
+        return cls(tuple(modules), generator_names, items, clip_names)
 
     @property
     def everyone(self) -> int:
@@ -68,7 +70,9 @@ class MaskRules:
         ):  # queries of an image to be made, which attend as text does
             return self.bit(module), self.everyone, 0
         sees = 0 if self.items == "isolated" else self.everyone
-        return self.bit(module), sees, group if self.items not in ("causal", "prefix") else 0
+        # In layers with windows images alone attend both ways.
+        causal = ("causal", "prefix", *(("in_windows",) if module in self.clip_names else ()))
+        return self.bit(module), sees, 0 if self.items in causal else group
 
 
 def runs_of(sample: Sample, item_tokens: Sequence[int], rules: MaskRules) -> list[Run]:

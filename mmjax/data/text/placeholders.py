@@ -132,7 +132,12 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 token = named.get("image_token", "<|image|>")
                 begin = named.get("boi_token", "<|image>")
                 end = named.get("eoi_token", "<image|>")
-                return {"image": Placeholder(token, before=begin, after=end)}
+                clip = Placeholder(
+                    named.get("audio_token", "<|audio|>"),
+                    before=named.get("boa_token", "<|audio>"),
+                    after=named.get("eoa_token", "<audio|>"),
+                )
+                return {"image": Placeholder(token, before=begin, after=end), "audio": clip}
             case "internvlchat":
                 return {"image": Placeholder("<image>", "<IMG_CONTEXT>", "<img>", "</img>")}
     return {}

@@ -47,9 +47,11 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from mmjax.config import (
     AudioConfig,
     ChatFormat,
+    ConformerConfig,
     ConnectorConfig,
     PanAndScan,
     Placeholder,
+    UsmMel,
     WhisperMel,
 )
 from mmjax.data.loading.packing import pack_microbatch
@@ -505,18 +507,28 @@ def gemma_processor() -> tuple[Any, Any]:
 
 
 def gemma4_processor() -> tuple[Any, Any]:
+    processor = gemma4_processor_of_clips()
+    return processor, lambda out: [
+        processor.image_processor(picture)["num_soft_tokens_per_image"][0] for picture in PICTURES
+    ]
+
+
+def gemma4_processor_of_clips() -> Any:
     names = ("boi_token", "image_token", "eoi_token", "boa_token", "audio_token", "eoa_token")
     marks = ("<|image>", "<|image|>", "<image|>", "<|audio>", "<|audio|>", "<audio|>")
     extra = {"extra_special_tokens": dict(zip(names, marks, strict=True))}
     text = tokenizer(checkpoints.gemma(marks), **GEMMA, **extra)
     images = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2)
     template = checkpoints.GEMMA3.replace("<start_of_image>", "<|image|>")
-    processor = without_video(Gemma4Processor)(
-        Gemma4AudioFeatureExtractor(), images, text, None, chat_template=template
+    of_text = "{%- elif item['type'] == 'text' -%}"
+    of_clips = "{%- elif item['type'] == 'audio' -%}{{ '<|audio|>' }}"
+    return without_video(Gemma4Processor)(
+        Gemma4AudioFeatureExtractor(),
+        images,
+        text,
+        None,
+        chat_template=template.replace(of_text, of_clips + of_text),
     )
-    return processor, lambda out: [
-        images(picture)["num_soft_tokens_per_image"][0] for picture in PICTURES
-    ]
 
 
 def qwen2_audio_processor() -> Any:
@@ -687,6 +699,7 @@ GLM_ASR = replace(
     clips=WhisperMel(mels=16, attended="window", longer="split", shown="clip"),
     connector=ConnectorConfig(merge=4),
 )
+GEMMA4 = replace(HEARS, clips=UsmMel(), conformer=ConformerConfig(past=11))
 # By a processor's class: how one is made, a clip's token, the encoder, and the clips' tenths of
 # seconds. The last two take one clip in a text.
 HEARING = {
@@ -695,6 +708,7 @@ HEARING = {
     "qwen3_asr_short": (qwen3_asr_processor, "<|audio_pad|>", QWEN3_ASR, (3,)),
     "glmasr": (glmasr_processor, "<|pad|>", GLM_ASR, (347,)),
     "glmasr_short": (glmasr_processor, "<|pad|>", GLM_ASR, (3,)),
+    "gemma4": (gemma4_processor_of_clips, "<|audio|>", GEMMA4, (7, 23)),
 }
 
 
@@ -702,7 +716,7 @@ HEARING = {
 def test_clips_take_the_positions_that_the_processor_gives_them(kind: str, tmp_path: Path) -> None:
     make, token, encoder, tenths = HEARING[kind]
     processor = make()
-    processor.save_pretrained(tmp_path)
+    save_processor(tmp_path, processor)
     talk = said(
         ("user", (CLIP, "Describe the sound.")),
         ("assistant", "Glass."),
@@ -711,7 +725,8 @@ def test_clips_take_the_positions_that_the_processor_gives_them(kind: str, tmp_p
     )
     clips = [np.zeros(1600 * n, np.float32) for n in tenths]
     text = processor.apply_chat_template(hugging_face(talk, [""] * len(clips)), tokenize=False)
-    out = processor(text=[text], audio=clips, sampling_rate=16000)
+    named = {"sampling_rate": 16000, "add_special_tokens": False}
+    out = processor(text=[text], audio=clips, **named)
     chat = load_chat(ChatFormat(str(tmp_path)))
     positions = [
         clip_items("audio", encoder, len(clip)).count({"audio": encoder}) for clip in clips
@@ -721,7 +736,8 @@ def test_clips_take_the_positions_that_the_processor_gives_them(kind: str, tmp_p
         flat(sample, positions, chat.tokenizer.id(token))[0]
         == np.array(out["input_ids"]).reshape(-1).tolist()
     )
-    assert trained(chat, sample) == ["Glass.<|im_end|>", "b<|im_end|>"]
+    end = "<end_of_turn>" if kind == "gemma4" else "<|im_end|>"
+    assert trained(chat, sample) == [f"Glass.{end}", f"b{end}"]
 
 
 def test_voxtrals_clips_begin_with_a_token_as_mistral_common_writes_it(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from mmjax.data.media.preparations import (
     smart_resize,
     split_tiles,
     uniform_video,
+    usm_mel,
     whisper_mel,
 )
 
@@ -57,6 +58,7 @@ KINDS = {
         smart_resize,
         split_tiles,
         uniform_video,
+        usm_mel,
         whisper_mel,
     )
 }
