@@ -28,7 +28,7 @@ from mmjax.errors import UserError
 MEDIA = ("audio", "image", "video")  # by the number of axes of an item's size
 START = 8  # tokens by which a sample's beginning is found
 GRAM = 3  # tokens in a row, by which the nearest sample is found
-# of the weight of a stretch's grams, that a sample must have to be taken for its source
+# of a stretch's grams, that a sample must have to be taken for what it was made of
 SHARE = 0.4
 KEPT = 256  # references, with their arrays
 
@@ -187,14 +187,23 @@ class References:
     def nearest(self, ids: np.ndarray) -> list[int]:
         """Find the samples that share most of these tokens, rare ones above all; none where that is too little."""
         known, owner = self._grams
+        grams = np.unique(_grams(ids))
+        first = np.searchsorted(known, grams)
+        count = np.searchsorted(known, grams, side="right") - first
+        # What more than half of all samples have, such as a system prompt, tells nothing.
+        telling = count <= max(len(self._ids) / 2, 1)
         weight = np.zeros(len(self._ids))
-        total = 0.0
-        for gram in np.unique(_grams(ids)):
-            first, last = np.searchsorted(known, [gram, gram + 1])
-            total += 1 / max(last - first, 1)
-            weight[owner[first:last]] += 1 / max(last - first, 1)
-        best = weight.max()
-        return np.flatnonzero(weight > best * 0.999).tolist() if best > SHARE * total else []
+        shared = np.zeros(len(self._ids))
+        for begin, n, tells in zip(first, count, telling, strict=True):
+            weight[owner[begin : begin + n]] += 1 / max(n, 1)
+            shared[owner[begin : begin + n]] += tells
+        best = np.flatnonzero(weight > weight.max() * 0.999)
+        return best.tolist() if shared[best].max(initial=0) >= SHARE * telling.sum() else []
+
+    def own_words(self, ids: np.ndarray) -> int:
+        """Return where tokens go on otherwise than the first sample does, behind a system prompt that all have."""
+        known = self._ids[0][: len(ids)]
+        return int(np.argmin([*(ids[: len(known)] == known), False]))
 
     @cached_property
     def _grams(self) -> tuple[np.ndarray, np.ndarray]:

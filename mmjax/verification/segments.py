@@ -68,10 +68,11 @@ class Segment:
 
     @cached_property
     def name(self) -> str:
-        """Name the sample, or say how it begins."""
+        """Name the sample, or say how it begins, and where."""
         if self.reference is not None:
             return self.reference.name
-        return repr(self.text(0, 24)[:60])
+        begin = self.known.own_words(self.ids)
+        return f"{self.text(begin, begin + 24)[:60]!r} (row {self.row}, token {self.begin})"
 
     @cached_property
     def _compared(self) -> tuple[list[Change], np.ndarray]:
@@ -157,20 +158,23 @@ def _cut(
     """Yield stretches of a row, each with the samples that it may be.
 
     A stretch is a whole sample by its tokens; else it goes on up to a border that the batch tells,
-    or to the next whole sample.
+    or to the next whole sample. A whole one that ends before a border, where no other begins, is
+    the beginning of a longer one with other tokens.
     """
     while begin < end:
-        if samples := known.beginning(ids[begin:end]):
-            stop = begin + known.length(samples[0])
-            yield slice(begin, stop), samples
-            begin = stop
-            continue
+        samples = known.beginning(ids[begin:end])
         marked = borders[(borders > begin) & (borders < end)]
-        starts = (k for k in range(begin + 1, end) if known.beginning(ids[k:end]))
-        stop = int(marked[0]) if len(marked) else next(starts, end)
-        doubled = ids[begin] == ids[min(begin + 1, end - 1)]  # a begin token, twice
-        if doubled and (samples := known.beginning(ids[begin + 1 : end])):
-            stop = begin + 1 + known.length(samples[0])
+        stop = begin + known.length(samples[0]) if samples else end
+        border = int(marked[0]) if len(marked) else end
+        rest = ids[stop:border]
+        is_longer = len(borders) and (rest != rest[:1]).any() and not known.beginning(rest)
+        if not samples or is_longer:
+            starts = (k for k in range(begin + 1, end) if known.beginning(ids[k:end]))
+            stop = border if len(marked) or is_longer else next(starts, end)
+            doubled = ids[begin] == ids[min(begin + 1, end - 1)]  # a begin token, twice
+            if doubled and (again := known.beginning(ids[begin + 1 : end])):
+                stop = begin + 1 + known.length(again[0])
+            samples = known.nearest(ids[begin:stop])
         if (ids[begin:stop] != ids[begin]).any():
-            yield slice(begin, stop), known.nearest(ids[begin:stop])
+            yield slice(begin, stop), samples
         begin = stop

@@ -398,6 +398,22 @@ def wrong_stamps(kind: str, videos: Videos) -> list[Arrays]:
     return [first | {"input_ids": ids}]
 
 
+@pytest.mark.default_cases("llava")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "gemma3"])
+def test_a_sample_of_which_some_tokens_are_others_is_still_found(family, data_of) -> None:
+    data = data_of(family)
+    arrays = data.batch("packed")
+    ends = arrays["cu_seq_lens_q"]
+    ids = arrays["input_ids"].copy()
+    changed = ends[1:] - 4  # a token of each last answer
+    ids[0, changed] = data.made.tokenizer("z", add_special_tokens=False)["input_ids"][-1]
+    batch = DumpedBatch("a.npz", arrays | {"input_ids": ids, "labels": np.full_like(ids, IGNORED)})
+    segments, findings, _ = verify_batch(batch, data.known)
+    assert [segment.reference.sample for segment in segments] == [8, 2, 0, 11, 1, 4]
+    other = [finding for finding in findings if finding.fault == "other tokens"]
+    assert [finding.token for finding in other] == (changed - ends[:-1]).tolist()
+
+
 # --------------------------------------------------------------------------------------------------
 # what differs and is no fault
 
