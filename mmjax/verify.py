@@ -4,6 +4,9 @@ Samples of a run's first steps are computed with the weights that it starts from
 them, and each alone, with its images and clips in rows of their own. What differs by more than
 rounding has leaked from another sample; the first layer in which it does is named, and the exit
 code is 1. One process, on the devices at hand.
+
+``--batches FILE`` compares instead what another trainer fed to its model, written down as
+.safetensors or .npz, with what training feeds of the same samples.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from mmjax.data.loading.step_loader import LoadedStep
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.plan.step_plan import make_planner
+from mmjax.data.sources.opening import look_again, open_sources
 from mmjax.disk import user_cache
 from mmjax.errors import UserError, command_parser, exit_process, run_command
 from mmjax.inference.layer_states import (
@@ -64,6 +68,9 @@ from mmjax.runtime.step_report import loss_weights
 from mmjax.startup import activity
 from mmjax.training.run_checkpoints import RunCheckpoints
 from mmjax.training.run_data import open_data
+from mmjax.verification.dumped_batch import read_batches
+from mmjax.verification.references import References
+from mmjax.verification.verify_batches import verify_batch
 
 # Differences that are rounding, over the largest value of the sample at the place, or of the
 # gradient's leaf. Sums of other lengths, in another order, differ in the last of float32's 24 bits,
@@ -390,8 +397,31 @@ def verify(
             yield from checks_of(differences, backends[0], rounding)
 
 
+def check_batches(config: Config, source: Path, path: Path, as_json: bool) -> int:
+    """Print what is wrong with batches that were written down; return 1 where something is."""
+    sources = open_sources(config, "train", source.parent)
+    look_again(sources)
+    with activity("tokenizing the data"):
+        known = References(config, sources)
+    faults: list[dict[str, Any]] = []
+    samples = 0
+    for batch in read_batches(path):
+        segments, findings, unchecked = verify_batch(batch, known)
+        samples += len(segments)
+        faults += [{"batch": batch.name} | finding._asdict() for finding in findings]
+        for line in unchecked:
+            print_note(f"{batch.name}: {line}")
+        for fault, sample, token, text, message in () if as_json else findings:
+            print_lines(f"{batch.name}: {fault}: {sample}, token {token} {text!r}: {message}")
+    if as_json:
+        print_lines(json.dumps(faults))
+    else:
+        print_lines(f"samples: {samples}, faults: {len(faults)}")
+    return int(bool(faults))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 1 where something leaks."""
+    """Run the command line; return 1 where something leaks, or is wrong with a batch."""
     parser = command_parser("verify", __doc__)
     words = "a config's file or name (default: tiny_omni), and changes to it; init_from=RUN takes a run's weights"
     parser.add_argument("words", nargs="*", metavar="CONFIG | a.b=value", help=words)
@@ -403,6 +433,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     about = "of the computation, whatever the config says; bfloat16 hides leaks that are smaller than its rounding"
     parser.add_argument("--precision", choices=tuple(ROUNDING), default="float32", help=about)
+    about = "a .safetensors or .npz file of another trainer, or a folder of them, to say what is wrong with"
+    parser.add_argument("--batches", type=Path, metavar="FILE", help=about)
     parser.add_argument("--json", action="store_true", help="print one JSON list and nothing else")
     args = parse_words(parser, argv)
     if args.samples is not None and args.samples < 1:
@@ -413,6 +445,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             f"{config.name} names no data to compute: name yours in data.sources (docs/data.md)"
         )
+    if args.batches:
+        return check_batches(config, path, args.batches, args.json)
     config = replace(config, training=replace(config.training, precision=args.precision))
     set_gpu_memory_fraction()
     enable_compilation_cache(user_cache() / "programs")

@@ -161,6 +161,11 @@ ELSEWHERE: dict[str, dict[str, list[str]]] = {
             "python -m mmjax.verify internvl_26b",
         ],
     },
+    "tests/verification/test_verify_batches.py": {
+        "test_batches_that_the_documented_callback_writes_of_a_trainer_are_right": [
+            "docs/batches.md",
+        ],
+    },
     "tests/training/test_expert_meshes.py": {
         "test_loss_routing_and_every_gradient_are_those_of_one_device": [
             "python -m mmjax.train my.py mesh.data=2 mesh.expert=4",

@@ -203,6 +203,10 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         ),
         frozenset({"jax", "numpy", "rapidfuzz", "PIL", "soundfile", "torch", "transformers"}),
     ),
+    "verification": May(
+        ("mmjax.verification", "mmjax.data", "mmjax.hf", "mmjax.batch", *BASE),
+        frozenset({"numpy"}),
+    ),
     "training": May(
         (
             *(

@@ -76,6 +76,7 @@ def items(name: str) -> list[MissingItem]:
     return [MissingItem("eye", 0, 0, 0, item_key(item), item) for item in inputs]
 
 
+@pytest.mark.default_cases("deepstack", "audio")
 @pytest.mark.parametrize("name", ENCODERS)
 def test_an_output_is_the_same_to_the_bit_alone_among_others_and_on_any_device(name):
     wanted = items(name)
@@ -88,6 +89,7 @@ def test_an_output_is_the_same_to_the_bit_alone_among_others_and_on_any_device(n
         np.testing.assert_array_equal(alone, other_order[item.key])
 
 
+@pytest.mark.default_cases("features", "audio")
 @pytest.mark.parametrize("name", ENCODERS)
 def test_an_output_is_what_the_encoder_makes_of_packed_rows(name):
     wanted = items(name)

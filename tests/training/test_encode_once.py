@@ -119,7 +119,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.default_cases("units")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_the_same_on_other_devices_and_units(layout, first, runs, capsys):
     folder = runs / f"encoded_{layout}"
