@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +49,12 @@ from mmjax.errors import UserError
 from mmjax.parallel.sharding import AXES, RANKS, mesh_sizes
 from mmjax.planning.flops import model_flops
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, USABLE, Cluster
-from mmjax.planning.item_encoding import PlannedEncoding, encoding_seconds, output_bytes
+from mmjax.planning.item_encoding import (
+    PlannedEncoding,
+    batch_seconds,
+    encoding_seconds,
+    output_bytes,
+)
 from mmjax.planning.memory import ACTIVATION, GB
 from mmjax.planning.prices import pair_costs
 from mmjax.planning.remat import MemoryLimit, RunPlan
@@ -312,11 +318,14 @@ def _plan_encoding(
         units = [unit for unit in config.units.values() if name in unit.modules]
         devices = sum(map(unit_devices, units)) or cluster.devices
         processes = -(-devices // cluster.per_node)
+        of_batch = cache(partial(batch_seconds, model, name, speed))
         seconds = 0.0
         for step in planned.steps:
             items = items_of(index, step.samples())
             positions = index.item_positions[items][index.item_encoder[items] == number].tolist()
-            seconds += encoding_seconds(model, name, positions, speed.rates, devices, processes)
+            seconds += encoding_seconds(
+                model.encoders[name], positions, of_batch, devices, processes
+            )
         positions = index.item_positions[index.item_encoder == number]
         by_encoder[name] = PlannedEncoding(
             items=len(positions),

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from mmjax.config import Encoder, ModelConfig
 from mmjax.config.model import frozen_modules, with_changes
-from mmjax.cost.rates import SameModel
 from mmjax.planning.flops import attention_flops, executed, model_flops
-from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import MASTER, parameter_bytes
+from mmjax.planning.speed import Speed
 from mmjax.planning.stage_time import FORWARD_KERNELS
 from mmjax.planning.work import length_work, row_work
 
@@ -62,37 +60,38 @@ def output_bytes(config: Encoder, positions: np.ndarray, activation: int) -> int
 
 
 def encoding_seconds(
-    model: ModelConfig,
-    tower: str,
+    config: Encoder,
     positions: Iterable[int],
-    rates: Rates,
+    batch_seconds: Callable[[int], float],
     devices: int,
     processes: int,
 ) -> float:
     """Estimate the seconds in which devices encode a step's items, of so many positions each.
 
     Each process has its own batches, the last of which is not full, for each length.
+    batch_seconds: of one on one device, by the length of its rows.
     """
-    lengths = Counter(row_length(model.encoders[tower], n) for n in positions)
-    seconds = 0.0
-    for length, count in lengths.items():
-        batches = math.ceil(count / processes / batch_rows(length))
-        seconds += batches * batch_seconds(SameModel(model), tower, length, rates)
+    lengths = Counter(row_length(config, n) for n in positions)
+    seconds = sum(
+        math.ceil(count / processes / batch_rows(length)) * batch_seconds(length)
+        for length, count in lengths.items()
+    )
     return seconds * processes / devices
 
 
-@lru_cache(1024)
-def batch_seconds(same: SameModel, tower: str, length: int, rates: Rates) -> float:
+def batch_seconds(model: ModelConfig, tower: str, speed: Speed, length: int) -> float:
     """Estimate the seconds in which one device encodes a batch of rows of this length."""
-    model = with_changes(same.model, {tower: {"encode": "step"}})
-    shape = {tower: (batch_rows(length), length)}
+    model = with_changes(model, {tower: {"encode": "step"}})
     config = model.towers[tower]
+    shape = {tower: (batch_rows(length), length)}
+    if measured := speed.layer(tower, shape[tower]):
+        return config.layers * measured["forward"]
     flops = executed(model, shape, frozen_modules(model))[tower]
     attention = 0.0
     if config.attention in ("flash", "auto"):
         attention = config.layers * attention_flops(model, tower, row_work(model, shape)[tower])
-    computing = rates.seconds(flops.forward, attention, flops.float8_forward)
-    return computing + config.layers * FORWARD_KERNELS * rates.launch
+    computing = speed.rates.seconds(flops.forward, attention, flops.float8_forward)
+    return computing + config.layers * FORWARD_KERNELS * speed.rates.launch
 
 
 def encoding_flops(model: ModelConfig, tower: str, inputs: np.ndarray) -> float:
