@@ -40,6 +40,7 @@ KINDS = {
     "tokens": "#ddd3bc",
     "images": "#d2c6ac",
     "exchange": "#c8bb9d",
+    "encoding": "#bdae8c",
     "transient": "#ad9e7c",
 }
 PARTS = {

@@ -466,7 +466,7 @@ def test_norms_of_outputs_and_grouped_keys_of_encoders_have_the_gradients_of_one
     assert_same_gradients(replace(config, model=changed), tmp_path, "auto")
 
 
-@pytest.mark.default_cases("context, several ranks")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "units",
     ["context of four", "context, several ranks", "tokens of encoders divided", "all in stages"],
