@@ -206,10 +206,11 @@ def open_feature_stage(
 
     cache: the folder for the outputs of all frozen encoders. space: bytes that they may take.
     """
-    encoders: dict[str, ItemEncoder] = {}
-    if not encoded_once(executor.model.config):
+    names = encoded_once(executor.model.config)
+    if not names:
         return None
-    for name in encoded_once(executor.model.config):
+    encoders: dict[str, ItemEncoder] = {}
+    for name in names:
         for number, placed in enumerate(executor.stages):
             if executor.local[number] and name in placed.stage.towers and name not in encoders:
                 params = state.stages[number].frozen["encoders"][name]
