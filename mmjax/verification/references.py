@@ -66,9 +66,15 @@ class References:
         self._owner: list[tuple[str, ChatSource, int]] = []
         ids: list[np.ndarray] = []
         for name, source in sources.items():
-            if not isinstance(source, ChatSource) or source.chat.branching is not None:
+            if not isinstance(source, ChatSource):
                 raise UserError(
-                    f"data.sources.{name}: batches are compared with conversations that loss=cross_entropy trains on"
+                    f"data.sources.{name}: batches are compared with conversations, and this source has none; name a "
+                    "source of files, as in docs/batches.md"
+                )
+            if source.chat.branching is not None:
+                raise UserError(
+                    f"loss={config.loss.kind}: batches are compared with conversations that loss=cross_entropy trains "
+                    "on; choose that to verify them"
                 )
             for index in range(len(source)):
                 try:
