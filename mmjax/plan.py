@@ -9,33 +9,22 @@ those that plans assume.
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import jax
 
 from mmjax.autotune.absent import aot_devices
 from mmjax.autotune.choose_units import choose_units
 from mmjax.autotune.compile_run import compile_run
 from mmjax.autotune.forecast import Forecast, RunForecast, forecast_best_mesh, forecast_run
-from mmjax.autotune.layer_profile import MeasureSpeed, Shapes
-from mmjax.autotune.memory_plan import apply_memory_plan, device_speed, in_units
+from mmjax.autotune.layer_profile import MeasureSpeed
+from mmjax.autotune.memory_plan import apply_memory_plan, in_units
 from mmjax.config import Config
 from mmjax.config.codec import key_of
-from mmjax.config.loading import config_of_words, config_parameters, copy_config, load
+from mmjax.config.loading import config_parameters, load
 from mmjax.config.other_names import parse_words
 from mmjax.console import print_lines
-from mmjax.data.plan.length_files import (
-    index_of_lengths,
-    interleaved_corpus,
-    omni_corpus,
-    read_lengths,
-)
-from mmjax.data.plan.length_index import LengthIndex, build_index
-from mmjax.data.plan.sampler import mixture_weights
-from mmjax.data.sources.opening import open_sources
+from mmjax.data.plan.length_index import LengthIndex
 from mmjax.errors import (
     PLOT_SUFFIXES,
     CommandParser,
@@ -45,23 +34,14 @@ from mmjax.errors import (
     exit_process,
     run_command,
 )
-from mmjax.planning.hardware import Cluster, check_float8, parse_cluster
-from mmjax.planning.measured_file import read_measured
+from mmjax.planning.hardware import Cluster
 from mmjax.planning.plan_file import plan_text
 from mmjax.planning.schedules import schedule_name
-from mmjax.planning.speed import LayerTimes, Speed
-from mmjax.runtime.devices import local_cluster
 from mmjax.runtime.run_trust import sign_text
 from mmjax.training.describe_plan import describe_plan, plan_numbers
+from mmjax.training.plan_inputs import open_plan_inputs
 
-SYNTHETIC_SAMPLES = 200_000  # lengths drawn from a seed where a config names no data
-# Compile time of a gradient program for H100 on one core, JAX 0.10.2, and of each stack of layers
-# in it; fitted to 7 programs of 1 to 7 stacks, the longest of which took 28 s (docs/planning.md).
-PROGRAM_SECONDS = 4.0
-STACK_SECONDS = 3.5
-HERE = "here"  # in place of a cluster's name
 AUTO = "units=auto"  # in place of a config's units: those of the fastest allocation
-COMMAND_KEYS = ("cluster", "price")  # words that are the command's, not the config's
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -71,35 +51,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_output("--out", args.out)
     if args.picture is not None:
         check_output("--picture", args.picture, PLOT_SUFFIXES)
-    options = {
-        key: value
-        for key, _, value in (w.partition("=") for w in args.words)
-        if key in COMMAND_KEYS
-    }
-    words = [word for word in args.words if word.partition("=")[0] not in COMMAND_KEYS]
-    path, overrides = config_of_words([word for word in words if word != AUTO])
-    chooses = AUTO in words
-    config = load(path, overrides)
-    if not options.get("cluster"):
-        raise UserError(
-            "say on which cluster: cluster=h100x8x8 is 8 nodes of 8 H100, cluster=here this machine"
-        )
-    on_this_machine = options["cluster"] == HERE
-    price = _parse_price(options.get("price"))
-    if args.profile and not on_this_machine:
-        raise UserError(
-            f"--profile times layers on this machine: say cluster={HERE}, not cluster={options['cluster']}"
-        )
-    cluster = local_cluster() if on_this_machine else parse_cluster(options["cluster"])
-    check_float8(config.model.llm.fp8, cluster.device)
-    layers: dict[str, LayerTimes] = {}
-    if args.measured is not None:
-        cluster, layers = read_measured(args.measured, cluster, config)
+    chooses = AUTO in args.words
+    inputs = open_plan_inputs(
+        [word for word in args.words if word != AUTO], args.lengths, args.measured, args.profile
+    )
+    path, config, cluster = inputs.path, inputs.config, inputs.cluster
+    price = _parse_price(inputs.options.get("price"))
     devices = aot_devices(cluster) if args.compile else None
-    index, weights, source = _open_lengths(config, path, args.lengths)
-    measure_speed = _speed_by(config, cluster, layers, on_this_machine, args.profile)
+    index, weights, source, _ = inputs.lengths
     forecast, compared = _forecast(
-        config, cluster, (index, weights), measure_speed, chooses=chooses
+        config, cluster, (index, weights), inputs.measure_speed, chooses=chooses
     )
     plan = forecast.chosen.plan
     planned = apply_memory_plan(forecast.chosen.config, plan.policies, plan.loss_chunks)
@@ -115,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.picture is not None:
         _plot(args.picture, forecast)
     if args.out is not None:
-        _write_plan(args.out, path, config, overrides, planned, forecast.chosen)
+        _write_plan(args.out, path, config, inputs.overrides, planned, forecast.chosen)
 
 
 def _forecast(
@@ -142,32 +103,6 @@ def _forecast(
             f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model"
         )
     return forecast_run(mesh.config, cluster, *lengths, measure_speed), compared
-
-
-# index, weight of each source, and a description for the report
-Lengths = tuple[LengthIndex, list[float], str]
-
-
-def _speed_by(
-    config: Config,
-    cluster: Cluster,
-    layers: Mapping[str, LayerTimes],
-    on_this_machine: bool,
-    profile: bool,
-) -> MeasureSpeed:
-    """Return the function that measures the devices' speed: layer times as stated, else as timed on this machine."""
-
-    def measure(shapes: Shapes) -> Speed:
-        rates = cluster.device.rates(config.training.precision)
-        unstated = {tower: shape for tower, shape in shapes.items() if tower not in layers}
-        timed = (
-            device_speed(config, unstated, jax.devices()[0], profile).measured
-            if on_this_machine
-            else {}
-        )
-        return Speed(rates, {**timed, **layers})
-
-    return measure
 
 
 def _plot(path: Path, forecast: RunForecast) -> None:
@@ -275,34 +210,6 @@ def _parse_price(text: str | None) -> float | None:
     if not price >= 0:  # "nan" parses, and is refused here
         raise UserError(f"price={text}: give what a device costs for an hour, as a number")
     return price
-
-
-def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> Lengths:
-    """Open a run's length index: from the config's data, from files, or drawn from a seed where there is neither."""
-    modules = config.model.item_modules
-    if config.data.sources and not files:
-        with tempfile.TemporaryDirectory() as folder:
-            copy_config(
-                path, Path(folder)
-            )  # a FunctionSource looks its function up in a run folder's copy of the config
-            index = build_index(
-                open_sources(config, "train", Path(folder)), modules, config.model.llm
-            )
-        return index, mixture_weights(config.data, index), f"{len(index):,} samples"
-    keys = ("llm_tokens", *modules)
-    if files:
-        index = index_of_lengths(read_lengths(files, keys), modules, config.model.llm)
-        return index, [1.0], f"lengths of {', '.join(map(str, files))}"
-    if config.model.makes_images:
-        lengths = interleaved_corpus(SYNTHETIC_SAMPLES, config.seed, modules)
-    else:
-        lengths = omni_corpus(SYNTHETIC_SAMPLES, config.seed)
-    if missing := [key for key in keys if key not in lengths]:
-        raise UserError(
-            f"the config names no data and there are no made lengths for {missing[0]!r}; give your own with --lengths"
-        )
-    index = index_of_lengths(lengths, modules, config.model.llm)
-    return index, [1.0], "the config names no data: lengths made from a seed"
 
 
 if __name__ == "__main__":

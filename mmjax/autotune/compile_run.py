@@ -33,10 +33,11 @@ from mmjax.parallel.sharding import (
 )
 from mmjax.planning.memory import LOADED, DeviceBatch
 from mmjax.planning.remat import RunPlan
-from mmjax.planning.schedules import schedule_name, stage_cuts, stage_times
+from mmjax.planning.schedules import list_stages, schedule_name, stage_cuts, stage_times
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport, batch_shardings
 from mmjax.runtime.executor import Executor
+from mmjax.runtime.passes import PlacedStage
 from mmjax.runtime.placement import place_stages, select_tables
 from mmjax.runtime.stage_program import StageProgram, Sums
 from mmjax.runtime.state import hyperparameters, make_optimizer
@@ -99,14 +100,31 @@ def compile_run(
 
 
 def _executor(config: Config, devices: Sequence[jax.Device], context: int) -> Executor:
-    """Make the executor of a run on absent devices or others. Callbacks are left out."""
+    """Make the executor of a run on absent devices or others."""
+    model = build_model(config)
+    stages = place_stages(config, model, devices)
+    return make_executor(config, model, stages, accumulates(config), context)
+
+
+def accumulates(config: Config) -> bool:
+    """Tell whether gradients are kept between the microbatches of a step."""
+    return len(list_stages(config)) > 1 or config.batch.microbatches > 1
+
+
+def build_model(config: Config, cuts: Mapping[str, tuple[int, ...]] | None = None) -> Model:
+    """Build a run's model, without callbacks. cuts: as of `stage_cuts`, whose result is the default."""
     encoders = {
         name: replace(encoder, callbacks=Callbacks())
         for name, encoder in config.model.encoders.items()
     }
     model = replace(config.model, encoders=encoders)
-    model = Model.build(model, jnp.dtype(config.training.precision), stage_cuts(config))
-    stages = place_stages(config, model, devices)
+    return Model.build(model, jnp.dtype(config.training.precision), cuts or stage_cuts(config))
+
+
+def make_executor(
+    config: Config, model: Model, stages: Sequence[PlacedStage], accumulates: bool, context: int = 1
+) -> Executor:
+    """Make the executor of these stages of a run's model."""
     return Executor(
         model,
         make_optimizer(config.optimizer, model.axes, model.dtype),
@@ -116,8 +134,8 @@ def _executor(config: Config, devices: Sequence[jax.Device], context: int) -> Ex
         stage_times=stage_times(config),
         loss=config.loss,
         loss_chunks=config.training.loss_chunks or 1,
-        accumulates=len(stages) > 1 or config.batch.microbatches > 1,
-        compiler_options=compiler_options(config.compiler, devices[0], context),
+        accumulates=accumulates,
+        compiler_options=compiler_options(config.compiler, stages[0].mesh.devices.flat[0], context),
     )
 
 

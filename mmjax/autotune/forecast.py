@@ -94,6 +94,7 @@ class Forecast:
     tokens: float  # of the LLM, per step
     needed: float  # FLOPs per step, over all devices
     speed: Speed  # that the times rest on
+    steps: tuple[StepPlan, ...]
     encoding: dict[str, PlannedEncoding]  # by encoder that encodes once
 
     @property
@@ -301,6 +302,7 @@ def _forecast(planned: _Planned, cluster: Cluster, index: LengthIndex, speed: Sp
         tokens=float(index.llm_tokens[samples].sum()) / len(planned.steps),
         needed=needed_flops(config, index, samples) / len(planned.steps),
         speed=speed,
+        steps=tuple(planned.steps),
         encoding=_plan_encoding(planned, cluster, index, speed),
     )
 

@@ -64,6 +64,11 @@ class StepTime:
         return sum(getattr(self, f.name) for f in fields(self))
 
 
+# Of a microbatch: seconds that forward and backward compute on the slowest device, by tower and first
+# layer of a piece.
+Computed = Mapping[tuple[str, int], tuple[float, float]]
+
+
 class RunTime(NamedTuple):
     """Time of planned steps. Means are over these."""
 
@@ -80,14 +85,23 @@ def time_run(
     cluster: Cluster,
     speed: Speed,
     steps: Sequence[Sequence[MicrobatchPlan]],
+    computed: Sequence[Sequence[Computed]] | None = None,
 ) -> RunTime:
-    """Estimate the time of steps of these microbatches. config: of units, or `on_one_mesh`."""
+    """Estimate the time of steps of these microbatches.
+
+    config: of units, or `on_one_mesh`. computed: of every microbatch, what was measured of it.
+    """
+    computed = computed or [[{}] * len(microbatches) for microbatches in steps]
     config = replace(
         config, model=resolve_attention(config.model, speed.rates, layout.topology.context)
     )
     stages = _place_stages(config, layout, plan, cluster, speed)
     times, causes_of_steps = zip(
-        *(_time_passes(config, layout, stages, microbatches) for microbatches in steps), strict=True
+        *(
+            _time_passes(config, layout, stages, *of_step)
+            for of_step in zip(steps, computed, strict=True)
+        ),
+        strict=True,
     )
     schedule = make_schedule(schedule_name(config), unit_graph(config), config.batch.microbatches)
     timelines = [simulate(schedule, of_step) for of_step in times]
@@ -197,6 +211,7 @@ def _time_passes(
     layout: RankLayout,
     stages: Sequence[Sequence[StageRun]],
     microbatches: Sequence[MicrobatchPlan],
+    computed: Sequence[Computed],
 ) -> tuple[StageTimes, np.ndarray]:
     """Estimate the time of a step's passes, and the seconds of all microbatches by cause, `[stages, causes]`."""
     ranks = _ranks(stages)
@@ -208,11 +223,17 @@ def _time_passes(
     transfers: Counter[tuple[int, int]] = Counter()
     causes = np.zeros((len(stages), len(PassTime._fields)))
     for i, microbatch in enumerate(microbatches):
-        pairs = visited_on_device(config.model, layout, microbatch, ranks, in_order)
+        pairs = {
+            tower: float(visited.max())
+            for tower, visited in visited_by_rank(
+                config.model, layout, microbatch, ranks, in_order
+            ).items()
+        }
         for number in range(len(stages)):
             # [pieces, 2, causes] -> [2, causes]
             passes = np.sum(
-                _stage_passes(config, layout, stages, number, microbatch.shape, pairs), axis=0
+                _stage_passes(config, layout, stages, number, microbatch.shape, pairs, computed[i]),
+                axis=0,
             )
             seconds[:, number, i] = passes.sum(1)
             causes[number] += graph.runs(number, i) * passes.sum(0)
@@ -233,6 +254,7 @@ def _stage_passes(
     number: int,
     shape: Shape,
     pairs: Mapping[str, float],
+    computed: Computed | None = None,
 ) -> list[tuple[PassTime, PassTime]]:
     """Estimate both passes of every piece of a stage. pairs: that attention visits, where it is known."""
     ranks = _ranks(stages)
@@ -243,7 +265,9 @@ def _stage_passes(
             dict.fromkeys(config.model.item_modules, run.shards) if run.tower == "llm" else {}
         )
         batch = _batch_of(config, layout, ranks | received, shape)
-        passes.append(pass_times(config.model, run, replace(batch, pairs=batch.pairs | pairs)))
+        batch = replace(batch, pairs=batch.pairs | pairs)
+        measured = (computed or {}).get((run.tower, run.layers.start))
+        passes.append(pass_times(config.model, run, batch, measured))
     return passes
 
 
@@ -262,17 +286,17 @@ def _batch_of(
     return device_batch(config, layout, rows, shape)
 
 
-def visited_on_device(
+def visited_by_rank(
     model: ModelConfig,
     layout: RankLayout,
     microbatch: MicrobatchPlan,
     ranks: Mapping[str, int],
-    in_order: bool,
-) -> dict[str, float]:
-    """Count the pairs in the blocks that attention visits on the device with most, by tower; not of dense attention.
+    in_order: bool = False,
+) -> dict[str, np.ndarray]:
+    """Count the pairs in the blocks that attention visits on each rank, `[ranks]` by tower; not of dense attention.
 
-    ranks: over which each tower's rows lie. in_order: each of the devices that share a row attends
-    by the next part of it, else by as many pairs as the others.
+    ranks: over which each tower's rows lie; of devices that share a row the one with most counts.
+    in_order: each of these attends by the next part of it, else by as many pairs as the others.
     """
     pairs = {}
     for k, (name, tower) in enumerate(model.towers.items()):
@@ -290,5 +314,5 @@ def visited_on_device(
             shared,
         )
         by_device = by_part.reshape(ranks[name], -1, shared).sum(1)
-        pairs[name] = float((by_device if in_order else by_device.mean(1)).max())
+        pairs[name] = by_device.max(1) if in_order else by_device.mean(1)
     return pairs

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from mmjax.config.codec import did_you_mean
@@ -219,10 +221,13 @@ def check_float8(fp8: str, device: Device | None) -> None:
         )
 
 
-def parse_cluster(name: str) -> Cluster:
-    """Parse a cluster's name: DEVICE, DEVICExCOUNT or DEVICExNODESxCOUNT. Raises UserError for any other."""
+def parse_cluster(name: str, others: Mapping[str, Device] = MappingProxyType({})) -> Cluster:
+    """Parse a cluster's name: DEVICE, DEVICExCOUNT or DEVICExNODESxCOUNT. Raises UserError for any other.
+
+    others: devices beside those of data sheets, by name.
+    """
     match = re.fullmatch(r"(?P<device>.+?)(x(?P<first>\d+))?(x(?P<second>\d+))?", name.lower())
-    known = {device.name: device for device in DEVICES}
+    known = {device.name: device for device in DEVICES} | others
     device = name if match is None else match["device"]
     if match is None or device not in known:
         raise UserError(

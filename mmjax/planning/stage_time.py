@@ -112,14 +112,23 @@ class StageRun:
 
 
 def pass_times(
-    model: ModelConfig, stage: StageRun, batch: DeviceBatch
+    model: ModelConfig,
+    stage: StageRun,
+    batch: DeviceBatch,
+    computed: tuple[float, float] | None = None,
 ) -> tuple[PassTime, PassTime]:
-    """Estimate the time of a microbatch's forward and backward pass. batch: on each device."""
+    """Estimate the time of a microbatch's forward and backward pass.
+
+    batch: on each device. computed: seconds that both passes compute, recomputation among them,
+    where they were measured.
+    """
     machine = stage.machine
     config = stage.config(model)
     work = row_work(model, batch.shape, batch.pairs)[stage.tower]
     layers = len(stage.policies)
-    compute, recompute = _compute_seconds(model, stage, batch, work)
+    compute, recompute = (
+        (computed, 0.0) if computed else _compute_seconds(model, stage, batch, work)
+    )
     # Both passes gather the parameters; backward scatters gradients.
     trained = machine.activation / MASTER * stage.trainable
     is_frozen = "llm" in frozen_modules(model)

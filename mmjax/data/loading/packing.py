@@ -13,6 +13,7 @@ import numpy as np
 from mmjax.balance.exchange import Rearrangement, exchange_tables
 from mmjax.balance.parts import LLM, offsets_by_key
 from mmjax.batch import PADDING, EncodedItems, ItemBatch, Microbatch, TextBatch
+from mmjax.config import Encoder, Generator
 from mmjax.data.loading.feature_lookup import FeatureLookup
 from mmjax.data.loading.text_rows import (
     BatchLayout,
@@ -39,6 +40,8 @@ class Reader:
     name: Callable[[int], str]  # for messages: "source[index]"
     # puts a sample's file and line before what is wrong with it
     with_place: Callable[[int, object], str]
+    # converts what `item` returns to its part of a batch's row
+    convert: Callable[[Encoder | Generator, np.ndarray], ItemInput] = item_input
 
 
 def pack_microbatch(
@@ -289,7 +292,7 @@ def _pack_items(
         offset[row, span] = preceding[part] + np.arange(length)
         with _reading(reader, sample, unreadable, f"item {number} ({encoder})"):
             decoded = reader.item(sample, number)
-            value, place, valid = item_input(layout.modules[encoder], decoded)
+            value, place, valid = reader.convert(layout.modules[encoder], decoded)
             if len(value) != length:
                 raise ValueError(
                     f"it has {len(value)} positions where its source's facts() promised {length}"

@@ -130,7 +130,7 @@ def _(generator: GeneratorFacts, array: np.ndarray) -> ItemInput:
     rows, columns = latent_grid(generator, tuple(side * factor for side in array.shape[:2]))
     # In a patch: row, column, channel.
     patches = array.reshape(rows, array.shape[0] // rows, columns, -1, channels).swapaxes(1, 2)
-    coordinates, valid = _merge_order(rows, columns, 1)
+    coordinates, valid = merge_order(rows, columns, 1)
     return ItemInput(patches.reshape(rows * columns, -1), coordinates, valid)
 
 
@@ -256,7 +256,7 @@ def to_patches(image: np.ndarray, patch: int, merge: int, inner: int = 1) -> Ite
     1 4 5, 2 3 6 7. With inner > 1 a window has merge x merge windows of inner x inner patches.
     """
     height, width, _ = image.shape
-    coordinates, valid = _merge_order(-(-height // patch), -(-width // patch), merge, inner)
+    coordinates, valid = merge_order(-(-height // patch), -(-width // patch), merge, inner)
     return ItemInput(patchify(image, patch, merge, inner), coordinates, valid)
 
 
@@ -294,7 +294,7 @@ def _with_own_tokens(item: ItemInput, encoder: VisionConfig) -> ItemInput:
 
 
 @functools.lru_cache(maxsize=1024)
-def _merge_order(
+def merge_order(
     height: int, width: int, merge: int, inner: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return coordinates int32 `[n, 3]` and validity `[n]` of a patch grid in merge order; read-only, since cached."""
