@@ -184,7 +184,7 @@ class RankAlone:
         )
         parts = min(math.ceil(BYTES * of_stage.parameters / room), max(1, stop - start))
         bounds = np.linspace(start, stop, parts + 1).round().astype(int).tolist()
-        return [(tower, *bound) for bound in pairwise(bounds)]
+        return [LayerRange(tower, *bound) for bound in pairwise(bounds)]
 
     def stage_of(self, tower: str) -> ShardedStage:
         """Return the first stage with layers of a tower."""
@@ -244,7 +244,7 @@ class RankAlone:
         shapes = dict.fromkeys(m.shape for m in microbatches)
         seconds: dict[tuple[int, int], tuple[float, float]] = {}
         for shape in shapes:
-            programs = RunPrograms(self.config, self.executor, self._shape_of(number, shape))
+            programs = RunPrograms(self.config, self.executor, self.shape_of(number, shape))
             passes = Passes(programs, number)
             batches = {
                 (n, rank): passes.put(self._rows(number, m, rank))
@@ -257,7 +257,7 @@ class RankAlone:
             np.array([seconds[n, rank] for rank in of_ranks]).T for n, of_ranks in enumerate(ranks)
         ]
 
-    def _shape_of(self, number: int, shape: Any) -> BatchShape:
+    def shape_of(self, number: int, shape: Any) -> BatchShape:
         """Return the shape of a microbatch on one device of a piece."""
         layout = self.forecast.layout
         tower = self.pieces[number][0]

@@ -171,9 +171,9 @@ class Passes:
         ]
         # of outputs by stage and shapes of inputs
         self._structs: dict[Any, dict[str, jax.ShapeDtypeStruct]] = {}
-        # This process's passes with the seconds of the wall clock at their start and end, where
-        # somebody wants them.
+        # This process's passes with the seconds at their start and end, where somebody wants them.
         self.times: list[tuple[Action, float, float]] | None = None
+        self.clock = time.time  # of these
         self._waited = 0.0  # when arrays were last waited for
         # The pass at which this process is, its number in the step, and what it takes; for the
         # watchdog.
@@ -188,7 +188,7 @@ class Passes:
         """
         if self.synchronous:
             jax.block_until_ready(x)
-        self._waited = time.time()
+        self._waited = self.clock()
         return x
 
     def run(
