@@ -222,13 +222,17 @@ OptimizerConfig = AdamW | Muon | Adafactor
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then a cosine down to `final` of the peak at the last step."""
+    """Linear warm-up, the peak, then a decay down to `final` of the peak at the last step."""
 
     warmup: NonNegativeInt = 50  # steps
-    # share of the peak at the last step
+    # share of the peak at the last step; 1: the rate stays constant
     final: Annotated[float, at_least(0), at_most(1, "it is a part of the peak; choose 0 to 1")] = (
         0.02
     )
+    # of the decay: half a cosine, a line, or 1 - sqrt, which falls fastest at first
+    shape: Literal["cosine", "linear", "sqrt"] = "cosine"
+    decay: NonNegativeInt = 0  # last steps that decay (warmup-stable-decay); 0: all behind warm-up
+    cycles: PositiveInt = 1  # times that the decay restarts from the peak, counting the first
 
 
 @dataclass(frozen=True)
@@ -256,6 +260,8 @@ class TrainingConfig:
     # of the computation; master weights are float32
     precision: Literal["float32", "bfloat16"] = "float32"
     clip: PositiveFloat = 1.0  # global gradient norm
+    # largest absolute value of a gradient's element, after the norm is clipped; 0: no limit
+    clip_value: NonNegativeFloat = 0.0
     # parts of the logits that are computed one after the other, of the tokens or of the vocabulary;
     # 0: as memory needs
     loss_chunks: NonNegativeInt = 0

@@ -218,10 +218,15 @@ def _check_vocabulary(config: Config) -> None:
 
 
 def _check_schedule(config: Config) -> None:
-    """Check that the warm-up ends, if the length of training is known before the data is opened."""
-    warmup = config.schedule.warmup
+    """Check that warm-up and decay fit, if the length of training is known before the data is opened."""
+    warmup, decay = config.schedule.warmup, config.schedule.decay
     steps = config.training.steps
     check(
         warmup < steps or config.training.epochs > 0,
         f"schedule.warmup={warmup} takes all of training.steps={steps}; set schedule.warmup={steps // 10}",
+    )
+    check(
+        warmup + decay < steps or config.training.epochs > 0,
+        f"schedule.decay={decay} behind schedule.warmup={warmup} does not fit training.steps={steps}; set "
+        f"schedule.decay={(steps - warmup) // 5}",
     )

@@ -30,9 +30,9 @@ from mmjax.runtime.moments import store_moments
 from mmjax.runtime.muon import scale_by_muon
 
 Path = tuple[str, ...]
-# Run-time arguments of one update, float32 []: `clip`, and `learning_rate/<group>`,
-# `weight_decay/<group>` by parameter group. They are arguments of the compiled update, so that a
-# schedule compiles nothing.
+# Run-time arguments of one update, float32 []: `clip`, `clip_value` where there is one, and
+# `learning_rate/<group>`, `weight_decay/<group>` by parameter group. They are arguments of the
+# compiled update, so that a schedule compiles nothing.
 Hyperparameters = dict[str, Any]
 
 
@@ -81,6 +81,8 @@ class Optimizer:
         norm = optax.tree.norm(gradients) if norm is None else norm
         scale = jnp.minimum(1.0, hyper["clip"] / jnp.maximum(norm, 1e-12))
         gradients = jax.tree.map(lambda g: g * scale, gradients)
+        if (limit := hyper.get("clip_value")) is not None:
+            gradients = jax.tree.map(lambda g: jnp.clip(g, -limit, limit), gradients)
         directions, state = self.direction.update(gradients, state, params)
 
         def apply(key_path: Any, p: jax.Array, d: jax.Array) -> jax.Array:
@@ -173,15 +175,29 @@ def _by_layer(inner: optax.GradientTransformation) -> optax.GradientTransformati
     return optax.GradientTransformation(init, update)
 
 
+# Share of the way from `final` to the peak, by the share of the decay that is behind a step.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "linear": lambda done: 1 - done,
+    "sqrt": lambda done: 1 - math.sqrt(done),
+}
+
+
 def schedule_factor(schedule: Schedule, step: int, steps: int) -> float:
-    """Return the share of the peak learning rate at a step: linear warm-up, then cosine to `final` at the last step."""
+    """Return the share of the peak learning rate at a step: warm-up, peak, then the decay to `final` at the last step.
+
+    In Python and not by `optax.schedules`, whose results are arrays: a step would wait for the
+    device's.
+    """
     if step < schedule.warmup:
         return (step + 1) / schedule.warmup
-    # The last of `steps` updates is number steps - 1, at which progress reaches 1.
-    progress = (step - schedule.warmup) / max(1, steps - 1 - schedule.warmup)
-    return schedule.final + (1 - schedule.final) * 0.5 * (
-        1 + math.cos(math.pi * min(1.0, progress))
-    )
+    # The last of `steps` updates is number steps - 1, at which the decay reaches 1.
+    last = steps - 1
+    start = max(schedule.warmup, last - schedule.decay) if schedule.decay else schedule.warmup
+    done = min(1.0, max(0, step - start) / max(1, last - start))
+    if done < 1:
+        done = done * schedule.cycles % 1
+    return schedule.final + (1 - schedule.final) * DECAYS[schedule.shape](done)
 
 
 def hyperparameters(config: Config, step: int) -> Hyperparameters:
@@ -190,6 +206,8 @@ def hyperparameters(config: Config, step: int) -> Hyperparameters:
     factor = schedule_factor(config.schedule, step, config.training.steps)
     # NumPy scalars of a fixed dtype: other values are other arguments, not another program.
     hyper: Hyperparameters = {"clip": np.float32(config.training.clip)}
+    if config.training.clip_value:
+        hyper["clip_value"] = np.float32(config.training.clip_value)
     for module in rated_modules(config.model):
         override = o.modules.get(module, o.modules.get(module.removesuffix(".lora")))
         rate = (

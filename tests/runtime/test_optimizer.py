@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 from tiny_run import paths, tiny_config
+from transformers import get_scheduler
 
 from mmjax.config import Adafactor, AdamW, Muon, Rates, Schedule
 from mmjax.runtime.state import hyperparameters, make_optimizer, schedule_factor
@@ -93,6 +95,19 @@ def test_clipping_by_the_global_norm_is_optaxs(size):
     clip = optax.clip_by_global_norm(1.5)
     wanted, _ = jax.jit(clip.update)(gradients, clip.init(params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.mu, wanted)
+
+
+def test_elements_of_a_gradient_are_clipped_as_torch_does():
+    optimizer = make_optimizer(AdamW(b1=0.0), AXES)
+    gradients, params = normal(1), normal(0)
+    rates = hyper(optimizer) | {"clip_value": np.float32(0.3)}
+    _, state, norm = jax.jit(optimizer.update)(gradients, optimizer.init(params), params, rates)
+    assert norm == pytest.approx(norm_of(gradients), rel=1e-6)
+    for found, gradient in zip(jax.tree.leaves(state.mu), jax.tree.leaves(gradients), strict=True):
+        theirs = torch.nn.Parameter(torch.zeros(gradient.shape))
+        theirs.grad = torch.tensor(gradient)
+        torch.nn.utils.clip_grad_value_([theirs], 0.3)
+        np.testing.assert_array_equal(found, theirs.grad.numpy())
 
 
 def test_each_module_follows_its_own_learning_rate_and_weight_decay():
@@ -215,6 +230,63 @@ def test_the_schedule_warms_up_linearly_and_ends_at_its_final_share():
     assert found[9] == pytest.approx(0.55)  # the middle of the cosine
     assert found[-1] == pytest.approx(0.1)
     assert sorted(found[4:], reverse=True) == found[4:]
+
+
+STEPS, WARMUP, DECAY = 41, 6, 12
+
+
+@pytest.mark.parametrize(
+    ("name", "specific", "schedule"),
+    [
+        ("constant_with_warmup", {}, Schedule(WARMUP, final=1.0)),
+        ("linear", {}, Schedule(WARMUP, final=0.0, shape="linear")),
+        ("cosine", {}, Schedule(WARMUP, final=0.0)),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, Schedule(WARMUP, final=0.1)),
+        ("cosine_with_restarts", {"num_cycles": 3}, Schedule(WARMUP, final=0.0, cycles=3)),
+        *(
+            (
+                "warmup_stable_decay",
+                {"num_decay_steps": DECAY, "decay_type": theirs, "min_lr_ratio": 0.1},
+                Schedule(WARMUP, final=0.1, shape=shape, decay=DECAY),
+            )
+            for theirs, shape in (("cosine", "cosine"), ("linear", "linear"), ("1-sqrt", "sqrt"))
+        ),
+    ],
+)
+def test_schedules_are_transformers(name, specific, schedule):
+    # Transformers' rate of step 0 is 0, and that behind the last step is the final one: an update's
+    # is one step later in its warm-up, and ends one step earlier.
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    theirs = get_scheduler(
+        name,
+        torch.optim.SGD([parameter], 1.0),
+        num_warmup_steps=WARMUP,
+        num_training_steps=STEPS - 1,
+        scheduler_specific_kwargs=specific,
+    ).lr_lambdas[0]
+    # Where the decay is given, theirs warms up from the final rate and not from 0.
+    first = WARMUP if schedule.decay else 0
+    wanted = [theirs(step + (step < WARMUP)) for step in range(first, STEPS)]
+    found = [schedule_factor(schedule, step, STEPS) for step in range(first, STEPS)]
+    np.testing.assert_allclose(found, wanted, atol=1e-9)
+
+
+def test_schedules_are_optaxs():
+    rest = STEPS - 1 - WARMUP
+    behind = {
+        Schedule(WARMUP, 0.1): optax.cosine_decay_schedule(1.0, rest, 0.1),
+        Schedule(WARMUP, 0.1, "linear"): optax.linear_schedule(1.0, 0.1, rest),
+        Schedule(WARMUP, 0.1, "linear", DECAY): optax.linear_schedule(
+            1.0, 0.1, DECAY, rest - DECAY
+        ),
+        # each restart at its peak, and the last step at the end of the last cycle
+        Schedule(WARMUP, 0.1, cycles=2): optax.join_schedules(
+            [optax.cosine_decay_schedule(1.0, rest / 2, 0.1)] * 2, [rest // 2]
+        ),
+    }
+    for schedule, theirs in behind.items():
+        found = [schedule_factor(schedule, WARMUP + n, STEPS) for n in range(rest + 1)]
+        np.testing.assert_allclose(found, [theirs(n) for n in range(rest + 1)], atol=1e-6)
 
 
 def test_a_run_no_longer_than_its_warm_up_never_exceeds_the_peak():
