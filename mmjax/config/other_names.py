@@ -258,6 +258,11 @@ SETTINGS = (
         "vision_tower_lr vit_lr aligner_lr mm_projector_lr vision_lr projector_lr",
     ),
     (
+        "loss.label_smoothing={}",
+        "of loss=cross_entropy",
+        "label_smoothing_factor label_smoothing label_smoothing_eps",
+    ),
+    (
         "loss.beta={}",
         "of loss=dpo, orpo, kto and grpo",
         "pref_beta dpo_beta orpo_beta kto_beta rlhf_beta orpo_alpha",
