@@ -233,6 +233,7 @@ SETTINGS = (
         "the kernel for GPUs, elsewhere blocks",
         "attn_implementation attn_impl flash_attn use_flash_attn attention_type use_flash_attention",
     ),
+    ("model.llm.neftune_alpha={}", "", "neftune_noise_alpha neftune_alpha noisy_embedding_alpha"),
     ("model.lora.llm.rank={}", ADAPTERS, "lora_rank lora_r lora_dim"),
     ("model.lora.llm.alpha={}", ADAPTERS, "lora_alpha"),
     ("model.lora.llm.layers=PATTERNS", ADAPTERS, "lora_target lora_target_modules target_modules"),

@@ -14,7 +14,12 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import ModelConfig
-from mmjax.config.model import float8_linears, frozen_modules, quantized_layers
+from mmjax.config.model import (
+    float8_linears,
+    frozen_modules,
+    quantized_layers,
+    random_settings,
+)
 from mmjax.models.dropout import Noise
 from mmjax.models.expert_routing import Routing
 from mmjax.models.layer_stacks import Params, plan_stacks
@@ -155,10 +160,8 @@ class Model:
 
     @property
     def is_random(self) -> bool:
-        """Return whether training draws random numbers: for dropout, or for generators' times and noise."""
-        return self.config.makes_images or any(
-            tower.dropout for tower in (self.config.llm, *self.config.encoders.values())
-        )
+        """Return whether training draws random numbers: for dropout, noise, or generators' times."""
+        return self.config.makes_images or bool(random_settings(self.config))
 
     def init(self, key: Array) -> Params:
         """Initialise random float32 parameters; jit with `out_shardings` to create them sharded."""
