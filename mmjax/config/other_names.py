@@ -92,6 +92,11 @@ SETTINGS = (
         "",
         "max_grad_norm clip_grad gradient_clipping gradient_clip_val gradient_clipping_threshold max_norm",
     ),
+    (
+        "optimizer.ema=0.999",
+        "training.evaluated=average evaluates and exports it",
+        "ema_decay use_ema ema ema_beta",
+    ),
     ("training.clip_value={}", "", "clip_grad_value clip_value clipvalue"),
     (
         "training.precision=bfloat16",

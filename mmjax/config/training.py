@@ -165,6 +165,7 @@ class AdamW:
     moments: Moments = "float32"  # 4, 2 or 1 bytes for each of a matrix's two moments
     offload: bool = False  # keep moments in host memory between updates
     over_data: bool = False  # divide moments over `mesh.data` too (ZeRO-1)
+    ema: Fraction = 0.0  # decay of a moving average of the parameters; 0: none is kept
     # by module: llm, vision.connector, llm.lora, ...
     modules: dict[str, Rates] = field(default_factory=dict)
     kind: Literal["adamw"] = "adamw"
@@ -188,6 +189,7 @@ class Muon:
     moments: Moments = "float32"
     offload: bool = False  # keep moments in host memory between updates
     over_data: bool = False  # divide moments over `mesh.data` too (ZeRO-1)
+    ema: Fraction = 0.0  # decay of a moving average of the parameters; 0: none is kept
     # by module: llm, vision.connector, llm.lora, ...
     modules: dict[str, Rates] = field(default_factory=dict)
     kind: Literal["muon"] = "muon"
@@ -207,6 +209,7 @@ class Adafactor:
     moments: Moments = "bfloat16"  # 4, 2 or 1 bytes for the momentum
     offload: bool = False  # keep the momentum in host memory between updates
     over_data: bool = False  # divide the momentum over `mesh.data` too (ZeRO-1)
+    ema: Fraction = 0.0  # decay of a moving average of the parameters; 0: none is kept
     # by module: llm, vision.connector, llm.lora, ...
     modules: dict[str, Rates] = field(default_factory=dict)
     kind: Literal["adafactor"] = "adafactor"
@@ -277,6 +280,9 @@ class TrainingConfig:
     bad_numbers: Literal["stop", "skip"] = "stop"
     # report a gradient norm of so many times the usual, with the worst samples; 0: never
     spike: NonNegativeFloat = 10.0
+    # parameters that are evaluated, exported and answered with: as trained, or their moving average
+    # (optimizer.ema)
+    evaluated: Literal["trained", "average"] = "trained"
     wandb: str = ""  # a project of Weights & Biases to send the metrics to; needs the extra `wandb`
     watch: WatchConfig = field(default_factory=WatchConfig)
 

@@ -70,6 +70,10 @@ def validate(config: Config) -> None:
     _check_float8(config.model.llm)
     _check_vocabulary(config)
     _check_schedule(config)
+    check(
+        config.training.evaluated == "trained" or config.optimizer.ema > 0,
+        "training.evaluated=average: no average is kept; set optimizer.ema=0.999, or training.evaluated=trained",
+    )
     modules_of_model("optimizer.modules", config.optimizer.modules, rated_modules(config.model))
     check_loss(config)
     if not config.units:

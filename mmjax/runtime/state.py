@@ -36,6 +36,13 @@ Path = tuple[str, ...]
 Hyperparameters = dict[str, Any]
 
 
+class AveragedState(NamedTuple):
+    """The state of a direction, and a moving average of the parameters, float32."""
+
+    direction: optax.OptState
+    average: Params
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """An optax direction, and by parameter: the group whose rates it has, and whether it is a matrix that decays.
@@ -51,8 +58,19 @@ class Optimizer:
     config: OptimizerConfig | None = None
 
     def init(self, params: Params) -> optax.OptState:
-        """Return the state before the first update."""
-        return self.direction.init(params)
+        """Return the state before the first update, at which an average is of the parameters alone."""
+        state = self.direction.init(params)
+        # Copies: an update gives parameters and state away, and no buffer may be in both.
+        return AveragedState(state, jax.tree.map(jnp.copy, params)) if self.ema else state
+
+    @property
+    def ema(self) -> float:
+        """Return the decay of the moving average of the parameters; 0: none is kept."""
+        return 0.0 if self.config is None else self.config.ema
+
+    def average(self, state: optax.OptState) -> Params:
+        """Return the moving average of the parameters, on the devices."""
+        return self.load(state.average)
 
     def load(self, state: optax.OptState) -> optax.OptState:
         """Bring the moments to the devices, where they are in host memory."""
@@ -83,7 +101,8 @@ class Optimizer:
         gradients = jax.tree.map(lambda g: g * scale, gradients)
         if (limit := hyper.get("clip_value")) is not None:
             gradients = jax.tree.map(lambda g: jnp.clip(g, -limit, limit), gradients)
-        directions, state = self.direction.update(gradients, state, params)
+        inner = state.direction if self.ema else state
+        directions, inner = self.direction.update(gradients, inner, params)
 
         def apply(key_path: Any, p: jax.Array, d: jax.Array) -> jax.Array:
             path = key_names(key_path)
@@ -93,7 +112,11 @@ class Optimizer:
             # Decoupled decay (AdamW): it does not pass through the moments, nor is it clipped.
             return p - rate * (d + decay * p) if path in self.matrices else p - rate * d
 
-        return jax.tree_util.tree_map_with_path(apply, params, directions), state, norm
+        params = jax.tree_util.tree_map_with_path(apply, params, directions)
+        if not self.ema:
+            return params, inner, norm
+        average = optax.incremental_update(params, state.average, 1 - self.ema)
+        return params, AveragedState(inner, average), norm
 
 
 def make_optimizer(config: OptimizerConfig, axes: Params, dtype: Any = jnp.float32) -> Optimizer:

@@ -10,6 +10,7 @@ import optax
 import pytest
 import torch
 from tiny_run import paths, tiny_config
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import get_scheduler
 
 from mmjax.config import Adafactor, AdamW, Muon, Rates, Schedule
@@ -108,6 +109,24 @@ def test_elements_of_a_gradient_are_clipped_as_torch_does():
         theirs.grad = torch.tensor(gradient)
         torch.nn.utils.clip_grad_value_([theirs], 0.3)
         np.testing.assert_array_equal(found, theirs.grad.numpy())
+
+
+@pytest.mark.parametrize("config", [AdamW(ema=0.8), Muon(ema=0.8)], ids=["adamw", "muon"])
+def test_the_average_of_the_parameters_is_torchs_beside_the_same_updates(config):
+    averaged, plain = make_optimizer(config, AXES), make_optimizer(replace(config, ema=0.0), AXES)
+    params = others = normal(0)
+    states = [jax.jit(o.init)(params) for o in (averaged, plain)]
+    theirs = [torch.tensor(x) for x in jax.tree.leaves(params)]
+    average = get_ema_multi_avg_fn(0.8)
+    updates = [jax.jit(o.update) for o in (averaged, plain)]
+    for step in range(4):
+        of_step = normal(step + 1), hyper(averaged, 0.1)
+        params, states[0], _ = updates[0](of_step[0], states[0], params, of_step[1])
+        others, states[1], _ = updates[1](of_step[0], states[1], others, of_step[1])
+        average(theirs, [torch.tensor(np.asarray(x)) for x in jax.tree.leaves(params)], None)
+    jax.tree.map(np.testing.assert_array_equal, params, others)
+    for found, wanted in zip(jax.tree.leaves(averaged.average(states[0])), theirs, strict=True):
+        np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_each_module_follows_its_own_learning_rate_and_weight_decay():
