@@ -264,6 +264,16 @@ SETTINGS = (
         "vision_tower_lr vit_lr aligner_lr mm_projector_lr vision_lr projector_lr",
     ),
     (
+        "optimizer.modules.llm.lora.b_ratio={}",
+        ADAPTERS,
+        "loraplus_lr_ratio lorap_lr_ratio loraplus_ratio",
+    ),
+    (
+        "optimizer.modules.vision.layer_decay=F",
+        "or of llm; from a layer to the one before",
+        "layer_decay layerwise_lr_decay llrd layer_wise_lr_decay",
+    ),
+    (
         "loss.label_smoothing={}",
         "of loss=cross_entropy",
         "label_smoothing_factor label_smoothing label_smoothing_eps",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -12,6 +13,7 @@ from mmjax.config.ranges import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    above_zero,
     at_least,
     at_most,
 )
@@ -139,10 +141,23 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rate and weight decay of one module, where they differ from the optimizer's."""
+    """Learning rate and weight decay of a module, or of parameters by name, where they differ from the optimizer's."""
 
     learning_rate: NonNegativeFloat | None = None  # none: the optimizer's
     weight_decay: NonNegativeFloat | None = None  # none: the optimizer's
+    # factor of the learning rate from a layer to the one before; embeddings count as a layer
+    layer_decay: Annotated[float, above_zero(), at_most(1, "choose more than 0 and at most 1")] = (
+        1.0
+    )
+    b_ratio: PositiveFloat = 1.0  # learning rate of adapters' b, as a multiple of a's (LoRA+)
+    # Patterns of parameters, `*` for anything: *.norm*, llm.layers.*.attention.*. Where there are
+    # any, the rates are of these, under a name of your own.
+    parameters: tuple[str, ...] = ()
+
+
+def rates_of(modules: Mapping[str, Rates], group: str) -> Rates:
+    """Return the rates of a module or of named parameters; adapters without any have their module's."""
+    return modules.get(group) or modules.get(group.removesuffix(".lora")) or Rates()
 
 
 # Of the optimizer's moments of matrices between updates; those of vectors are float32. Below 4
@@ -166,7 +181,7 @@ class AdamW:
     offload: bool = False  # keep moments in host memory between updates
     over_data: bool = False  # divide moments over `mesh.data` too (ZeRO-1)
     ema: Fraction = 0.0  # decay of a moving average of the parameters; 0: none is kept
-    # by module: llm, vision.connector, llm.lora, ...
+    # by module: llm, vision.connector, llm.lora, ...; or by a name of your own, with `parameters`
     modules: dict[str, Rates] = field(default_factory=dict)
     kind: Literal["adamw"] = "adamw"
 
@@ -190,7 +205,7 @@ class Muon:
     offload: bool = False  # keep moments in host memory between updates
     over_data: bool = False  # divide moments over `mesh.data` too (ZeRO-1)
     ema: Fraction = 0.0  # decay of a moving average of the parameters; 0: none is kept
-    # by module: llm, vision.connector, llm.lora, ...
+    # by module: llm, vision.connector, llm.lora, ...; or by a name of your own, with `parameters`
     modules: dict[str, Rates] = field(default_factory=dict)
     kind: Literal["muon"] = "muon"
 
@@ -210,7 +225,7 @@ class Adafactor:
     offload: bool = False  # keep the momentum in host memory between updates
     over_data: bool = False  # divide the momentum over `mesh.data` too (ZeRO-1)
     ema: Fraction = 0.0  # decay of a moving average of the parameters; 0: none is kept
-    # by module: llm, vision.connector, llm.lora, ...
+    # by module: llm, vision.connector, llm.lora, ...; or by a name of your own, with `parameters`
     modules: dict[str, Rates] = field(default_factory=dict)
     kind: Literal["adafactor"] = "adafactor"
 

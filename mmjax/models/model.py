@@ -264,6 +264,14 @@ def parameter_group(path: tuple[str, ...]) -> str:
     return f"{module_of(path)}.lora" if ADAPTER_ATTRIBUTE in path[2:] else module_of(path)
 
 
+def parameter_name(path: tuple[str, ...]) -> str:
+    """Name a parameter as patterns do: `llm.layers.*.attention.query.weight`, the same in all layers of a tower."""
+    inside = path[1:] if path[0] == "llm" else path[2:]
+    pairs = zip(("", *inside), inside, strict=False)
+    names = ("*" if before == "runs" else name for before, name in pairs if name != "runs")
+    return ".".join((module_of(path), *names))
+
+
 def modules_of(params: Params) -> set[str]:
     """Name the modules in nested dicts of parameters, as `module_of` does."""
     parts = {f"{name}{suffix}" for kind, suffix in PARTS.items() for name in params.get(kind, ())}
