@@ -15,10 +15,9 @@ from pathlib import Path
 
 from mmjax.autotune.absent import aot_devices
 from mmjax.autotune.choose_units import choose_units
-from mmjax.autotune.compile_run import compile_run
 from mmjax.autotune.forecast import Forecast, RunForecast, forecast_best_mesh, forecast_run
 from mmjax.autotune.layer_profile import MeasureSpeed
-from mmjax.autotune.memory_plan import apply_memory_plan, in_units
+from mmjax.autotune.memory_plan import apply_memory_plan
 from mmjax.config import Config
 from mmjax.config.codec import key_of
 from mmjax.config.loading import config_parameters, load
@@ -39,7 +38,7 @@ from mmjax.planning.plan_file import plan_text
 from mmjax.planning.schedules import schedule_name
 from mmjax.runtime.run_trust import sign_text
 from mmjax.training.describe_plan import describe_plan, plan_numbers
-from mmjax.training.plan_inputs import open_plan_inputs
+from mmjax.training.plan_inputs import compile_forecast, open_plan_inputs
 
 AUTO = "units=auto"  # in place of a config's units: those of the fastest allocation
 
@@ -64,11 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     plan = forecast.chosen.plan
     planned = apply_memory_plan(forecast.chosen.config, plan.policies, plan.loss_chunks)
-    compiled = None
-    if devices is not None:
-        compiled = compile_run(
-            in_units(planned, forecast.chosen.mesh), forecast.chosen.layout, plan, devices
-        )
+    compiled = None if devices is None else compile_forecast(forecast.chosen, devices)
     if args.json:
         print_lines(json.dumps(plan_numbers(forecast, price, compiled, compared)))
     else:

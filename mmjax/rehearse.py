@@ -14,13 +14,14 @@ from pathlib import Path
 
 import jax
 
+from mmjax.autotune.absent import aot_devices
 from mmjax.autotune.forecast import forecast_run
 from mmjax.autotune.rehearsal import rehearse
 from mmjax.config.other_names import parse_words
 from mmjax.console import print_lines, print_note
 from mmjax.errors import CommandParser, UserError, command_parser, exit_process, run_command
 from mmjax.training.describe_rehearsal import describe_rehearsals, rehearsal_numbers
-from mmjax.training.plan_inputs import open_plan_inputs
+from mmjax.training.plan_inputs import compile_forecast, open_plan_inputs
 
 SLOWEST = 2  # ranks that run by default: of those whose rows attend least and most
 
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: give at least 1")
     inputs = open_plan_inputs(args.words, args.lengths, args.measured)
+    devices = aot_devices(inputs.cluster) if args.compile else None
     index, weights, _, reader = inputs.lengths
     forecast = forecast_run(inputs.config, inputs.cluster, index, weights, inputs.measure_speed)
     device = jax.devices()[0]
@@ -39,10 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for kind, planned in forecast.by_balance.items():
         print_note(f"rehearse: balance {kind} on {device.device_kind}")
         rehearsals[kind] = rehearse(planned, reader, device, args.steps, ranks)
+    compiled = None if devices is None else compile_forecast(forecast.chosen, devices)
     if args.json:
-        print_lines(json.dumps(rehearsal_numbers(rehearsals)))
+        print_lines(json.dumps(rehearsal_numbers(rehearsals, compiled)))
     else:
-        print_lines(*describe_rehearsals(rehearsals, inputs.config.batch.balance.kind, device))
+        balance = inputs.config.batch.balance.kind
+        print_lines(*describe_rehearsals(rehearsals, balance, device, compiled))
 
 
 def _parse_ranks(text: str) -> int | None:
@@ -82,6 +86,11 @@ def _parser() -> CommandParser:
         type=Path,
         metavar="FILE.json",
         help="rates measured on such a cluster, for the plan and for links",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the step for the cluster's GPUs, none of which need be here, for a rank's memory",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"

@@ -57,7 +57,7 @@ Seconds = np.ndarray  # float64 [microbatches, 2, ranks]: of forward and backwar
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What rehearsed steps take. seconds: by piece, of the microbatches of all steps."""
+    """Hold what rehearsed steps take. seconds: by piece, of the microbatches of all steps."""
 
     forecast: Forecast
     steps: int
@@ -135,7 +135,7 @@ def rehearse(
 
 
 class RankAlone:
-    """The pieces of a run's stages on one device, and any rank's rows for them."""
+    """Hold the pieces of a run's stages on one device, and pack any rank's rows for them."""
 
     def __init__(
         self, forecast: Forecast, reader: Reader, device: jax.Device, room: float | None = None
@@ -332,7 +332,7 @@ def _check_layout(config: Config) -> None:
 
 
 class Passes:
-    """A piece's compiled passes, with random parameters and activations."""
+    """Compile a piece's passes, and run them with random parameters and activations."""
 
     def __init__(self, programs: RunPrograms, number: int) -> None:
         executor = programs.executor

@@ -75,13 +75,14 @@ LAYOUTS = {
 }
 OPTIONS: Options = {
     "--samples": option(8, "of a microbatch", minimum=PROCESSES),
+    "--seed": option(0, minimum=0),
     "--rounds": option(7, "of a step, the fastest of which counts", minimum=1),
 }
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a process does: run its part of a step, or rehearse all of it."""
+    """Hold what a process does: run its part of a step, or rehearse all of it."""
 
     forecast: Forecast
     index: Path

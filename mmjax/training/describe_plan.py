@@ -68,7 +68,7 @@ def describe_plan(
         lines += describe_stages(config, plan.stages, schedule, chosen.run_time.bubble, measured)
     lines += describe_memory_plan(plan)
     if compiled is not None:
-        lines += _describe_compiled(plan, compiled)
+        lines += describe_compiled(plan, compiled)
     parts = ", ".join(
         f"{name} {duration(seconds)}" for name, seconds in asdict(chosen.time).items() if seconds
     )
@@ -145,7 +145,7 @@ def expert_lines(experts: ExpertsConfig | None, devices: int) -> list[str]:
     ]
 
 
-def _describe_compiled(plan: RunPlan, compiled: Compiled) -> Iterator[str]:
+def describe_compiled(plan: RunPlan, compiled: Compiled) -> Iterator[str]:
     """Set what the compiler says of every stage's programs beside what is planned, with a remedy for what it does."""
     if len(plan.stages) == 1:
         (programs,) = compiled.values()

@@ -12,12 +12,19 @@ from mmjax.autotune.forecast import describe_links
 from mmjax.autotune.rehearsal import Rehearsal
 from mmjax.console import duration, size, table
 from mmjax.planning.hardware import find_device
+from mmjax.training.describe_plan import Compiled, describe_compiled
 
 
 def describe_rehearsals(
-    rehearsals: Mapping[str, Rehearsal], balance: str, device: jax.Device
+    rehearsals: Mapping[str, Rehearsal],
+    balance: str,
+    device: jax.Device,
+    compiled: Compiled | None = None,
 ) -> list[str]:
-    """Format rehearsals for a person. balance: the run's own, of which each module's ranks are listed."""
+    """Format rehearsals for a person.
+
+    balance: the run's own, of which each module's ranks are listed. compiled: its programs.
+    """
     own = rehearsals[balance]
     cluster = own.forecast.cluster
     first, *others = own.forecast.steps[: own.steps]
@@ -33,9 +40,10 @@ def describe_rehearsals(
         lines.append(f"{name:6} {duration(time.total)}: {parts}")
     memory = own.forecast.plan
     lines.append(
-        f"memory {size(memory.device)} of {size(memory.limit.device)} on every rank, as planned; "
-        "mmjax.plan --compile asks the compiler"
+        f"memory {size(memory.device)} of {size(memory.limit.device)} on every rank, as planned"
     )
+    if compiled is not None:
+        lines += describe_compiled(memory, compiled)
     return [*lines, *describe_links(cluster), *_notes(own, device)]
 
 
@@ -88,8 +96,14 @@ def _notes(rehearsal: Rehearsal, device: jax.Device) -> Iterator[str]:
         )
 
 
-def rehearsal_numbers(rehearsals: Mapping[str, Rehearsal]) -> dict[str, Any]:
-    """Return the numbers of rehearsals, by balance."""
+def rehearsal_numbers(
+    rehearsals: Mapping[str, Rehearsal], compiled: Compiled | None = None
+) -> dict[str, Any]:
+    """Return the numbers of rehearsals, by balance. compiled: programs of the run's own."""
+    bytes_of = {
+        stage: {name: program.bytes for name, program in programs.items()}
+        for stage, programs in (compiled or {}).items()
+    }
     return {
         kind: {
             "step_seconds": rehearsal.run_time.step.total,
@@ -104,4 +118,4 @@ def rehearsal_numbers(rehearsals: Mapping[str, Rehearsal]) -> dict[str, Any]:
             "memory": rehearsal.forecast.plan.device,
         }
         for kind, rehearsal in rehearsals.items()
-    }
+    } | ({"compiled": bytes_of} if compiled else {})

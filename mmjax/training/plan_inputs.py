@@ -1,4 +1,4 @@
-"""What a plan is made from: the words of a command, a cluster, the lengths of samples, and rates that were measured."""
+"""Open what a plan is made from: the words of a command, a cluster, lengths of samples, and measured rates."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 import jax
 
+from mmjax.autotune.compile_run import Programs, compile_run
+from mmjax.autotune.forecast import Forecast
 from mmjax.autotune.layer_profile import MeasureSpeed, Shapes
-from mmjax.autotune.memory_plan import device_speed
+from mmjax.autotune.memory_plan import apply_memory_plan, device_speed, in_units
 from mmjax.config import Config
 from mmjax.config.loading import config_of_words, copy_config, load
 from mmjax.data.loading.made_samples import made_samples
@@ -39,7 +41,7 @@ COMMAND_KEYS = ("cluster", "price")  # words that are the command's, not the con
 
 
 class Lengths(NamedTuple):
-    """The samples of a plan."""
+    """Hold the samples of a plan."""
 
     index: LengthIndex
     weights: list[float]  # of each source
@@ -49,7 +51,7 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan is made from. options: the command's own words, by key."""
+    """Hold what a plan is made from. options: the command's own words, by key."""
 
     path: Path
     config: Config
@@ -171,3 +173,10 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> Lengths:
         )
     index = index_of_lengths(lengths, modules, config.model.llm)
     return of(index, "the config names no data: lengths made from a seed")
+
+
+def compile_forecast(forecast: Forecast, devices: Sequence[jax.Device]) -> dict[str, Programs]:
+    """Compile the programs of a forecast run, by stage and name."""
+    plan = forecast.plan
+    config = apply_memory_plan(forecast.config, plan.policies, plan.loss_chunks)
+    return compile_run(in_units(config, forecast.mesh), forecast.layout, plan, devices)
