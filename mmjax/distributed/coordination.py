@@ -208,8 +208,8 @@ def wait_for_all(where: str) -> None:
 
 @cache
 def hosts() -> list[str]:
-    """Return the host name of each process."""
-    return gather("hosts", socket.gethostname())
+    """Return the host name of each process: MMJAX_HOST where it is set."""
+    return gather("hosts", os.environ.get("MMJAX_HOST") or socket.gethostname())
 
 
 def per_host() -> int:

@@ -261,7 +261,7 @@ class Links:
 
     def __init__(self) -> None:
         self._checks = checks_transfers()
-        address = f"{own_address(os.environ['MMJAX_COORDINATOR'])}:0"
+        address = f"{own_address(os.environ.get('MMJAX_COORDINATOR', '127.0.0.1:1'))}:0"
         client = jax.local_devices()[0].client
         self._server = transfer.start_transfer_server(
             client, address, [address] * jax.local_device_count()
