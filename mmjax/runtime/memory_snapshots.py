@@ -33,6 +33,7 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import stack_layers, unstack_layers
 from mmjax.parallel.sharding import without_shards
+from mmjax.planning.memory import KEPT_COPIES, WRITTEN_COPIES
 from mmjax.runtime.bit_sums import leaves_by_name
 from mmjax.runtime.checkpoint import layer_of_struct
 from mmjax.runtime.checkpoint_commit import report_progress, run_and_describe_failure
@@ -49,11 +50,6 @@ from mmjax.runtime.snapshot_files import (
     Whole,
     write_snapshot,
 )
-
-# Copies of a file that a host has while the next one is written: those two, and what was copied
-# from the devices.
-_OWN_COPIES = 3
-_KEPT_COPIES = 2
 
 
 def open_snapshots(config: TrainingConfig, folder: RunFolder) -> SnapshotFolder | None:
@@ -167,10 +163,8 @@ class MemorySnapshots:
         needed = 0
         for process, text in enumerate(gathered):
             written, keeper = json.loads(text)
-            needed += _OWN_COPIES * written * (hosts[process] == hosts[index])
-            needed += (
-                _KEPT_COPIES * written * (keeper is not None and hosts[keeper] == hosts[index])
-            )
+            needed += WRITTEN_COPIES * written * (hosts[process] == hosts[index])
+            needed += KEPT_COPIES * written * (keeper is not None and hosts[keeper] == hosts[index])
         self.host_bytes = needed
         if needed > (free := self._folder.free_bytes()):
             raise UserError(

@@ -128,6 +128,8 @@ class RunCheckpoints:
         """
         executor = self._executor
         first = self._data.launch.first
+        if self._memory is not None:
+            print_lines(f"memory {self._memory.describe()}")
         if first:
             if self._snapshot is None:
                 state, saved = self._store.restore(first)

@@ -81,7 +81,7 @@ class Supervised:
                  f"training.memory_folder={memory}"],
                 environment(1, PYTHONPATH=os.pathsep.join(sys.path)), stdout=file, stderr=file,
             )  # fmt: skip
-        wait_until(lambda: last(folder) >= 3, self.process)
+        wait_until(lambda: last(folder) >= 3, self.process, 1800)
 
     def resumed(self) -> list[int]:
         """The steps at which it went on, so far."""
