@@ -9,17 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from commands import TINY
+from commands import TINY, TINY_MEDIA
 
 from mmjax.config import MeshConfig, TrainingConfig
 from mmjax.config.loading import load
 from mmjax.disk import PROGRESS, with_checksum
 from mmjax.errors import UserError
 from mmjax.models.model import Model
+from mmjax.models.piece import Piece
+from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint_metadata import DamagedCheckpoint, DataState
 from mmjax.runtime.executor import Executor
 from mmjax.runtime.memory_snapshots import MemorySnapshots, open_snapshots
+from mmjax.runtime.passes import PlacedStage
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.snapshot_files import SnapshotFolder
 from mmjax.runtime.state import make_optimizer
@@ -70,6 +73,33 @@ def test_a_snapshot_restores_to_the_bit_into_other_shardings(mesh, devices, fold
     ]
     assert layouts[0][0] == layouts[1]
     assert (saved.step, saved.run, saved.data.index) == (5, "a run", "index")
+
+
+@pytest.mark.exhaustive
+def test_units_go_on_from_a_snapshot_of_one_mesh_and_the_reverse(folder):
+    config = load(TINY_MEDIA)
+    model = Model.build(config.model, jnp.float32)
+    optimizer = make_optimizer(config.optimizer, model.axes, model.dtype)
+    towers = config.model.towers
+    stages = [
+        PlacedStage(
+            tower,
+            Stage(model, (Piece(config.model, tower, 0, towers[tower].layers),)),
+            make_mesh(MeshConfig(), jax.devices()[n : n + 1]),
+        )
+        for n, tower in enumerate(towers)
+    ]
+    units = Executor(model, optimizer, stages, sources=1)
+    one = Executor.on_mesh(
+        model, optimizer, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules(), sources=1
+    )
+    state = one.init(jax.random.key(3))
+    save(folder, one, state, 5)
+    in_units, _ = MemorySnapshots(folder, units).restore(folder.whole_snapshots()[5])
+    assert len(in_units.stages) == 3
+    save(folder, units, in_units, 6)
+    again, _ = MemorySnapshots(folder, one).restore(folder.whole_snapshots()[6])
+    jax.tree.map(np.testing.assert_array_equal, again.stages, state.stages)
 
 
 def test_the_newest_whole_snapshot_alone_stays_and_a_later_one_of_another_past_goes(
