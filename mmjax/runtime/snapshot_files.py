@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 class StoredPiece(NamedTuple):
-    """Where a piece is in a file, after the header."""
+    """Describe a piece in a file; the offset counts from the end of the header."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class StoredPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class SnapshotHeader:
-    """What a file says of itself.
+    """Describe a file: whose it is, of which step, and what belongs to it.
 
     start: names the start of the run that wrote it, of whose layout its pieces are. group: the
     first writer of the processes whose files together are the whole state, which are as many as
