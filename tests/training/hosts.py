@@ -1,6 +1,7 @@
 """Train with N processes as on hosts of their own: python hosts.py N WORDS; it ends as launch/local.sh does."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,15 @@ processes = [
     )
     for k in range(count)
 ]
+
+
+def end(number: int, frame: object) -> None:
+    for process in processes:
+        process.kill()
+    sys.exit(128 + number)
+
+
+signal.signal(signal.SIGTERM, end)  # also where the supervisor is killed
 code, deadline = 0, float("inf")
 while any(process.poll() is None for process in processes):
     codes = [process.poll() for process in processes]
