@@ -48,7 +48,7 @@ def test_killed_where_nothing_is_on_disk_a_run_goes_on_from_memory_to_the_same_b
     ended = finish(begin([*command, "--resume"], variables))
     assert ended.code == 0, ended
     (step,) = re.findall(rf"resumed {folder} at step (\d+), from memory", ended.out)
-    assert int(step) >= saved >= 3
+    assert int(step) >= saved >= 2  # a step is logged before its snapshot waits for the last one
     assert losses(folder) == losses(whole)
     assert not list(tmp_path.glob("mmjax-*"))  # it has ended, and is on disk
 
