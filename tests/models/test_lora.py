@@ -19,6 +19,7 @@ from mmjax.models.layer_stacks import key_names, unstack_layers
 from mmjax.models.linear import Linear
 from mmjax.models.lora import LowRank
 from mmjax.models.model import Model, merge, parameter_group, partition
+from mmjax.models.quantization import QuantizedMatrix, dequantize
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.state import make_optimizer, parameter_shardings
 
@@ -131,6 +132,27 @@ def test_dora_computes_and_trains_what_pefts_layer_does():
         found = np.asarray(gradients["lora"][name].get_value())
         theirs = tensors[name][0].grad.numpy()
         np.testing.assert_allclose(found.T, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_dora_beside_quantised_and_fp8_weights_has_lengths_of_what_these_are():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))  # noqa: E731
+    lora = LoraConfig(("*",), rank=3, dora=True)
+    linear = Linear(64, 32, ("embed", "mlp"), nnx.Rngs(0))
+    linear.lora = LowRank(draw(64, 3), draw(3, 32), linear, lora)
+    linear.lora.magnitude[...] = draw(32)
+    x = draw(5, 64)
+    plain = linear(x)
+    linear.float8 = True
+    assert np.abs(linear(x) - plain).max() < 0.1 * np.abs(plain).max()
+    linear.float8 = False
+    linear.weight = QuantizedMatrix(linear.weight[...], linear.axes, "int8")
+    found = linear(x)
+    w = dequantize(linear.weight[...], jnp.float32)
+    new = w + lora_scale(lora) * linear.lora.a[...] @ linear.lora.b[...]
+    lengths = jnp.linalg.norm(w, axis=0) + linear.lora.magnitude[...]
+    wanted = x @ (new * lengths / jnp.linalg.norm(new, axis=0))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.exhaustive
