@@ -306,6 +306,19 @@ class VisionConfig(TowerFacts):
         return (c.heads, c.kv_heads) if c else ()
 
     @property
+    def windowed_share(self) -> float:
+        """Weigh layers by the channels of their scores and values, those of distances and of a sink among them."""
+        if not self.relative_side:
+            return super().windowed_share
+        before = self.merge_after or self.layers
+        in_windows = len(self.windowed) * (self.head_width + self.window + 1)
+        others = (before - len(self.windowed)) * (self.head_width + self.relative_side)
+        if c := self.query_layers:
+            # Of a layer behind the merger, whose pairs are fewer by the square.
+            others += (self.layers - before) * c.width / self.heads / self.merged_inputs**2
+        return in_windows / (in_windows + others)
+
+    @property
     def layer_kinds(self) -> tuple[bool, ...]:
         """Tell of each layer whether its learned distances are those in a window; (): there are none."""
         return tuple(i in self.windowed for i in range(self.layers)) if self.relative_side else ()
@@ -463,10 +476,6 @@ class VisionConfig(TowerFacts):
                 not getattr(self, name) or not given,
                 f"{key}: it goes without {(given or [''])[0]}; leave that out",
             )
-        check(
-            not self.relative_side or bool(self.query_layers) or not self.merge_after,
-            f"{where}.relative_side={self.relative_side}: it does not go with merge_after alone; set query_layers",
-        )
         if c := self.query_layers:
             check(
                 self.connector.merge == 1 and 0 < self.merge_after < self.layers,
