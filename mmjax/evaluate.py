@@ -186,8 +186,9 @@ def _open_evaluator(
     rules = ShardingRules()
     functions = resolve_callbacks(config.model, folder.path)
     model = Model.build(config.model, jnp.dtype(config.training.precision), functions=functions)
+    shardings = parameter_shardings(model, mesh, rules)
     params = restore_parameters(
-        folder.checkpoints, step, model, parameter_shardings(model, mesh, rules)
+        folder.checkpoints, step, model, shardings, config.training.evaluated
     )
     evaluator = Evaluator(
         model,

@@ -54,12 +54,14 @@ def export(
     adapter: bool = False,
     sources: Sequence[str] = (),
     again: bool = False,
+    weights: str = "",
 ) -> list[str]:
     """Write a run's checkpoint, by default the newest, as a Hugging Face folder that appears whole or not at all.
 
     adapter: only the adapters, as PEFT reads them. sources: new places of folders that weights came
-    from, each NEW or MODULE=NEW. again: replace what is at `out`. Returns lines for the user.
-    Raises UserError where something is missing or in the way.
+    from, each NEW or MODULE=NEW. again: replace what is at `out`. weights: trained, or their moving
+    average; by default what the run says (`training.evaluated`). Returns lines for the user. Raises
+    UserError where something is missing or in the way.
     """
     folder = RunFolder(run)
     config = folder.stored_config()
@@ -72,7 +74,9 @@ def export(
     # Cut after every layer, so that parameters are read a layer at a time and never all at once.
     cuts = {name: tuple(range(1, c.layers)) for name, c in stacked_towers(model).items()}
     built = Model.build(model, jnp.float32, cuts)
-    exporter = Exporter(model, SavedParameters(folder.checkpoints, step, built))
+    weights = weights or config.training.evaluated
+    saved = SavedParameters(folder.checkpoints, step, built, evaluated=weights)
+    exporter = Exporter(model, saved)
     with _new_folder(out, again) as partial:
         if adapter:
             lines = _write_adapter(exporter, built, list(opened.values()), partial)
@@ -81,7 +85,8 @@ def export(
             lines = _write_source(exporter, source, modules, partial)
         else:
             lines = _write_parts(exporter, list(opened.values()), partial)
-    return [f"{run} after {step} steps: {out}", *lines]
+    of_average = ", the average of its parameters" if weights == "average" else ""
+    return [f"{run} after {step} steps{of_average}: {out}", *lines]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -352,10 +357,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="where the folder is now that weights came from",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+    parser.add_argument(
+        "--weights",
+        choices=("trained", "average"),
+        default="",
+        help="as trained, or their moving average; by default the run's training.evaluated",
+    )
     args = parser.parse_args(argv)
     # nothing is computed, and the accelerator may be training
     jax.config.update("jax_platforms", "cpu")
-    print_lines(*export(args.run, args.out, args.step, args.adapter, args.source, args.overwrite))
+    lines = export(
+        args.run, args.out, args.step, args.adapter, args.source, args.overwrite, args.weights
+    )
+    print_lines(*lines)
 
 
 if __name__ == "__main__":

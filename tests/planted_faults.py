@@ -393,7 +393,7 @@ FAULTS = (
     Fault(
         "a damaged checkpoint that is believed",
         "runtime/saved_parameters.py",
-        "if (damaged := find_damaged(state, self._sums)) is not None:",
+        "if (damaged := find_damaged(found, self._sums)) is not None:",
         "if (damaged := None) is not None:",
         ("runtime/test_checkpoint.py::test_noise_that_storage_does_not_notice_is_named",),
     ),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mmjax.config.checks import check
 from mmjax.config.losses import CrossEntropy, LossConfig
-from mmjax.config.model import ModelConfig
+from mmjax.config.model import ModelConfig, random_settings
 from mmjax.config.training import Layout
 
 
@@ -49,12 +49,8 @@ def _of_answers(setting: Callable[[ModelConfig], str]) -> Callable[[Features], s
     return find
 
 
-def _dropout(model: ModelConfig) -> str:
-    towers = {
-        "model.llm": model.llm,
-        **{f"model.encoders.{name}": e for name, e in model.encoders.items()},
-    }
-    return next((f"{name}.dropout" for name, tower in towers.items() if tower.dropout), "")
+def _randomness(model: ModelConfig) -> str:
+    return next(iter(random_settings(model)), "")
 
 
 def _llm_layouts(features: Features) -> Iterator[tuple[str, Layout]]:
@@ -133,7 +129,12 @@ CONFLICTS = (
         _CROSS_ENTROPY,
         _of_answers(lambda model: "model.generators" if model.makes_images else ""),
     ),
-    Conflict(_ANSWERS, "dropout in the LLM or an encoder", "no dropout", _of_answers(_dropout)),
+    Conflict(
+        _ANSWERS,
+        "dropout in the LLM or an encoder, or noise (`model.llm.neftune_alpha`)",
+        "none of them",
+        _of_answers(_randomness),
+    ),
     Conflict(
         _ANSWERS,
         "prompts that attend both ways (`model.llm.items=prefix`)",

@@ -315,6 +315,8 @@ class DecoderConfig(TowerFacts):
     attention: Attention = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: Dropout = 0.0  # rate, in training, for the outputs of attention and MLP
+    # Of noise on embedded text in training: up to alpha / sqrt(tokens * width) (NEFTune). 0: none.
+    neftune_alpha: NonNegativeFloat = 0.0
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     # in place of the MLP in some layers; none: all layers have the MLP

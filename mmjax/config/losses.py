@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from mmjax.config.ranges import NonNegativeFloat, PositiveFloat
+from mmjax.config.ranges import Fraction, NonNegativeFloat, PositiveFloat
 
 # What a record holds of answers: the last of a conversation, a chosen and a rejected one, one that
 # is good or bad, or some that a model has drawn. `data.sources.answers` reads each.
@@ -57,6 +57,8 @@ class CrossEntropy(_Loss):
     """Cross-entropy of every trained token."""
 
     answers: ClassVar[Answers] = "one"
+    # share of a target's probability that all tokens get alike; not in evaluations
+    label_smoothing: Fraction = 0.0
     kind: Literal["cross_entropy"] = "cross_entropy"
 
 

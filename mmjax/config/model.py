@@ -171,6 +171,13 @@ def step_vaes(model: ModelConfig) -> dict[str, VaeConfig]:
     return {name: vae for name, c in model.generators.items() if (vae := c.step_vae)}
 
 
+def random_settings(model: ModelConfig) -> list[str]:
+    """List the keys of what training draws at random in the LLM and the encoders: dropout, and noise of embeddings."""
+    towers = {"llm": model.llm} | {f"encoders.{name}": c for name, c in model.encoders.items()}
+    keys = [f"model.{name}.dropout" for name, tower in towers.items() if tower.dropout]
+    return [*keys, *(["model.llm.neftune_alpha"] if model.llm.neftune_alpha else [])]
+
+
 def tower_key(model: ModelConfig, name: str) -> str:
     """Return the key of a tower in a config: "model.llm", "model.encoders.vision" or "model.generators.picture"."""
     if name == "llm":

@@ -20,7 +20,10 @@ CHECKPOINT = (
     "of the configs llava_style, llava_lora and llava_dpo: python -m mmjax.train llava_style"
 )
 SHARDS = "the devices over which parameters are sharded, with optimizer and gradients; -1: all"
-COSINE = "the schedule is a linear warm-up, then a cosine down to schedule.final of the peak; 1 keeps it constant"
+SHAPES = (
+    "or linear, sqrt, behind a linear warm-up; schedule.final=1 keeps the rate constant, schedule.decay=N decays in "
+    "the last N steps, schedule.cycles=N restarts"
+)
 ROWS = "rows are as long as samples need"
 
 # How mmjax spells a setting, with {} for the value and empty where there is nothing to set; what to
@@ -62,11 +65,23 @@ SETTINGS = (
         "warmup_ratio warmup_steps_fraction lr_warmup_fraction",
     ),
     (
-        "schedule.final=F",
-        COSINE,
-        "lr_scheduler_type lr_scheduler lr_decay_style lr_decay_type scheduler min_lr min_lr_factor "
-        "min_lr_ratio cosine_learning_rate_final_fraction",
+        "schedule.shape=cosine",
+        SHAPES,
+        "lr_scheduler_type lr_scheduler lr_decay_style lr_decay_type scheduler lr_schedule_type "
+        "learning_rate_schedule wsd_decay_style",
     ),
+    (
+        "schedule.final=F",
+        "share of the peak at the last step",
+        "min_lr min_lr_rate min_lr_factor min_lr_ratio cosine_learning_rate_final_fraction "
+        "learning_rate_final_fraction",
+    ),
+    (
+        "schedule.decay=N",
+        "last steps, not a share of them",
+        "num_decay_steps decay_ratio wsd_decay_steps_fraction lr_wsd_decay_iters lr_wsd_decay_style",
+    ),
+    ("schedule.cycles={}", "", "num_cycles"),
     ("optimizer.weight_decay={}", "", "wd weight_decay"),
     ("optimizer.b1={}", "", "adam_beta1 beta1"),
     ("optimizer.b2={}", "", "adam_beta2 beta2"),
@@ -77,6 +92,12 @@ SETTINGS = (
         "",
         "max_grad_norm clip_grad gradient_clipping gradient_clip_val gradient_clipping_threshold max_norm",
     ),
+    (
+        "optimizer.ema=0.999",
+        "training.evaluated=average evaluates and exports it",
+        "ema_decay use_ema ema ema_beta",
+    ),
+    ("training.clip_value={}", "", "clip_grad_value clip_value clipvalue"),
     (
         "training.precision=bfloat16",
         "or float32; there is no float16",
@@ -217,6 +238,7 @@ SETTINGS = (
         "the kernel for GPUs, elsewhere blocks",
         "attn_implementation attn_impl flash_attn use_flash_attn attention_type use_flash_attention",
     ),
+    ("model.llm.neftune_alpha={}", "", "neftune_noise_alpha neftune_alpha noisy_embedding_alpha"),
     ("model.lora.llm.rank={}", ADAPTERS, "lora_rank lora_r lora_dim"),
     ("model.lora.llm.alpha={}", ADAPTERS, "lora_alpha"),
     ("model.lora.llm.layers=PATTERNS", ADAPTERS, "lora_target lora_target_modules target_modules"),
@@ -240,6 +262,21 @@ SETTINGS = (
         "optimizer.modules.vision.learning_rate=R",
         "or .vision.connector: the projector's",
         "vision_tower_lr vit_lr aligner_lr mm_projector_lr vision_lr projector_lr",
+    ),
+    (
+        "optimizer.modules.llm.lora.b_ratio={}",
+        ADAPTERS,
+        "loraplus_lr_ratio lorap_lr_ratio loraplus_ratio",
+    ),
+    (
+        "optimizer.modules.vision.layer_decay=F",
+        "or of llm; from a layer to the one before",
+        "layer_decay layerwise_lr_decay llrd layer_wise_lr_decay",
+    ),
+    (
+        "loss.label_smoothing={}",
+        "of loss=cross_entropy",
+        "label_smoothing_factor label_smoothing label_smoothing_eps",
     ),
     (
         "loss.beta={}",

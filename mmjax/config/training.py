@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -12,6 +13,7 @@ from mmjax.config.ranges import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    above_zero,
     at_least,
     at_most,
 )
@@ -139,10 +141,23 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rate and weight decay of one module, where they differ from the optimizer's."""
+    """Learning rate and weight decay of a module, or of parameters by name, where they differ from the optimizer's."""
 
     learning_rate: NonNegativeFloat | None = None  # none: the optimizer's
     weight_decay: NonNegativeFloat | None = None  # none: the optimizer's
+    # factor of the learning rate from a layer to the one before; embeddings count as a layer
+    layer_decay: Annotated[float, above_zero(), at_most(1, "choose more than 0 and at most 1")] = (
+        1.0
+    )
+    b_ratio: PositiveFloat = 1.0  # learning rate of adapters' b, as a multiple of a's (LoRA+)
+    # Patterns of parameters, `*` for anything: *.norm*, llm.layers.*.attention.*. Where there are
+    # any, the rates are of these, under a name of your own.
+    parameters: tuple[str, ...] = ()
+
+
+def rates_of(modules: Mapping[str, Rates], group: str) -> Rates:
+    """Return the rates of a module or of named parameters; adapters without any have their module's."""
+    return modules.get(group) or modules.get(group.removesuffix(".lora")) or Rates()
 
 
 # Of the optimizer's moments of matrices between updates; those of vectors are float32. Below 4
@@ -165,7 +180,8 @@ class AdamW:
     moments: Moments = "float32"  # 4, 2 or 1 bytes for each of a matrix's two moments
     offload: bool = False  # keep moments in host memory between updates
     over_data: bool = False  # divide moments over `mesh.data` too (ZeRO-1)
-    # by module: llm, vision.connector, llm.lora, ...
+    ema: Fraction = 0.0  # decay of a moving average of the parameters; 0: none is kept
+    # by module: llm, vision.connector, llm.lora, ...; or by a name of your own, with `parameters`
     modules: dict[str, Rates] = field(default_factory=dict)
     kind: Literal["adamw"] = "adamw"
 
@@ -188,7 +204,8 @@ class Muon:
     moments: Moments = "float32"
     offload: bool = False  # keep moments in host memory between updates
     over_data: bool = False  # divide moments over `mesh.data` too (ZeRO-1)
-    # by module: llm, vision.connector, llm.lora, ...
+    ema: Fraction = 0.0  # decay of a moving average of the parameters; 0: none is kept
+    # by module: llm, vision.connector, llm.lora, ...; or by a name of your own, with `parameters`
     modules: dict[str, Rates] = field(default_factory=dict)
     kind: Literal["muon"] = "muon"
 
@@ -207,7 +224,8 @@ class Adafactor:
     moments: Moments = "bfloat16"  # 4, 2 or 1 bytes for the momentum
     offload: bool = False  # keep the momentum in host memory between updates
     over_data: bool = False  # divide the momentum over `mesh.data` too (ZeRO-1)
-    # by module: llm, vision.connector, llm.lora, ...
+    ema: Fraction = 0.0  # decay of a moving average of the parameters; 0: none is kept
+    # by module: llm, vision.connector, llm.lora, ...; or by a name of your own, with `parameters`
     modules: dict[str, Rates] = field(default_factory=dict)
     kind: Literal["adafactor"] = "adafactor"
 
@@ -222,13 +240,17 @@ OptimizerConfig = AdamW | Muon | Adafactor
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then a cosine down to `final` of the peak at the last step."""
+    """Linear warm-up, the peak, then a decay down to `final` of the peak at the last step."""
 
     warmup: NonNegativeInt = 50  # steps
-    # share of the peak at the last step
+    # share of the peak at the last step; 1: the rate stays constant
     final: Annotated[float, at_least(0), at_most(1, "it is a part of the peak; choose 0 to 1")] = (
         0.02
     )
+    # of the decay: half a cosine, a line, or 1 - sqrt, which falls fastest at first
+    shape: Literal["cosine", "linear", "sqrt"] = "cosine"
+    decay: NonNegativeInt = 0  # last steps that decay (warmup-stable-decay); 0: all behind warm-up
+    cycles: PositiveInt = 1  # times that the decay restarts from the peak, counting the first
 
 
 @dataclass(frozen=True)
@@ -256,6 +278,8 @@ class TrainingConfig:
     # of the computation; master weights are float32
     precision: Literal["float32", "bfloat16"] = "float32"
     clip: PositiveFloat = 1.0  # global gradient norm
+    # largest absolute value of a gradient's element, after the norm is clipped; 0: no limit
+    clip_value: NonNegativeFloat = 0.0
     # parts of the logits that are computed one after the other, of the tokens or of the vocabulary;
     # 0: as memory needs
     loss_chunks: NonNegativeInt = 0
@@ -271,6 +295,9 @@ class TrainingConfig:
     bad_numbers: Literal["stop", "skip"] = "stop"
     # report a gradient norm of so many times the usual, with the worst samples; 0: never
     spike: NonNegativeFloat = 10.0
+    # parameters that are evaluated, exported and answered with: as trained, or their moving average
+    # (optimizer.ema)
+    evaluated: Literal["trained", "average"] = "trained"
     wandb: str = ""  # a project of Weights & Biases to send the metrics to; needs the extra `wandb`
     watch: WatchConfig = field(default_factory=WatchConfig)
 

@@ -19,7 +19,13 @@ from mmjax.config import (
 from mmjax.config.checks import check, modules_of_model
 from mmjax.config.compatibility import Features, check_conflicts
 from mmjax.config.losses import loss_of_source, takes_answers
-from mmjax.config.model import adapted_modules, frozen_modules, module_names, rated_modules
+from mmjax.config.model import (
+    adapted_modules,
+    frozen_modules,
+    module_names,
+    rated_modules,
+    stacked_towers,
+)
 from mmjax.config.ranges import check_section
 from mmjax.config.sources import EMBEDDED_NEEDS
 from mmjax.config.training import unit_layout
@@ -70,7 +76,11 @@ def validate(config: Config) -> None:
     _check_float8(config.model.llm)
     _check_vocabulary(config)
     _check_schedule(config)
-    modules_of_model("optimizer.modules", config.optimizer.modules, rated_modules(config.model))
+    check(
+        config.training.evaluated == "trained" or config.optimizer.ema > 0,
+        "training.evaluated=average: no average is kept; set optimizer.ema=0.999, or training.evaluated=trained",
+    )
+    _check_rates(config)
     check_loss(config)
     if not config.units:
         check_layout("mesh", config.mesh, config.model, alignment=config.batch.alignment)
@@ -80,6 +90,27 @@ def validate(config: Config) -> None:
         layout = unit_layout(unit, config.mesh)
         towers = towers_on(config.units, name)
         check_layout(f"units.{name}", layout, config.model, towers, config.batch.alignment)
+
+
+def _check_rates(config: Config) -> None:
+    """Check that rates are of modules, or of parameters under another name, and that these have layers and adapters."""
+    modules = rated_modules(config.model)
+    of_modules = {name: r for name, r in config.optimizer.modules.items() if not r.parameters}
+    modules_of_model("optimizer.modules", of_modules, modules)
+    for name in config.optimizer.modules.keys() - of_modules.keys():
+        check(
+            name not in modules,
+            f"optimizer.modules.{name}.parameters: {name} is a module; give these parameters another name",
+        )
+    for name, rates in of_modules.items():
+        check(
+            rates.layer_decay == 1 or name.removesuffix(".lora") in stacked_towers(config.model),
+            f"optimizer.modules.{name}.layer_decay={rates.layer_decay}: {name} is no stack of layers; leave it out",
+        )
+        check(
+            rates.b_ratio == 1 or f"{name.removesuffix('.lora')}.lora" in modules,
+            f"optimizer.modules.{name}.b_ratio={rates.b_ratio}: {name} has no adapters (model.lora); leave it out",
+        )
 
 
 def check_loss(config: Config) -> None:
@@ -218,10 +249,15 @@ def _check_vocabulary(config: Config) -> None:
 
 
 def _check_schedule(config: Config) -> None:
-    """Check that the warm-up ends, if the length of training is known before the data is opened."""
-    warmup = config.schedule.warmup
+    """Check that warm-up and decay fit, if the length of training is known before the data is opened."""
+    warmup, decay = config.schedule.warmup, config.schedule.decay
     steps = config.training.steps
     check(
         warmup < steps or config.training.epochs > 0,
         f"schedule.warmup={warmup} takes all of training.steps={steps}; set schedule.warmup={steps // 10}",
+    )
+    check(
+        warmup + decay < steps or config.training.epochs > 0,
+        f"schedule.decay={decay} behind schedule.warmup={warmup} does not fit training.steps={steps}; set "
+        f"schedule.decay={(steps - warmup) // 5}",
     )

@@ -136,8 +136,9 @@ class CheckpointModel:
             return model, load_pretrained(model, parameter_shardings(model, mesh, rules))
         model = Model.build(self.config.model, dtype, functions=self.functions())
         shardings = parameter_shardings(model, mesh, rules)
+        step = checkpoint_step(self.run.checkpoints, self.step)
         params = restore_parameters(
-            self.run.checkpoints, checkpoint_step(self.run.checkpoints, self.step), model, shardings
+            self.run.checkpoints, step, model, shardings, self.config.training.evaluated
         )
         return model, params | {"llm": _cast(params["llm"], dtype)}
 

@@ -33,9 +33,13 @@ from mmjax.parallel.sharding import (
 )
 
 
-def token_losses(logits: jax.Array, text: TextBatch) -> jax.Array:
-    """Compute the weighted cross-entropy of each position, float32 `[R, T]`; exactly 0 where the weight is 0."""
-    return _losses(logits.astype(jnp.float32), text.target, text.weight)
+def token_losses(logits: jax.Array, text: TextBatch, smoothing: float = 0.0) -> jax.Array:
+    """Compute the weighted cross-entropy of each position, float32 `[R, T]`; exactly 0 where the weight is 0.
+
+    smoothing: share of the target's probability that all tokens of the vocabulary get alike (label
+    smoothing, Szegedy et al. 2016).
+    """
+    return _losses(logits.astype(jnp.float32), text.target, text.weight, smoothing)
 
 
 def mean_loss(losses: jax.Array, total_weight: jax.Array) -> jax.Array:
@@ -50,6 +54,7 @@ def mean_loss_in_chunks(
     total_weight: jax.Array,
     chunks: int,
     cap: float = 0.0,
+    smoothing: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `mean_loss` of `losses_in_chunks`, which alone has gradients, and these losses `[R, T]`.
 
@@ -61,7 +66,7 @@ def mean_loss_in_chunks(
     current = active()
     gathers = current and not loss_parts_are_of_tokens(current.mesh.shape, CrossEntropy())
     if chunks == 1 or gathers:
-        losses = losses_in_chunks(hidden, table, text, chunks, cap)
+        losses = losses_in_chunks(hidden, table, text, chunks, cap, smoothing)
         return mean_loss(losses, total_weight), jax.lax.stop_gradient(losses)
     # Cast outside, so that the sum of the parts' gradients is rounded to this precision, in which
     # devices reduce it.
@@ -83,13 +88,13 @@ def mean_loss_in_chunks(
         return jnp.moveaxis(x.reshape(*over_ranks, chunks, -1, *x.shape[axis + 1 :]), axis, 0)
 
     parts = cut(hidden), cut(text.target), cut(text.weight)
-    loss, losses = _loss_of_parts(*parts, table, total_weight, cap)
+    loss, losses = _loss_of_parts(*parts, table, total_weight, cap, smoothing)
     losses = jnp.moveaxis(losses, 0, -2).reshape(*over_ranks, -1)
     losses = losses[..., : text.target.size // math.prod(over_ranks)]
     return loss, jax.lax.stop_gradient(losses.reshape(text.target.shape))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _loss_of_parts(
     hidden: jax.Array,
     target: jax.Array,
@@ -97,17 +102,24 @@ def _loss_of_parts(
     table: jax.Array,
     total_weight: jax.Array,
     cap: float,
+    smoothing: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the mean loss of parts of the tokens, and the losses, `[chunks, ..., tokens]` as all but the table."""
     losses = jax.lax.map(
-        lambda part: _losses(_lay_out(multiply_table(part[0], table), cap), *part[1:]),
+        lambda part: _losses(_lay_out(multiply_table(part[0], table), cap), *part[1:], smoothing),
         (hidden, target, weight),
     )
     return mean_loss(losses, total_weight), losses
 
 
 def _loss_forward(
-    hidden: Any, target: Any, weight: Any, table: Any, total_weight: Any, cap: float
+    hidden: Any,
+    target: Any,
+    weight: Any,
+    table: Any,
+    total_weight: Any,
+    cap: float,
+    smoothing: float,
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     matrix = table.value
     d_losses = jax.grad(mean_loss)(weight.value[0], total_weight.value)
@@ -117,7 +129,7 @@ def _loss_forward(
     ) -> tuple[jax.Array | None, tuple[jax.Array, jax.Array | None]]:
         x, target, weight = part
         losses, pull_back = jax.vjp(
-            lambda products: _losses(_lay_out(products, cap), target, weight),
+            lambda products: _losses(_lay_out(products, cap), target, weight, smoothing),
             multiply_table(x, matrix),
         )
         (d_logits,) = pull_back(d_losses)
@@ -134,7 +146,9 @@ def _loss_forward(
     return (mean_loss(losses, total_weight.value), losses), (d_hidden, d_table, matrix[:0])
 
 
-def _loss_backward(cap: float, residuals: Any, cotangents: tuple[jax.Array, Any]) -> Any:
+def _loss_backward(
+    cap: float, smoothing: float, residuals: Any, cotangents: tuple[jax.Array, Any]
+) -> Any:
     d_hidden, d_table, no_table = residuals
     d_loss = cotangents[0]  # mostly 1; that of the losses is zero
     d_hidden, d_table = jax.tree.map(
@@ -156,7 +170,12 @@ def _as_table(x: jax.Array) -> jax.Array:
 
 
 def losses_in_chunks(
-    hidden: jax.Array, table: jax.Array, text: TextBatch, chunks: int, cap: float = 0.0
+    hidden: jax.Array,
+    table: jax.Array,
+    text: TextBatch,
+    chunks: int,
+    cap: float = 0.0,
+    smoothing: float = 0.0,
 ) -> jax.Array:
     """Compute `token_losses` from `hidden` and `table`, with the logits of one part of the vocabulary at a time.
 
@@ -166,7 +185,7 @@ def losses_in_chunks(
     v, d]` has a copy for every part of the rows, along `data`.
     """
     if chunks == 1:
-        return token_losses(logits_of(hidden, table, cap), text)
+        return token_losses(logits_of(hidden, table, cap), text, smoothing)
     # In float32 outside, so that the parts' gradients of the activations add up in float32.
     wide = hidden.astype(jnp.float32)
 
@@ -177,7 +196,8 @@ def losses_in_chunks(
         wide: jax.Array, part: jax.Array, token: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         logits = logits_of(wide, part, cap, hidden.dtype)
-        return jax.nn.logsumexp(logits, axis=-1), _target_logits(logits, token, text.target)
+        chosen = _aimed_logits(logits, token, text.target, smoothing, table.shape[-2])
+        return jax.nn.logsumexp(logits, axis=-1), chosen
 
     def cut(table: jax.Array) -> jax.Array:
         return cut_in_shards(table, chunks, "vocab", "embed")
@@ -188,17 +208,27 @@ def losses_in_chunks(
         cut(table) if table.ndim == 2 else jax.vmap(cut, out_axes=1, spmd_axis_name="data")(table)
     )
     parts = tables, cut_in_shards(jnp.arange(table.shape[-2]), chunks, "vocab")
-    _, (log_sums, target_logits) = jax.lax.scan(
+    _, (log_sums, aimed_logits) = jax.lax.scan(
         lambda _, part: (None, chunk_loss(wide, *part)), None, parts
     )
     # log_sums: [chunks, R, T]. A target's logit is in one chunk and 0 in all others.
-    return _weighted(jax.nn.logsumexp(log_sums, axis=0), target_logits.sum(0), text.weight)
+    return _weighted(jax.nn.logsumexp(log_sums, axis=0), aimed_logits.sum(0), text.weight)
 
 
-def _losses(logits: jax.Array, target: jax.Array, weight: jax.Array) -> jax.Array:
+def _losses(logits: jax.Array, target: jax.Array, weight: jax.Array, smoothing: float) -> jax.Array:
     """Compute weighted losses of float32 logits of the whole vocabulary."""
+    vocab = logits.shape[-1]
     log_sum = jax.nn.logsumexp(logits, axis=-1)
-    return _weighted(log_sum, _target_logits(logits, jnp.arange(logits.shape[-1]), target), weight)
+    aimed = _aimed_logits(logits, jnp.arange(vocab), target, smoothing, vocab)
+    return _weighted(log_sum, aimed, weight)
+
+
+def _aimed_logits(
+    logits: jax.Array, token: jax.Array, target: jax.Array, smoothing: float, vocab: int
+) -> jax.Array:
+    """Return `_target_logits`, smoothed towards the mean of all logits of the vocabulary."""
+    aimed = _target_logits(logits, token, target)
+    return (1 - smoothing) * aimed + smoothing / vocab * logits.sum(-1) if smoothing else aimed
 
 
 def _target_logits(logits: jax.Array, token: jax.Array, target: jax.Array) -> jax.Array:
@@ -232,6 +262,6 @@ _gathered_logits.defvjp(
 )
 
 
-def _weighted(log_sum: jax.Array, target_logits: jax.Array, weight: jax.Array) -> jax.Array:
-    """Compute losses from the log-sum-exp of each position's logits and the logit of its target."""
-    return jnp.where(weight > 0, weight * (log_sum - target_logits), 0.0)
+def _weighted(log_sum: jax.Array, aimed_logits: jax.Array, weight: jax.Array) -> jax.Array:
+    """Compute losses from the log-sum-exp of each position's logits and the `_aimed_logits`."""
+    return jnp.where(weight > 0, weight * (log_sum - aimed_logits), 0.0)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from mmjax.batch import FIRST_BRANCH_BIT, TextBatch
 from mmjax.config.losses import Kto
-from mmjax.losses.sample_totals import sample_totals
+from mmjax.models.sample_totals import sample_totals
 
 # `TextBatch.kind` of a sample's answers
 JUDGED, MISMATCHED = (1 << FIRST_BRANCH_BIT + k for k in range(2))

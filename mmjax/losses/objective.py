@@ -136,12 +136,13 @@ class TextObjective:
     ) -> tuple[jax.Array, jax.Array, Measures]:
         """Compute a microbatch's part of the step's loss: the sum of `token_losses` / the weight of the whole step.
 
-        Also returns what `token_losses` does, without gradients.
+        Cross-entropy is smoothed here alone, so that evaluations of any smoothing compare. Also
+        returns what `token_losses` does, without gradients.
         """
         if not self.loss.is_branched:
-            cap = self.model.config.llm.logit_cap
+            form = self.chunks, self.model.config.llm.logit_cap, self.loss.label_smoothing
             operands = outputs.hidden, outputs.table, text, total_weight
-            return *mean_loss_in_chunks(*operands, self.chunks, cap), {}
+            return *mean_loss_in_chunks(*operands, *form), {}
         losses, measures = self.token_losses(outputs, text, reference)
         return mean_loss(losses, total_weight), jax.lax.stop_gradient(losses), measures
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from mmjax.batch import TextBatch
 from mmjax.config.losses import Orpo
 from mmjax.losses.dpo import CHOSEN, REJECTED
-from mmjax.losses.sample_totals import sample_totals
+from mmjax.models.sample_totals import sample_totals
 
 _MAX_LOG_PROB = -1e-6  # of an answer that is certain, whose odds are infinite
 

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import DecoderConfig, ExpertsConfig, ModelConfig
-from mmjax.losses.sample_totals import ends_sample
 from mmjax.models.expert_routing import Routing, balance_loss, z_loss
+from mmjax.models.sample_totals import ends_sample
 from mmjax.parallel.sharding import CONTEXT, active
 
 MAX_WORST = 32  # samples of a step whose losses are reported

@@ -1,4 +1,4 @@
-"""Drop activations at random, by a token's place in its sample and not by where the sample lies."""
+"""Drop activations and disturb embeddings at random, by a token's place in its sample, wherever the sample lies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+from mmjax.batch import TextBatch
+from mmjax.models.sample_totals import sample_totals
 from mmjax.parallel.sharding import constrain
 
 Noise = UInt32[Array, "2"] | UInt32[np.ndarray, "2"]  # (seed, step), at run time
@@ -62,6 +64,24 @@ def position_keys(key: Array, owner: Int[Array, "r l"], offset: Int[Array, "r l"
         return jax.random.fold_in(jax.random.fold_in(key, owner), offset)
 
     return jax.vmap(jax.vmap(position_key))(owner, offset)
+
+
+def disturb(
+    x: Float[Array, "r t d"], noise: Noise, alpha: float, text: TextBatch
+) -> Float[Array, "r t d"]:
+    """Add uniform noise of at most alpha / sqrt(tokens of the sample * d) to embedded tokens.
+
+    NEFTune (Jain et al. 2023, "Noisy Embeddings Improve Instruction Finetuning").
+    """
+    tokens = sample_totals([jnp.ones(text.sample.shape, jnp.float32)], text)[0]
+    keys = position_keys(named_key(noise, "llm.embed"), text.owner, text.offset)
+
+    def uniform(key: Array) -> Array:
+        return jax.random.uniform(key, x.shape[-1:], minval=-1.0, maxval=1.0)
+
+    draws = jax.vmap(jax.vmap(uniform))(constrain(keys, "rows", "sequence"))
+    size = alpha * jax.lax.rsqrt(tokens * x.shape[-1])
+    return x + (size[..., None] * draws).astype(x.dtype)
 
 
 def drop(x: Float[Array, "r l d"], dropout: Dropout | None, site: int) -> Float[Array, "r l d"]:

@@ -14,7 +14,12 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import ModelConfig
-from mmjax.config.model import float8_linears, frozen_modules, quantized_layers
+from mmjax.config.model import (
+    float8_linears,
+    frozen_modules,
+    quantized_layers,
+    random_settings,
+)
 from mmjax.models.dropout import Noise
 from mmjax.models.expert_routing import Routing
 from mmjax.models.layer_stacks import Params, plan_stacks
@@ -154,10 +159,8 @@ class Model:
 
     @property
     def is_random(self) -> bool:
-        """Return whether training draws random numbers: for dropout, or for generators' times and noise."""
-        return self.config.makes_images or any(
-            tower.dropout for tower in (self.config.llm, *self.config.encoders.values())
-        )
+        """Return whether training draws random numbers: for dropout, noise, or generators' times."""
+        return self.config.makes_images or bool(random_settings(self.config))
 
     def init(self, key: Array) -> Params:
         """Initialise random float32 parameters; jit with `out_shardings` to create them sharded."""
@@ -258,6 +261,14 @@ def module_of(path: tuple[str, ...]) -> str:
 def parameter_group(path: tuple[str, ...]) -> str:
     """Name the module that a parameter belongs to, or "<module>.lora" for an adapter's."""
     return f"{module_of(path)}.lora" if ADAPTER_ATTRIBUTE in path[2:] else module_of(path)
+
+
+def parameter_name(path: tuple[str, ...]) -> str:
+    """Name a parameter as patterns do: `llm.layers.*.attention.query.weight`, the same in all layers of a tower."""
+    inside = path[1:] if path[0] == "llm" else path[2:]
+    pairs = zip(("", *inside), inside, strict=False)
+    names = ("*" if before == "runs" else name for before, name in pairs if name != "runs")
+    return ".".join((module_of(path), *names))
 
 
 def modules_of(params: Params) -> set[str]:

@@ -27,7 +27,7 @@ from mmjax.models.audio_encoder import AudioEncoder
 from mmjax.models.connector import Connector
 from mmjax.models.decoder import Decoder, logits_of
 from mmjax.models.diffusion_transformer import DiffusionTransformer
-from mmjax.models.dropout import Noise, tower_dropout
+from mmjax.models.dropout import Noise, disturb, tower_dropout
 from mmjax.models.generation import (
     Conditioner,
     LatentEncoder,
@@ -223,7 +223,7 @@ class MultimodalModel(nnx.Module):
     ) -> tuple[Float[Array, "b t d"], Float[Array, "*p v d"]]:
         """Return final activations and output table, for losses computed in chunks."""
         with jax.named_scope("llm"):
-            x, add = self.embedded(text, features)
+            x, add = self.embedded(text, features, noise)
             context = self.text_context(x, text, noise)
             return self.llm.hidden_and_table(self.llm.layers(x, context, add=add))
 
@@ -234,10 +234,15 @@ class MultimodalModel(nnx.Module):
         return self.llm.with_token_inputs(self.context("llm", text, noise), x, text.token)
 
     def embedded(
-        self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]
+        self,
+        text: TextBatch,
+        features: dict[str, Float[Array, "r m e"]],
+        noise: Noise | None = None,
     ) -> tuple[Float[Array, "b t d"], list[Float[Array, "b t d"]]]:
         """Embed tokens and place encoder tokens; also return the additions to the outputs of the LLM's first layers."""
         x = self.llm.embedded(text.token)
+        if noise is not None and (alpha := self.llm.config.neftune_alpha):
+            x = disturb(x, noise, alpha, text)
         for name in self.generators:
             query = text.slots[name]
             x = jnp.where(

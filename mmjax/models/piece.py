@@ -227,7 +227,7 @@ class Piece:
         encoded = [encoder for encoder in self.encoders if self._tokens(encoder)[0] in values]
         features = {encoder: self._features(values, encoder) for encoder in encoded}
         if self.first:
-            x, add = module.embedded(text, features)
+            x, add = module.embedded(text, features, noise)
         else:
             x = values[self.inputs[0]]
             add = module.additions(text, features)

@@ -208,23 +208,24 @@ def layer_matrices(model: ModelConfig) -> dict[str, int]:
 def moment_bytes(
     model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfig
 ) -> dict[str, float]:
-    """Count the bytes of the optimizer's moments by module, all as if of matrices.
+    """Count the bytes of the optimizer's moments by module, all as if of matrices, and of the moving average.
 
     Two moments per parameter, but one of Muon's matrices (no adapters), and at most one of
     Adafactor. Left out: scales of rows, and Adafactor's factors.
     """
-    numbers = {
-        module: optimizer.moments_per_parameter * n
-        for module, n in parameters(model).items()
-        if module not in frozen
-    }
+    trained = {module: n for module, n in parameters(model).items() if module not in frozen}
+    numbers = {module: optimizer.moments_per_parameter * n for module, n in trained.items()}
     if optimizer.has_muon:
         counts = module_parameters(model)
         of_muon = {
             module: n.matrices for module, n in counts.items() if not module.endswith(".lora")
         }
         numbers = {module: n - of_muon.get(module, 0) for module, n in numbers.items()}
-    return {module: MOMENT[optimizer.moments] * n for module, n in numbers.items()}
+    average = MASTER if optimizer.ema else 0
+    return {
+        module: MOMENT[optimizer.moments] * n + average * trained[module]
+        for module, n in numbers.items()
+    }
 
 
 def saved_bytes(model: ModelConfig, activation: int, optimizer: OptimizerConfig) -> int:

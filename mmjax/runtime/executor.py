@@ -282,11 +282,17 @@ class Executor:
             stage._replace(optimizer=self.optimizer.load(stage.optimizer)) for stage in state.stages
         )
 
-    def parameters(self, state: State) -> Params:
-        """Return all parameters on the mesh of all devices, to evaluate with."""
-        params = merge(state.trainable, state.frozen)
+    def parameters(self, state: State, evaluated: str = "trained") -> Params:
+        """Return all parameters on the mesh of all devices, to evaluate with. evaluated: as of `TrainingConfig`."""
+        trainable = state.trainable
+        if evaluated == "average":
+            averages = (self.optimizer.average(stage.optimizer) for stage in state.stages)
+            trainable = reduce(merge, averages)
+        params = merge(trainable, state.frozen)
         if self.is_one_stage:
-            return params
+            # An average may be divided over `data`.
+            moved = evaluated == "average" and self.optimizer.config.over_data
+            return jax.device_put(params, self.parameter_shardings) if moved else params
         self._walks += 1
         shardings = parameter_shardings(self.model, self.mesh, self.rules)
         return self._meet(move(params, shardings, (self._walks, "parameters")))

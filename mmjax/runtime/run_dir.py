@@ -370,6 +370,7 @@ MAY_CHANGE = (
     "data.on_bad_sample", "data.max_bad",
     "training.steps", "training.epochs", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every",
     "training.keep", "training.bad_numbers", "training.spike", "training.wandb", "training.watch.",
+    "training.evaluated",
     "optimizer.offload", "optimizer.over_data",
     "model.llm.remat", "model.llm.attention",
 )  # fmt: skip

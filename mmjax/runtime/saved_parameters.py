@@ -19,14 +19,19 @@ from mmjax.runtime.checkpoint import layer_of_struct
 from mmjax.runtime.checkpoint_metadata import STATE, read_metadata, reading
 from mmjax.runtime.state import TrainState, all_parameters
 
+OPTIMIZER, AVERAGE = "optimizer", "average"  # fields of `TrainState` and `AveragedState`
 
-def restore_parameters(folder: Path, step: int, model: Model, shardings: Params) -> Params:
+
+def restore_parameters(
+    folder: Path, step: int, model: Model, shardings: Params, evaluated: str = "trained"
+) -> Params:
     """Restore only the parameters of checkpoint `step`, into these shardings.
 
-    What was frozen may be trainable now, and the reverse. Raises UserError where the checkpoint is
-    damaged, or a parameter is missing, unexpected or of another shape.
+    evaluated: `average` for the moving average of those that were trained. What was frozen may be
+    trainable now, and the reverse. Raises UserError where the checkpoint is damaged, or a parameter
+    is missing, unexpected or of another shape.
     """
-    saved = SavedParameters(folder, step, model, shardings)
+    saved = SavedParameters(folder, step, model, shardings, evaluated)
     params = all_parameters(saved.read_state(saved.parts))
     # Checksums are of the stored precision, so the cast comes after them.
     params = jax.tree.map(lambda x, w: x.astype(w.dtype), params, saved.structs)
@@ -45,7 +50,12 @@ class SavedParameters:
     """
 
     def __init__(
-        self, folder: Path, step: int, model: Model, shardings: Params | None = None
+        self,
+        folder: Path,
+        step: int,
+        model: Model,
+        shardings: Params | None = None,
+        evaluated: str = "trained",
     ) -> None:
         self._folder = folder
         self._step = step
@@ -61,8 +71,12 @@ class SavedParameters:
             shardings,
         )
         self.structs = unstack_layers(structs, layer_of_struct)
+        self._averaged = evaluated == "average"
         with reading(folder, step):
-            self.parts = _parameter_tree(self._storage.structure(self._path), self.structs)
+            stored = self._storage.structure(self._path)
+            if self._averaged:
+                stored = _with_average(stored)
+            self.parts = _parameter_tree(stored, self.structs)
 
     def read(self, names: Collection[tuple[str, ...]]) -> dict[tuple[str, ...], np.ndarray]:
         """Read these parameters as they were saved: frozen ones may be in the precision of the computation."""
@@ -78,11 +92,23 @@ class SavedParameters:
         stored = {part: _as_stored(tree, self.structs) for part, tree in parts.items() if tree}
         if not stored:
             return _state_of({})
+        if self._averaged and "trainable" in stored:
+            stored[OPTIMIZER] = {AVERAGE: stored.pop("trainable")}
         with reading(self._folder, self._step):
-            state = _state_of(self._storage.read(self._path, stored, partial=True))
-            if (damaged := find_damaged(state, self._sums)) is not None:
+            found = self._storage.read(self._path, stored, partial=True)
+            if (damaged := find_damaged(found, self._sums)) is not None:
                 raise UserError(f"{damaged} is not what was saved")
-        return state
+        return _state_of(_with_average(found) if OPTIMIZER in found else found)
+
+
+def _with_average(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a stored state with the moving average in the place of the parameters that were trained."""
+    average = (state.get(OPTIMIZER) or {}).get(AVERAGE)
+    if average is None:
+        raise UserError(
+            "it has no moving average; its run has none (optimizer.ema): use training.evaluated=trained"
+        )
+    return state | {"trainable": average}
 
 
 def _select(tree: Any, names: set[tuple[str, ...]], path: tuple[str, ...] = ()) -> Any:

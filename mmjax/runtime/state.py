@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +15,21 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from mmjax.config import Adafactor, Config, OptimizerConfig, Schedule
+from mmjax.config import Adafactor, Config, OptimizerConfig, Rates, Schedule
+from mmjax.config.codec import did_you_mean
 from mmjax.config.model import rated_modules
+from mmjax.config.training import rates_of
+from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params, key_names, split_layers
-from mmjax.models.model import Model, merge, parameter_group, partition
+from mmjax.models.model import (
+    ADAPTER_ATTRIBUTE,
+    Model,
+    merge,
+    module_of,
+    parameter_group,
+    parameter_name,
+    partition,
+)
 from mmjax.models.quantization import cast_frozen
 from mmjax.parallel.sharding import (
     Axes,
@@ -30,10 +43,17 @@ from mmjax.runtime.moments import store_moments
 from mmjax.runtime.muon import scale_by_muon
 
 Path = tuple[str, ...]
-# Run-time arguments of one update, float32 []: `clip`, and `learning_rate/<group>`,
-# `weight_decay/<group>` by parameter group. They are arguments of the compiled update, so that a
-# schedule compiles nothing.
+# Run-time arguments of one update, float32 []: `clip`, `clip_value` where there is one, and
+# `learning_rate/<group>`, `weight_decay/<group>` by parameter group. They are arguments of the
+# compiled update, so that a schedule compiles nothing.
 Hyperparameters = dict[str, Any]
+
+
+class AveragedState(NamedTuple):
+    """The state of a direction, and a moving average of the parameters, float32."""
+
+    direction: optax.OptState
+    average: Params
 
 
 @dataclass(frozen=True)
@@ -41,7 +61,8 @@ class Optimizer:
     """An optax direction, and by parameter: the group whose rates it has, and whether it is a matrix that decays.
 
     offloads: its moments are in host memory between updates (`shardings_with_moments`). config:
-    what it was made from.
+    what it was made from. multiples: of the group's learning rate, by parameter; of a stack an
+    array.
     """
 
     direction: optax.GradientTransformation
@@ -49,10 +70,22 @@ class Optimizer:
     matrices: frozenset[Path]
     offloads: bool = False
     config: OptimizerConfig | None = None
+    multiples: Mapping[Path, Any] = field(default_factory=dict)
 
     def init(self, params: Params) -> optax.OptState:
-        """Return the state before the first update."""
-        return self.direction.init(params)
+        """Return the state before the first update, at which an average is of the parameters alone."""
+        state = self.direction.init(params)
+        # Copies: an update gives parameters and state away, and no buffer may be in both.
+        return AveragedState(state, jax.tree.map(jnp.copy, params)) if self.ema else state
+
+    @property
+    def ema(self) -> float:
+        """Return the decay of the moving average of the parameters; 0: none is kept."""
+        return 0.0 if self.config is None else self.config.ema
+
+    def average(self, state: optax.OptState) -> Params:
+        """Return the moving average of the parameters, on the devices."""
+        return self.load(state.average)
 
     def load(self, state: optax.OptState) -> optax.OptState:
         """Bring the moments to the devices, where they are in host memory."""
@@ -81,17 +114,26 @@ class Optimizer:
         norm = optax.tree.norm(gradients) if norm is None else norm
         scale = jnp.minimum(1.0, hyper["clip"] / jnp.maximum(norm, 1e-12))
         gradients = jax.tree.map(lambda g: g * scale, gradients)
-        directions, state = self.direction.update(gradients, state, params)
+        if (limit := hyper.get("clip_value")) is not None:
+            gradients = jax.tree.map(lambda g: jnp.clip(g, -limit, limit), gradients)
+        inner = state.direction if self.ema else state
+        directions, inner = self.direction.update(gradients, inner, params)
 
         def apply(key_path: Any, p: jax.Array, d: jax.Array) -> jax.Array:
             path = key_names(key_path)
             group = self.group_of(path)
             rate = hyper[f"learning_rate/{group}"]
+            if (multiple := self.multiples.get(path)) is not None:
+                rate = rate * multiple
             decay = hyper[f"weight_decay/{group}"]
             # Decoupled decay (AdamW): it does not pass through the moments, nor is it clipped.
             return p - rate * (d + decay * p) if path in self.matrices else p - rate * d
 
-        return jax.tree_util.tree_map_with_path(apply, params, directions), state, norm
+        params = jax.tree_util.tree_map_with_path(apply, params, directions)
+        if not self.ema:
+            return params, inner, norm
+        average = optax.incremental_update(params, state.average, 1 - self.ema)
+        return params, AveragedState(inner, average), norm
 
 
 def make_optimizer(config: OptimizerConfig, axes: Params, dtype: Any = jnp.float32) -> Optimizer:
@@ -106,17 +148,25 @@ def make_optimizer(config: OptimizerConfig, axes: Params, dtype: Any = jnp.float
     matrices = frozenset(
         path for path, names in by_path.items() if len(names) >= 2 and "fixed" not in names
     )
+    group_of = _group_by_name(config.modules, by_path)
+    made = partial(
+        Optimizer,
+        matrices=matrices,
+        offloads=config.offload,
+        config=config,
+        multiples=_multiples(config.modules, by_path, group_of),
+    )
     if isinstance(config, Adafactor):
         direction = _by_layer(_scale_by_adafactor(config))
         if config.b1:
             mean = optax.ema(config.b1, debias=False)
             direction = optax.chain(direction, store_moments(mean, config.moments, matrices))
-        return Optimizer(direction, parameter_group, matrices, config.offload, config)
+        return made(direction, group_of)
     adam = store_moments(
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps), config.moments, matrices
     )
     if not config.has_muon:
-        return Optimizer(adam, parameter_group, matrices, config.offload, config)
+        return made(adam, group_of)
 
     def label(path: Path) -> str:
         # Muon is for matrices between two inner widths. Embedding tables and the first projections
@@ -131,8 +181,62 @@ def make_optimizer(config: OptimizerConfig, axes: Params, dtype: Any = jnp.float
 
     muon = store_moments(scale_by_muon(config.momentum, by_path, dtype), config.moments, matrices)
     direction = optax.partition({"matrix": muon, "other": adam}, labels)
-    group = lambda path: f"{parameter_group(path)}/{label(path)}"  # noqa: E731
-    return Optimizer(direction, group, matrices, config.offload, config)
+    return made(direction, lambda path: f"{group_of(path)}/{label(path)}")
+
+
+def _group_by_name(modules: Mapping[str, Rates], paths: Iterable[Path]) -> Callable[[Path], str]:
+    """Return the function that names a parameter's group: the first whose patterns match it, or its module.
+
+    Raises UserError for a pattern that matches nothing.
+    """
+    patterns = {name: rates.parameters for name, rates in modules.items() if rates.parameters}
+    names = list(map(parameter_name, paths)) if patterns else []
+    for name, of_group in patterns.items():
+        for pattern in of_group:
+            if not fnmatch.filter(names, pattern):
+                raise UserError(
+                    f"optimizer.modules.{name}.parameters: {pattern!r} matches no parameter (all layers of a tower "
+                    f"have the same rates: write * for their number){did_you_mean(pattern, names)}"
+                )
+
+    def group(path: Path) -> str:
+        for name, of_group in patterns.items():
+            if any(fnmatch.fnmatchcase(parameter_name(path), pattern) for pattern in of_group):
+                return name
+        return parameter_group(path)
+
+    return group
+
+
+def _multiples(
+    modules: Mapping[str, Rates],
+    by_path: Mapping[Path, Axes],
+    group_of: Callable[[Path], str],
+) -> dict[Path, Any]:
+    """Return what multiplies the learning rates of single parameters, where it is not 1.
+
+    With a decay d a tower of L layers has d ** (L - i) in layer i, d ** (L + 1) before its layers
+    and 1 behind them (BEiT, Bao et al. 2021).
+    """
+    layers = {path: split_layers(path)[1] for path in by_path if "runs" in path}
+    depths: dict[str, int] = {}
+    for path, numbers in layers.items():
+        depths[module_of(path)] = max(depths.get(module_of(path), 0), numbers.stop)
+    multiples = {}
+    for path, axes in by_path.items():
+        rates = rates_of(modules, group_of(path))
+        depth = depths.get(module_of(path), 0)
+        if path in layers:
+            below = depth - np.asarray(layers[path])
+        else:
+            below = np.asarray([0 if "head" in path or not depth else depth + 1])
+        multiple = np.float32(rates.layer_decay) ** below.astype(np.float32)
+        if path[-2:] == (ADAPTER_ATTRIBUTE, "b"):
+            multiple = multiple * np.float32(rates.b_ratio)
+        if (multiple != 1).any():
+            stacked = len(multiple) > 1
+            multiples[path] = multiple.reshape(-1, *[1] * len(axes)) if stacked else multiple[0]
+    return multiples
 
 
 MIN_FACTORED = 32  # a matrix whose shorter side has fewer elements keeps all of its squares
@@ -173,15 +277,29 @@ def _by_layer(inner: optax.GradientTransformation) -> optax.GradientTransformati
     return optax.GradientTransformation(init, update)
 
 
+# Share of the way from `final` to the peak, by the share of the decay that is behind a step.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "linear": lambda done: 1 - done,
+    "sqrt": lambda done: 1 - math.sqrt(done),
+}
+
+
 def schedule_factor(schedule: Schedule, step: int, steps: int) -> float:
-    """Return the share of the peak learning rate at a step: linear warm-up, then cosine to `final` at the last step."""
+    """Return the share of the peak learning rate at a step: warm-up, peak, then the decay to `final` at the last step.
+
+    In Python and not by `optax.schedules`, whose results are arrays: a step would wait for the
+    device's.
+    """
     if step < schedule.warmup:
         return (step + 1) / schedule.warmup
-    # The last of `steps` updates is number steps - 1, at which progress reaches 1.
-    progress = (step - schedule.warmup) / max(1, steps - 1 - schedule.warmup)
-    return schedule.final + (1 - schedule.final) * 0.5 * (
-        1 + math.cos(math.pi * min(1.0, progress))
-    )
+    # The last of `steps` updates is number steps - 1, at which the decay reaches 1.
+    last = steps - 1
+    start = max(schedule.warmup, last - schedule.decay) if schedule.decay else schedule.warmup
+    done = min(1.0, max(0, step - start) / max(1, last - start))
+    if done < 1:
+        done = done * schedule.cycles % 1
+    return schedule.final + (1 - schedule.final) * DECAYS[schedule.shape](done)
 
 
 def hyperparameters(config: Config, step: int) -> Hyperparameters:
@@ -190,18 +308,13 @@ def hyperparameters(config: Config, step: int) -> Hyperparameters:
     factor = schedule_factor(config.schedule, step, config.training.steps)
     # NumPy scalars of a fixed dtype: other values are other arguments, not another program.
     hyper: Hyperparameters = {"clip": np.float32(config.training.clip)}
-    for module in rated_modules(config.model):
-        override = o.modules.get(module, o.modules.get(module.removesuffix(".lora")))
-        rate = (
-            override.learning_rate
-            if override and override.learning_rate is not None
-            else o.learning_rate
-        )
-        decay = (
-            override.weight_decay
-            if override and override.weight_decay is not None
-            else o.weight_decay
-        )
+    if config.training.clip_value:
+        hyper["clip_value"] = np.float32(config.training.clip_value)
+    named = [name for name, rates in o.modules.items() if rates.parameters]
+    for module in [*rated_modules(config.model), *named]:
+        override = rates_of(o.modules, module)
+        rate = o.learning_rate if override.learning_rate is None else override.learning_rate
+        decay = o.weight_decay if override.weight_decay is None else override.weight_decay
         rates = {module: factor * rate}
         if o.has_muon:
             # A module's learning rate scales both of its groups alike; of 0 there is no multiple.

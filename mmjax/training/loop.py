@@ -22,6 +22,7 @@ from mmjax.data.loading.workers import refuse_in_worker
 from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
 from mmjax.errors import raise_ctrl_c_once
+from mmjax.models.layer_stacks import Params
 from mmjax.runtime import run_dir
 from mmjax.runtime.checkpoint_commit import saved_steps
 from mmjax.runtime.device_batch import ProcessReport
@@ -233,7 +234,7 @@ class Trainer:
             accumulated = self.setup.compile_step(state, example)
         with activity("compiling those of saving and answering"):
             self.checkpoints.compile()
-            self.evaluator.compile(self.executor.parameters(state))
+            self.evaluator.compile(self.evaluated_parameters(state))
         print_lines(self.setup.describe_compiled(began))
         self.metrics.start()
         return accumulated
@@ -377,11 +378,15 @@ class Trainer:
         self.metrics.restart_timer()
         return accumulated
 
+    def evaluated_parameters(self, state: State) -> Params:
+        """Return the parameters that evaluations are of."""
+        return self.executor.parameters(state, self.config.training.evaluated)
+
     def evaluate(self, done: int, state: State) -> None:
         """Score the validation split after `done` steps, and print one answer; save the state where it is the best."""
         self.watchdog.set_phase("evaluating")
         scores, answered = score_split(
-            self.evaluator, self.executor.parameters(state), "validation"
+            self.evaluator, self.evaluated_parameters(state), "validation"
         )
         self.unreadable.print_questions(self.evaluator.left_out)
         self.log(done, scores)
@@ -407,7 +412,7 @@ class Trainer:
         done = self.end_step
         self.save(done, state)
         self.watchdog.set_phase("evaluating")
-        scores, _ = score_split(self.evaluator, self.executor.parameters(state), "test")
+        scores, _ = score_split(self.evaluator, self.evaluated_parameters(state), "test")
         self.unreadable.print_questions(self.evaluator.left_out)
         self.log(done, scores)
         self.watchdog.set_phase("saving")

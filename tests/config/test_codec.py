@@ -176,7 +176,7 @@ def test_an_argument_of_a_function_keeps_the_kind_of_value_it_looks_like() -> No
         ("schedule=2", "schedule: got '2', but it has fields; did you mean schedule.warmup=2?"),
         (
             "schedule=cosine",
-            "schedule: got 'cosine', but it has fields; set one of schedule.warmup, schedule.final",
+            "schedule: got 'cosine', but it has fields; did you mean schedule.shape=cosine?",
         ),
         (
             "batch.size=4",

@@ -13,7 +13,7 @@ from mmjax.config.losses import Dpo, Grpo, Kto, Orpo
 from mmjax.losses import dpo, grpo, kto, orpo
 from mmjax.losses.dpo import CHOSEN, REJECTED
 from mmjax.losses.objective import mean_measures
-from mmjax.losses.sample_totals import sample_totals
+from mmjax.models.sample_totals import sample_totals
 
 ROWS, LENGTH = 2, 40
 ANSWERS = CHOSEN, REJECTED
@@ -55,7 +55,11 @@ def log_probs_of(text: TextBatch) -> np.ndarray:
 def test_totals_are_of_every_sample_alone_at_all_of_its_tokens(text):
     values = np.random.default_rng(2).standard_normal(text.weight.shape).astype(np.float32)
     values[0, text.sample[0] == 1] = np.nan
-    totals = np.asarray(sample_totals([values, 2 * values], jax.tree.map(jnp.asarray, text)))
+    totals = np.asarray(
+        sample_totals(
+            [jnp.asarray(values), jnp.asarray(2 * values)], jax.tree.map(jnp.asarray, text)
+        )
+    )
     for row, number in ((0, 0), (0, 2), (1, 0), (1, 1)):
         here = text.sample[row] == number
         np.testing.assert_allclose(totals[0, row, here], values[row, here].sum(), atol=1e-5)

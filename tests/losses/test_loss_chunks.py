@@ -29,7 +29,7 @@ from tiny_run import (
 
 from mmjax.autotune.compile_run import put_shapes
 from mmjax.batch import Microbatch, TextBatch
-from mmjax.config import Config, MeshConfig, ModelConfig
+from mmjax.config import Config, CrossEntropy, MeshConfig, ModelConfig
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.models.model import Model
 from mmjax.runtime.devices import mesh_topology
@@ -130,7 +130,9 @@ def test_in_bfloat16_they_are_as_close_as_rounding_allows(first):
     ids=["2 x 2 x 2", "data=4 x tensor=2", "data=8", "context=4"],
 )
 def test_on_any_mesh_they_are_those_of_one_device_and_nothing_is_replicated(loaded, mesh, tied):
-    alone, shared = make_executor(config(2, tied), ALONE), make_executor(config(2, tied), mesh)
+    # With smoothing, whose sums are over the whole vocabulary too.
+    smoothed = replace(config(2, tied), loss=CrossEntropy(label_smoothing=0.1))
+    alone, shared = make_executor(smoothed, ALONE), make_executor(smoothed, mesh)
     wanted = gradients(alone, state_with(alone, parameters(tied)), loaded(ONE_RANK)[0])
     with stderr_of() as written:
         planned = loaded(mesh_topology(shared.mesh, mesh))[0]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from mmjax.batch import TextBatch
 from mmjax.config import CrossEntropy
@@ -117,6 +118,29 @@ def test_logits_are_made_once_where_parts_of_the_vocabulary_make_them_twice(fact
     of_vocabulary = jax.grad(lambda *of: mean_loss(losses_in_chunks(*of, text, cut), TOTAL), (0, 1))
     sizes = [int(np.prod(shape)) for shape in products(of_vocabulary, *factors)]
     assert sizes.count(ROWS * LENGTH * VOCAB // cut) == 2
+
+
+def test_a_smoothed_loss_is_torchs_whole_and_in_parts_of_tokens_or_of_the_vocabulary(factors, text):
+    theirs = [torch.tensor(np.asarray(x), requires_grad=True) for x in factors]
+    logits = (theirs[0] @ theirs[1].T).reshape(-1, VOCAB)
+    target = torch.tensor(text.target).long().reshape(-1)
+    losses = torch.nn.functional.cross_entropy(
+        logits, target, reduction="none", label_smoothing=0.1
+    )
+    weighted = losses * torch.tensor(text.weight).reshape(-1)
+    (weighted.sum() / float(TOTAL)).backward()
+    for parts, run in ((1, mean_loss_in_chunks), (3, mean_loss_in_chunks), (4, losses_in_chunks)):
+
+        def mean(*of, parts=parts, run=run):
+            if run is mean_loss_in_chunks:
+                return run(*of, text, TOTAL, parts, 0.0, 0.1)
+            losses = run(*of, text, parts, 0.0, 0.1)
+            return mean_loss(losses, TOTAL), losses
+
+        (_, found), gradients = jax.value_and_grad(mean, (0, 1), has_aux=True)(*factors)
+        assert_close(found, weighted.detach().reshape(found.shape))
+        for gradient, wanted in zip(gradients, theirs, strict=True):
+            assert_close(gradient, wanted.grad)
 
 
 def test_without_gradients_only_logits_are_made(factors, text):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -22,8 +23,9 @@ from packed import (
     tiny,
     token_losses,
 )
+from transformers.integrations.neftune import neftune_post_forward_hook
 
-from mmjax.models.dropout import ATTENTION, MLP_SITE, drop, tower_dropout
+from mmjax.models.dropout import ATTENTION, MLP_SITE, disturb, drop, tower_dropout
 from mmjax.models.layer_stacks import stack_layers, unstack_layers
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, activations_on, constrain
@@ -33,9 +35,10 @@ NOISE = np.array([7, 3], np.uint32)  # seed, step
 
 
 def dropping(rate=0.3, towers=("llm", "vision", "audio"), **options):
-    """The tiny model's config with dropout in these towers."""
+    """The tiny model's config with dropout in these towers, and noise on the LLM's embeddings."""
     config = tiny(**options)
-    llm = replace(config.llm, dropout=rate * ("llm" in towers))
+    in_llm = "llm" in towers
+    llm = replace(config.llm, dropout=rate * in_llm, neftune_alpha=10 * rate * in_llm)
     encoders = {
         name: replace(c, dropout=rate * (name in towers)) for name, c in config.encoders.items()
     }
@@ -298,7 +301,29 @@ def test_a_rate_of_zero_leaves_the_program_as_it_is_without_noise():
     assert program(dropping(**options), NOISE) != plain
 
 
+def test_embeddings_get_transformers_noise_of_their_samples_own_length():
+    """NEFTune's: as large and as even as the hook's of transformers, where a sample is alone in its row."""
+    tokens, width, alpha = 100, 64, 5.0
+    sample = random_sample(np.random.default_rng(0), [tokens])
+    text = pack([[sample] * 2], {"llm": 256}, encoders=()).text
+    zeros = jnp.zeros((1, 256, width))
+    found = np.asarray(disturb(zeros, NOISE, alpha, text))[0]
+    one, two = (found[text.owner[0] == owner] for owner in (0, 1))
+    layer = torch.nn.Embedding(1, width).train()
+    layer.neftune_noise_alpha = alpha
+    theirs = neftune_post_forward_hook(layer, None, torch.zeros(1, tokens, width)).numpy()
+    assert not np.array_equal(one, two)
+    for ours in (one, two):
+        assert abs(ours).max() == pytest.approx(abs(theirs).max(), rel=0.01)
+        assert ours.std() == pytest.approx(theirs.std(), rel=0.03)
+        assert abs(ours.mean()) < 4 * ours.std() / ours.size**0.5
+
+
 def test_a_model_knows_whether_it_drops_anything():
+    noisy = tiny()
+    assert Model.build(
+        replace(noisy, llm=replace(noisy.llm, neftune_alpha=5.0)), jnp.float32
+    ).is_random
     assert Model.build(dropping(towers=("audio",)), jnp.float32).is_random
     assert not Model.build(tiny(), jnp.float32).is_random
 

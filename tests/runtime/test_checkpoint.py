@@ -192,6 +192,7 @@ OPTIMIZERS = {
     "muon-int8": Muon(moments="int8"),
     "bfloat16": AdamW(moments="bfloat16"),
     "adafactor": Adafactor(),
+    "averaged": Muon(ema=0.9),
 }
 
 
@@ -238,7 +239,7 @@ def test_an_update_after_a_restart_is_bit_for_bit_the_one_without_wherever_momen
     moments, tmp_path
 ):
     on, on_host = (
-        executor(load(TINY).model, optimizer=AdamW(moments=moments, offload=o))
+        executor(load(TINY).model, optimizer=AdamW(moments=moments, offload=o, ema=0.9))
         for o in (False, True)
     )
     hyper = hyperparameters(CONFIG, 0)

@@ -80,7 +80,7 @@ def bytes_on_device(tree: Any) -> int:
     [
         AdamW(),
         AdamW(moments="bfloat16"),
-        AdamW(moments="int8"),
+        AdamW(moments="int8", ema=0.9),
         Muon(),
         Adafactor(moments="float32"),
     ],

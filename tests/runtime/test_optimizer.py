@@ -7,10 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import peft
 import pytest
+import torch
+from peft import get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from tiny_run import paths, tiny_config
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from transformers import get_scheduler
 
 from mmjax.config import Adafactor, AdamW, Muon, Rates, Schedule
+from mmjax.errors import UserError
+from mmjax.models.layer_stacks import key_names
 from mmjax.runtime.state import hyperparameters, make_optimizer, schedule_factor
 
 AXES = {
@@ -95,6 +103,37 @@ def test_clipping_by_the_global_norm_is_optaxs(size):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.mu, wanted)
 
 
+def test_elements_of_a_gradient_are_clipped_as_torch_does():
+    optimizer = make_optimizer(AdamW(b1=0.0), AXES)
+    gradients, params = normal(1), normal(0)
+    rates = hyper(optimizer) | {"clip_value": np.float32(0.3)}
+    _, state, norm = jax.jit(optimizer.update)(gradients, optimizer.init(params), params, rates)
+    assert norm == pytest.approx(norm_of(gradients), rel=1e-6)
+    for found, gradient in zip(jax.tree.leaves(state.mu), jax.tree.leaves(gradients), strict=True):
+        theirs = torch.nn.Parameter(torch.zeros(gradient.shape))
+        theirs.grad = torch.tensor(gradient)
+        torch.nn.utils.clip_grad_value_([theirs], 0.3)
+        np.testing.assert_array_equal(found, theirs.grad.numpy())
+
+
+@pytest.mark.parametrize("config", [AdamW(ema=0.8), Muon(ema=0.8)], ids=["adamw", "muon"])
+def test_the_average_of_the_parameters_is_torchs_beside_the_same_updates(config):
+    averaged, plain = make_optimizer(config, AXES), make_optimizer(replace(config, ema=0.0), AXES)
+    params = others = normal(0)
+    states = [jax.jit(o.init)(params) for o in (averaged, plain)]
+    theirs = [torch.tensor(x) for x in jax.tree.leaves(params)]
+    average = get_ema_multi_avg_fn(0.8)
+    updates = [jax.jit(o.update) for o in (averaged, plain)]
+    for step in range(4):
+        of_step = normal(step + 1), hyper(averaged, 0.1)
+        params, states[0], _ = updates[0](of_step[0], states[0], params, of_step[1])
+        others, states[1], _ = updates[1](of_step[0], states[1], others, of_step[1])
+        average(theirs, [torch.tensor(np.asarray(x)) for x in jax.tree.leaves(params)], None)
+    jax.tree.map(np.testing.assert_array_equal, params, others)
+    for found, wanted in zip(jax.tree.leaves(averaged.average(states[0])), theirs, strict=True):
+        np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-5, atol=1e-6)
+
+
 def test_each_module_follows_its_own_learning_rate_and_weight_decay():
     optimizer = make_optimizer(AdamW(), AXES)
     params, nothing = normal(0), jax.tree.map(np.zeros_like, normal(0))
@@ -110,6 +149,108 @@ def test_each_module_follows_its_own_learning_rate_and_weight_decay():
     np.testing.assert_allclose(
         after["connectors"]["vision"]["up"], params["connectors"]["vision"]["up"]
     )
+
+
+DEEP = {  # a vision tower of five layers, in two stacks and one alone
+    "encoders": {
+        "vision": {
+            "embed": {"patches": (None, "embed")},
+            "layers": {
+                "runs": {
+                    "0:3:2": {"up": ("embed", "mlp")},
+                    "1:4:2": {"up": ("embed", "mlp")},
+                    "4": {"up": ("embed", "mlp")},
+                }
+            },
+            "head": {"scale": ("embed",)},
+        }
+    }
+}
+
+
+def moves(config, axes, shapes):
+    """How far a unit gradient moves every parameter by one of Adam's first steps, by name."""
+    optimizer = make_optimizer(config, axes)
+    params = jax.tree.map(np.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    ones = jax.tree.map(np.ones_like, params)
+    groups = {optimizer.group_of(tuple(name.split("."))) for name in paths(params)}
+    rates = {f"learning_rate/{g}": np.float32(0.5 if g == "slow" else 1) for g in groups}
+    rates |= {f"weight_decay/{g}": np.float32(0) for g in groups} | {"clip": np.float32(1e9)}
+    after, _, _ = jax.jit(optimizer.update)(ones, optimizer.init(params), params, rates)
+    return paths(jax.tree.map(lambda x: -np.asarray(x).reshape(len(x), -1)[:, 0], after))
+
+
+def test_learning_rates_decay_from_layer_to_layer_as_in_beit():
+    def layer_id(name: str) -> int:
+        """As `get_num_layer_for_vit` of BEiT numbers the parameters of a tower of five layers."""
+        return 0 if name == "embed" else 6 if name == "head" else int(name) + 1
+
+    wanted = {name: 0.7 ** (6 - layer_id(name)) for name in ("embed", "head", *map(str, range(5)))}
+    shapes = jax.tree.map(
+        lambda axes: (3,) * len(axes), DEEP, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    runs = shapes["encoders"]["vision"]["layers"]["runs"]
+    for stack in ("0:3:2", "1:4:2"):
+        runs[stack] = {"up": (2, 3, 3)}
+    config = AdamW(modules={"vision": Rates(layer_decay=0.7)})
+    found = {
+        name.removeprefix("encoders.vision."): x for name, x in moves(config, DEEP, shapes).items()
+    }
+    for stack, layers in {"0:3:2": (0, 2), "1:4:2": (1, 3)}.items():
+        expected = [wanted[str(i)] for i in layers]
+        np.testing.assert_allclose(found[f"layers.runs.{stack}.up"], expected, rtol=1e-5)
+    np.testing.assert_allclose(found["layers.runs.4.up"], wanted["4"], rtol=1e-5)
+    np.testing.assert_allclose(found["embed.patches"], wanted["embed"], rtol=1e-5)
+    np.testing.assert_allclose(found["head.scale"], wanted["head"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [AdamW, Muon])
+def test_parameters_that_patterns_name_have_rates_of_their_own(make):
+    slow = Rates(parameters=("vision.layers.*.up", "*.head.scale"))
+    optimizer = make_optimizer(make(modules={"slow": slow}), DEEP)
+    leaves = jax.tree.leaves_with_path(DEEP, is_leaf=lambda x: isinstance(x, tuple))
+    groups = {path: optimizer.group_of(path) for path in (key_names(path) for path, _ in leaves)}
+    assert {path for path, group in groups.items() if group.startswith("slow")} == {
+        path for path in groups if "layers" in path or "head" in path
+    }
+    config = tiny_config(
+        optimizer=make(learning_rate=0.2, modules={"slow": replace(slow, learning_rate=0.1)})
+    )
+    rates = hyperparameters(replace(config, schedule=Schedule(warmup=0)), 0)
+    group = "slow/matrix" if make is Muon else "slow"
+    assert rates[f"learning_rate/{group}"] == pytest.approx(0.1)
+    with pytest.raises(
+        UserError, match=r"parameters: '\*.foot' matches no parameter .* known: vision"
+    ):
+        make_optimizer(make(modules={"slow": Rates(parameters=("*.foot",))}), DEEP)
+
+
+def test_adapters_b_learns_faster_than_a_as_in_pefts_lora_plus():
+    layer = get_peft_model(
+        torch.nn.Sequential(torch.nn.Linear(6, 4)), peft.LoraConfig(r=2, target_modules=["0"])
+    )
+    theirs = create_loraplus_optimizer(
+        layer, torch.optim.AdamW, lr=0.01, loraplus_lr_ratio=16, loraplus_weight_decay=0.1
+    )
+    trained = {"a": layer.base_model.model[0].lora_A, "b": layer.base_model.model[0].lora_B}
+    matrices = {name: x.default.weight for name, x in trained.items()}
+    axes = {"llm": {"up": {"lora": {"a": ("embed", None), "b": (None, "mlp")}}}}
+    config = AdamW(b1=0.9, b2=0.999, modules={"llm.lora": Rates(b_ratio=16.0)})
+    optimizer = make_optimizer(config, axes)
+    params = {
+        "llm": {"up": {"lora": {n: x.detach().numpy().T.copy() for n, x in matrices.items()}}}
+    }
+    state, rng = optimizer.init(params), np.random.default_rng(0)
+    rates = {"learning_rate/llm.lora": 0.01, "weight_decay/llm.lora": 0.1, "clip": 1e9}
+    for _ in range(4):
+        gradients = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), params)
+        for name, x in matrices.items():
+            x.grad = torch.tensor(gradients["llm"]["up"]["lora"][name].T.copy())
+        theirs.step()
+        params, state, _ = optimizer.update(gradients, state, params, rates)
+    for name, x in matrices.items():
+        found = np.asarray(params["llm"]["up"]["lora"][name]).T
+        np.testing.assert_allclose(found, x.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_muon_makes_every_layers_matrix_orthogonal_and_gives_adam_the_rest():
@@ -215,6 +356,63 @@ def test_the_schedule_warms_up_linearly_and_ends_at_its_final_share():
     assert found[9] == pytest.approx(0.55)  # the middle of the cosine
     assert found[-1] == pytest.approx(0.1)
     assert sorted(found[4:], reverse=True) == found[4:]
+
+
+STEPS, WARMUP, DECAY = 41, 6, 12
+
+
+@pytest.mark.parametrize(
+    ("name", "specific", "schedule"),
+    [
+        ("constant_with_warmup", {}, Schedule(WARMUP, final=1.0)),
+        ("linear", {}, Schedule(WARMUP, final=0.0, shape="linear")),
+        ("cosine", {}, Schedule(WARMUP, final=0.0)),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, Schedule(WARMUP, final=0.1)),
+        ("cosine_with_restarts", {"num_cycles": 3}, Schedule(WARMUP, final=0.0, cycles=3)),
+        *(
+            (
+                "warmup_stable_decay",
+                {"num_decay_steps": DECAY, "decay_type": theirs, "min_lr_ratio": 0.1},
+                Schedule(WARMUP, final=0.1, shape=shape, decay=DECAY),
+            )
+            for theirs, shape in (("cosine", "cosine"), ("linear", "linear"), ("1-sqrt", "sqrt"))
+        ),
+    ],
+)
+def test_schedules_are_transformers(name, specific, schedule):
+    # Transformers' rate of step 0 is 0, and that behind the last step is the final one: an update's
+    # is one step later in its warm-up, and ends one step earlier.
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    theirs = get_scheduler(
+        name,
+        torch.optim.SGD([parameter], 1.0),
+        num_warmup_steps=WARMUP,
+        num_training_steps=STEPS - 1,
+        scheduler_specific_kwargs=specific,
+    ).lr_lambdas[0]
+    # Where the decay is given, theirs warms up from the final rate and not from 0.
+    first = WARMUP if schedule.decay else 0
+    wanted = [theirs(step + (step < WARMUP)) for step in range(first, STEPS)]
+    found = [schedule_factor(schedule, step, STEPS) for step in range(first, STEPS)]
+    np.testing.assert_allclose(found, wanted, atol=1e-9)
+
+
+def test_schedules_are_optaxs():
+    rest = STEPS - 1 - WARMUP
+    behind = {
+        Schedule(WARMUP, 0.1): optax.cosine_decay_schedule(1.0, rest, 0.1),
+        Schedule(WARMUP, 0.1, "linear"): optax.linear_schedule(1.0, 0.1, rest),
+        Schedule(WARMUP, 0.1, "linear", DECAY): optax.linear_schedule(
+            1.0, 0.1, DECAY, rest - DECAY
+        ),
+        # each restart at its peak, and the last step at the end of the last cycle
+        Schedule(WARMUP, 0.1, cycles=2): optax.join_schedules(
+            [optax.cosine_decay_schedule(1.0, rest / 2, 0.1)] * 2, [rest // 2]
+        ),
+    }
+    for schedule, theirs in behind.items():
+        found = [schedule_factor(schedule, WARMUP + n, STEPS) for n in range(rest + 1)]
+        np.testing.assert_allclose(found, [theirs(n) for n in range(rest + 1)], atol=1e-6)
 
 
 def test_a_run_no_longer_than_its_warm_up_never_exceeds_the_peak():
