@@ -136,7 +136,7 @@ class Positions(NamedTuple):
 
 
 class Merging(NamedTuple):
-    """What the merger takes beside activations."""
+    """Indices that the merger takes beside activations."""
 
     around: tuple[Neighbours, ...]  # of each convolution
     positions: Positions

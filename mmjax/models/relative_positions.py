@@ -25,7 +25,7 @@ from mmjax.models.rope import max_in_item
 
 
 class Places(NamedTuple):
-    """Where patches lie in their image, or in their window. All int32 [R, L, 2]: of rows, and of columns."""
+    """Places of patches in their image, or in their window. All int32 [R, L, 2]: of rows, and of columns."""
 
     place: Array
     sides: Array  # of the image, or of that part of the window that the image fills
