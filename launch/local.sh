@@ -32,7 +32,8 @@ while ((${#number[@]})); do
         code=$status
         echo "launch: process ${number[$ended]} of $count ended first, with code $status" >&2
         others=("${!number[@]}")
-        { sleep 60 && kill -KILL "${others[@]}"; } 2>/dev/null & # they end by themselves within a minute
+        # They end by themselves: where one was killed within seconds, unless they wait for it to join them.
+        { sleep $((status > 128 ? 5 : 60)) && kill -KILL "${others[@]}"; } 2>/dev/null &
         killer=$!
     fi
     unset "number[$ended]"

@@ -192,9 +192,11 @@ def test_the_largest_preset_fits_2560_devices_and_not_64(capsys):
         "batch.rows.vision=64",
         "batch.rows.audio=64",
     )
-    found = numbers(capsys, *small, "cluster=h100x8x8", "mesh.fsdp=64")
+    words = "cluster=h100x8x8", "mesh.fsdp=64", "training.memory_every=50"
+    found = numbers(capsys, *small, *words)
     assert sum(found["parameters"].values()) == pytest.approx(84e9, rel=0.01)
     assert found["checkpoint"] == pytest.approx(12 * 84e9, rel=0.01)
+    assert found["snapshots"] == pytest.approx(5 / 8 * found["checkpoint"])  # with a neighbour's
     assert found["ways"]["post"]["memory"] > 0.4 * found["room"]
     tight = told(capsys, *small, "cluster=h100x8x8", "mesh.fsdp=8")
     assert "DOES NOT FIT: the run needs " in tight
@@ -277,11 +279,12 @@ def test_all_ways_of_balancing_are_compared_whichever_the_config_takes(capsys, s
 
 @pytest.mark.exhaustive
 def test_more_shards_need_less_memory_and_tensor_parallelism_costs_all_reduces(capsys, small):
-    sharded = numbers(capsys, *SMALL, "mesh.fsdp=8")
+    sharded = numbers(capsys, *SMALL, "mesh.fsdp=8", "training.memory_every=5")
     assert sharded["memory"]["optimizer"] == pytest.approx(
         small["memory"]["optimizer"] / 8, rel=0.1
     )  # vectors are whole
     assert sharded["checkpoint"] == pytest.approx(small["checkpoint"])
+    assert (small["snapshots"], sharded["snapshots"]) == (0, 3 * sharded["checkpoint"])
     cut = numbers(capsys, *SMALL, "mesh.tensor=2", "mesh.encoders=data")
     assert (
         cut["ways"]["post"]["seconds"]["tensor"] > 0 == small["ways"]["post"]["seconds"]["tensor"]

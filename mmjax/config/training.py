@@ -288,6 +288,9 @@ class TrainingConfig:
     checkpoint_every: NonNegativeInt = 0  # steps; 0: only at the end
     keep: PositiveInt = 2  # the newest checkpoints
     keep_every: NonNegativeInt = 0  # also keep those after a multiple of so many steps; 0: none
+    # steps between snapshots in the memory of the hosts, from which `mmjax.supervise` goes on; 0: none
+    memory_every: NonNegativeInt = 0
+    memory_folder: str = "/dev/shm"  # of a memory file system of each host, for these
     keep_best: str = ""  # also keep the best by a metric of evaluations, such as validation/loss
     # evaluations without a better keep_best after which training stops; 0: never
     patience: NonNegativeInt = 0

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import socket
 import sys
 import threading
@@ -26,12 +27,8 @@ import jax
 # remove when jax.distributed gives the service's client a public name
 from jax._src import distributed
 
-from mmjax.distributed.peer_monitor import (
-    HEARTBEAT_SECONDS,
-    PeerMonitor,
-    StuckReport,
-    host_and_port,
-)
+from mmjax.distributed.peer_links import PeerLinks, host_and_port, own_address
+from mmjax.distributed.peer_monitor import HEARTBEAT_SECONDS, PeerMonitor, StuckReport
 from mmjax.errors import StoppedBySignal, UserError, exit_at_once, explain_runtime_errors
 
 _START_SECONDS = 300  # until all processes have connected
@@ -78,8 +75,9 @@ def process_group() -> Iterator[None]:
         return
     global _peer_monitor
     _connect()
+    coordinator = os.environ["MMJAX_COORDINATOR"]
     _peer_monitor = PeerMonitor(
-        distributed.global_state.client, os.environ["MMJAX_COORDINATOR"], index(), count()
+        distributed.global_state.client, coordinator, index(), count(), _open_links(coordinator)
     )
     _peer_monitor.start()
     try:
@@ -95,6 +93,7 @@ def process_group() -> Iterator[None]:
         exit_at_once(error.code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
+        _peer_monitor.links.leave()
         exit_at_once(130)
     except StoppedBySignal:
         end_others(0)
@@ -109,6 +108,14 @@ def process_group() -> Iterator[None]:
         exit_at_once(1)
     _peer_monitor.finish()
     _disconnect()
+
+
+def _open_links(coordinator: str) -> PeerLinks:
+    """Open this process's sockets to all others, which do so together."""
+    links = PeerLinks(own_address(coordinator))
+    token = run_on_leader(lambda: secrets.token_hex(16))
+    links.open(token, gather("links", links.address))
+    return links
 
 
 def end_others(code: int) -> None:
@@ -201,8 +208,8 @@ def wait_for_all(where: str) -> None:
 
 @cache
 def hosts() -> list[str]:
-    """Return the host name of each process."""
-    return gather("hosts", socket.gethostname())
+    """Return the host name of each process: MMJAX_HOST where it is set."""
+    return gather("hosts", os.environ.get("MMJAX_HOST") or socket.gethostname())
 
 
 def per_host() -> int:

@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
+from mmjax.distributed.peer_links import PeerLinks, host_and_port
+
 T = TypeVar("T")
 
 HEARTBEAT_SECONDS = 24  # JAX's heartbeat timeout: a process silent for so long counts as dead
@@ -81,11 +83,12 @@ class PeerStatus:
     role: str = ""  # stages of a pipeline that it has
 
 
-STUCK = 3  # exit code
+STUCK = 3  # exit codes
+LOST = 1
 
 
 class StuckReport(NamedTuple):
-    """The report of the first process that noticed that the run is stuck, or was stopped before its first step."""
+    """The report of the first process that noticed that the run is stuck, has lost a process, or was stopped early."""
 
     line: str
     silent: tuple[int, ...]  # processes that will not answer
@@ -95,14 +98,15 @@ class StuckReport(NamedTuple):
 class PeerMonitor:
     """Threads of one process that send its heartbeats and watch for peers that exited or are stuck."""
 
-    def __init__(self, client: Any, address: str, index: int, count: int) -> None:
-        """address: of process 0, host:port."""
+    def __init__(self, client: Any, address: str, index: int, count: int, links: PeerLinks) -> None:
+        """address: of process 0, host:port. links: open ones to the other processes."""
         start = time.monotonic()
         self.phase = Phase(-1, "starting", start, start)  # the watchdog updates it
         self.stuck: StuckReport | None = None
         self.roles: Mapping[int, str] = {}  # stages of a pipeline by process
         self.index = index
         self.count = count
+        self.links = links
         self._client = client
         self._address = host_and_port(address)
         self._finished = threading.Event()
@@ -116,9 +120,11 @@ class PeerMonitor:
         _delay_abort()
         for thread in self._threads:
             thread.start()
+        self.links.watch((self.index + 1) % self.count, self._report_lost)
 
     def finish(self) -> None:
         """Stop watching: from here on peers may exit."""
+        self.links.leave()
         self._finished.set()
 
     def read_phases(self) -> dict[int, PeerStatus] | None:
@@ -163,6 +169,7 @@ class PeerMonitor:
 
     def await_exits(self, peers: Collection[int]) -> None:
         """Announce that this process exits. Process 0 waits for the others, which would else blame it for their end."""
+        self.links.leave()
         if self.index:
             call_with_timeout(
                 _REPLY_SECONDS,
@@ -217,7 +224,10 @@ class PeerMonitor:
                 if _disconnected(error):
                     return self._end_without_first()
             else:
-                self.stuck = _parse_stuck(report)
+                stuck = _parse_stuck(report)
+                if stuck.code == LOST:
+                    return self._end_without(stuck.silent)
+                self.stuck = stuck
                 return
 
     def _poll_live_processes(self) -> None:
@@ -231,16 +241,25 @@ class PeerMonitor:
                     return self._end_without_first()
                 continue
             if dead := sorted(set(everyone) - alive):
-                if not self._finished.is_set():
-                    exit_once()
-                    self.await_exits(alive)
-                    peers = [p for p in dead if p != self.index]
-                    if not peers:
-                        self._end(
-                            "the others took this process for gone, so long was it stopped or out of reach"
-                        )
-                    self._end(f"{self._describe(peers)} ended or cannot be reached")
-                return
+                return self._end_without(dead)
+
+    def _report_lost(self, process: int) -> None:
+        """Tell all processes that one is gone; where it is process 0, each notices by itself."""
+        if process and not self._finished.is_set():
+            self.publish_stuck(StuckReport(f"{self._describe([process])} ended", (process,), LOST))
+
+    def _end_without(self, dead: Sequence[int]) -> None:
+        """End this process because others are dead."""
+        if self._finished.is_set():
+            return
+        exit_once()
+        self.await_exits(set(range(self.count)) - set(dead))
+        peers = [p for p in dead if p != self.index]
+        if not peers:
+            self._end(
+                "the others took this process for gone, so long was it stopped or out of reach"
+            )
+        self._end(f"{self._describe(peers)} ended or cannot be reached")
 
     def _watch_first(self) -> None:
         """End this process when process 0 has not answered for a while; polls, so a stopped process counts no time."""
@@ -277,12 +296,6 @@ class PeerMonitor:
         os.write(2, line.encode())
         call_with_timeout(1, sys.stdout.flush)
         os._exit(1)
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """Split an address; one of IPv6 comes in brackets: [::1]:1234."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def _refused(host: str, port: int) -> bool:

@@ -235,6 +235,17 @@ def saved_bytes(model: ModelConfig, activation: int, optimizer: OptimizerConfig)
     return round(weights + sum(moment_bytes(model, frozen, optimizer).values()))
 
 
+# Of what a host writes of a snapshot: the newest, the one that is written, and what it is written
+# from; of what it keeps for another host, the first two.
+WRITTEN_COPIES = 3
+KEPT_COPIES = 2
+
+
+def snapshot_bytes(state: float, hosts: int) -> float:
+    """Count the bytes of a host's memory that snapshots take. hosts: over which one copy of the state lies."""
+    return state / hosts * (WRITTEN_COPIES + (KEPT_COPIES if hosts > 1 else 0))
+
+
 def parameter_bytes(model: ModelConfig, frozen: Set[str], activation: int) -> dict[str, float]:
     """Count the bytes of every module's parameters: float32, but of frozen ones as activations, or quantised."""
     counts = {

@@ -52,6 +52,7 @@ from mmjax.runtime.checkpoint_metadata import (
     write_metadata,
 )
 from mmjax.runtime.executor import Executor, State
+from mmjax.runtime.program_cache import CachedProgram
 from mmjax.runtime.state import TrainState
 
 
@@ -102,7 +103,7 @@ class CheckpointStore:
         if self._saves_from_host:
             return
         self._unstack = [
-            unstack.lower(part).compile() if local else unstack
+            unstack.compile(part) if local else unstack
             for unstack, part, local in zip(self._unstack, self._abstract, self._local, strict=True)
         ]
 
@@ -266,7 +267,9 @@ def _unstack_program(target: TrainState) -> Any:
         return layers, bit_sums(layers)
 
     shardings = jax.tree.map(lambda x: x.sharding, target)
-    return jax.jit(unstack, out_shardings=(shardings, shardings.step))
+    return CachedProgram(
+        "", shardings.step.mesh, unstack, out_shardings=(shardings, shardings.step)
+    )
 
 
 def _merge_parts(parts: Sequence[Any]) -> Any:

@@ -97,13 +97,8 @@ class Commit:
         self.finish(partial)
         partial.rename(self.folder / str(self.step))
         # The checkpoint is complete whatever fails from here on; the next save tries these again.
-        run_and_describe_failure(self._report_progress)
+        run_and_describe_failure(lambda: report_progress(self.step))
         run_and_describe_failure(self._remove_superfluous)
-
-    def _report_progress(self) -> None:
-        if name := os.environ.get(PROGRESS):
-            with atomic_write(Path(name)) as partial:
-                partial.write_text(str(self.step))
 
     def _remove_superfluous(self) -> None:
         for step in self.retention.steps_to_remove(saved_steps(self.folder)):
@@ -115,6 +110,13 @@ class Commit:
             name = torn.name.removesuffix(TORN)
             if name.isdecimal() and int(name) <= self.step:
                 shutil.rmtree(torn)
+
+
+def report_progress(step: int) -> None:
+    """Tell the supervisor, if there is one, that a step is saved. Raises OSError."""
+    if name := os.environ.get(PROGRESS):
+        with atomic_write(Path(name)) as partial:
+            partial.write_text(str(step))
 
 
 def saved_steps(folder: Path) -> list[int]:

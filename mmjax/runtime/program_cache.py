@@ -74,17 +74,20 @@ class CachedProgram:
 
     def _read_or_compile(self, args: Any) -> jax.stages.Compiled:
         cache = jax.config.jax_compilation_cache_dir
-        # Several processes compile together, and each would have to find what the others find.
-        # Other devices' programs take minutes to compile, beside which tracing is little.
-        single_process = jax.process_count() == 1 and self._devices[0].platform == "cpu"
-        if not cache or not single_process or self._context is None:
+        # Other devices' programs take minutes to compile, beside which tracing is little. Their
+        # processes compile together, and each would have to find what the others find.
+        if not cache or self._devices[0].platform != "cpu" or self._context is None:
             return self._jitted.lower(*args).compile()
         # Python numbers have neither weak type nor sharding, and NumPy's arrays have no sharding.
         described = [
             (getattr(x, "weak_type", ""), str(getattr(x, "sharding", "")))
             for x in jax.tree.leaves(args)
         ]
-        context = f"{self._context} {_shapes(args)} {described} {_settings()} {_environment(self._devices[0].client)}"
+        environment = _environment(self._devices[0].client)
+        context = (
+            f"{self._context} {jax.process_index()} {_shapes(args)} {described} {_settings()} "
+            f"{environment}"
+        )
         # The default repr of an object, as of a function, names its address, which differs by
         # process.
         if " at 0x" in context:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from functools import cache, partial
@@ -25,6 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from mmjax.config.training import Carrier
 from mmjax.distributed import coordination
+from mmjax.distributed.peer_links import own_address
 from mmjax.errors import UserError
 
 Box = tuple[tuple[int, int], ...]  # first and last (exclusive) index along every axis
@@ -261,7 +261,7 @@ class Links:
 
     def __init__(self) -> None:
         self._checks = checks_transfers()
-        address = f"{_own_address()}:0"
+        address = f"{own_address(os.environ.get('MMJAX_COORDINATOR', '127.0.0.1:1'))}:0"
         client = jax.local_devices()[0].client
         self._server = transfer.start_transfer_server(
             client, address, [address] * jax.local_device_count()
@@ -293,16 +293,6 @@ class Links:
 def links() -> Links:
     """Return the sockets to the other processes, which all open together with their first call."""
     return Links()
-
-
-def _own_address() -> str:
-    """Return this host's address on the network over which it reaches the coordinator; loopback on a single host."""
-    if len(set(coordination.hosts())) == 1:
-        return "127.0.0.1"
-    host, _, port = os.environ["MMJAX_COORDINATOR"].rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
-        return probe.getsockname()[0]
 
 
 def _check_words(piece: jax.Array, number: int) -> jax.Array:

@@ -20,7 +20,7 @@ from mmjax.cost.table import active_parameters, parameters
 from mmjax.parallel.sharding import AXES
 from mmjax.planning.hardware import USABLE
 from mmjax.planning.measured_file import layers_record
-from mmjax.planning.memory import ACTIVATION, GB, LOADED, saved_bytes
+from mmjax.planning.memory import ACTIVATION, GB, LOADED, saved_bytes, snapshot_bytes
 from mmjax.planning.remat import RunPlan
 from mmjax.planning.schedules import schedule_name
 from mmjax.planning.unet import unet_blocks, unets
@@ -291,7 +291,41 @@ def _describe_whole_run(forecast: RunForecast, price: float | None) -> list[str]
     return [
         f"run    {forecast.steps:,} such steps take {_hours(forecast.hours)}, {device_hours:,.1f} device hours{cost}",
         f"saves  {size(checkpoint)} x {keep} kept; {size(free)} are free where this plan was made{verdict}",
+        *_describe_snapshots(chosen),
     ]
+
+
+def _describe_snapshots(forecast: Forecast) -> list[str]:
+    """Format what snapshots in memory take of every host, and what the run survives by them."""
+    config = forecast.config.training
+    if not config.memory_every:
+        return []
+    if hosts := hosts_of_state(forecast) - 1:
+        kept = f"with copies of a neighbour's, since {hosts + 1} hosts share the state; a lost host loses nothing"
+    elif forecast.cluster.nodes > 1:
+        kept = "without copies of others': every host has the whole state"
+    else:
+        kept = "of processes that are lost, not of this host"
+    return [
+        f"       snapshots after every {config.memory_every} steps take {size(host_snapshot_bytes(forecast))} of each "
+        f"host's memory ({config.memory_folder}), {kept}"
+    ]
+
+
+def hosts_of_state(forecast: Forecast) -> int:
+    """Count the hosts over which one copy of the state lies."""
+    cluster = forecast.cluster
+    if forecast.config.units or forecast.config.optimizer.over_data:
+        return cluster.nodes
+    shards = math.prod(count for axis, count in forecast.mesh.items() if axis != "data")
+    return min(cluster.nodes, -(-shards // cluster.per_node))
+
+
+def host_snapshot_bytes(forecast: Forecast) -> float:
+    """Compute the bytes that snapshots take of a host's memory; 0 where none are taken."""
+    if not forecast.config.training.memory_every:
+        return 0.0
+    return snapshot_bytes(checkpoint_bytes(forecast), hosts_of_state(forecast))
 
 
 def checkpoint_bytes(forecast: Forecast) -> int:
@@ -472,6 +506,7 @@ def plan_numbers(
         "device_hours": device_hours,
         "cost": None if price is None else price * device_hours,
         "checkpoint": checkpoint_bytes(chosen),
+        "snapshots": host_snapshot_bytes(chosen),
         "limits": limits(forecast),
     }
 

@@ -31,7 +31,9 @@ from mmjax.runtime.devices import (
     peak_flops,
 )
 from mmjax.runtime.executor import State
+from mmjax.runtime.memory_snapshots import open_snapshots
 from mmjax.runtime.passes import StagedBatch
+from mmjax.runtime.snapshot_files import SnapshotFolder, Whole
 from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import hyperparameters
 from mmjax.runtime.step_report import StepReport, check_updated
@@ -96,7 +98,8 @@ def train(
                 permitted=permitted,
                 profile=profile,
             )
-            trainer, state = restore_or_init(make_trainer, folder, resumed)
+            snapshots = open_snapshots(config.training, folder)
+            trainer, state = restore_or_init(make_trainer, folder, resumed, snapshots)
             with ExitStack() as stack:
                 stack.enter_context(closing(trainer))
                 example = None if trainer.is_complete() else trainer.start(state)
@@ -131,8 +134,13 @@ class Trainer:
         permitted: run_dir.AllowedChanges = run_dir.NO_CHANGES,
         profile: bool = False,
         first_step: int = 0,
+        snapshots: SnapshotFolder | None = None,
+        snapshot: Whole | None = None,
     ) -> None:
-        """first_step: the run continues from here. Other arguments are as of `train`."""
+        """first_step: the run continues from here. snapshots, snapshot: as of `RunCheckpoints`.
+
+        Other arguments are as of `train`.
+        """
         self.folder = folder
         self.watchdog = watchdog
         self.flags = flags
@@ -145,7 +153,9 @@ class Trainer:
         if config.units:
             watchdog.follow(self.executor.passes.progress, self.executor.passes.roles)
 
-        self.checkpoints = RunCheckpoints(config, folder, setup.data, self.executor)
+        self.checkpoints = RunCheckpoints(
+            config, folder, setup.data, self.executor, snapshots, snapshot
+        )
         with activity("opening the validation and test splits"):
             self.evaluator = make_evaluator(
                 config,
@@ -162,7 +172,9 @@ class Trainer:
         self.unreadable = UnreadableSamples(setup.data.quarantine, setup.data.index.name)
         self.nonfinite = NonFiniteWatch(config.training, setup.data.index.name)
         self.profiler = ProfilerTrace(folder.traces)
-        peak = peak_flops(devices, config.training.precision)
+        # of what process 0 logs: where it is measured, others would disturb the measurement
+        leads = coordination.is_leader()
+        peak = peak_flops(devices, config.training.precision) if leads else float("inf")
         self.metrics = StepMetrics(config, self.executor, self.loader, setup.programs, peak)
         self.metrics_log: MetricsLog | None = None  # of process 0
         self.probe: RateProbe | None = None  # where it would tell anything
@@ -293,8 +305,12 @@ class Trainer:
                 stop = self.stop_requested
                 evaluate = self.is_due(step + 1, config.training.evaluate_every)
                 save = stop or self.is_due(step + 1, config.training.checkpoint_every)
-                if evaluate or save:
+                snapshot = self.is_due(step + 1, config.training.memory_every) and not stop
+                if evaluate or save or snapshot:
                     self.finish_step(state, progress)  # bad numbers are neither evaluated nor saved
+                if snapshot:
+                    self.watchdog.set_phase("saving")
+                    self.checkpoints.take_snapshot(step + 1, state)
                 if evaluate and not stop:
                     self.evaluate(step + 1, state)
                     if self.best.exhausted:

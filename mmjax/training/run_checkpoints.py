@@ -27,8 +27,10 @@ from mmjax.runtime.checkpoint_metadata import (
     checkpoint_step,
 )
 from mmjax.runtime.executor import Executor, State
+from mmjax.runtime.memory_snapshots import MemorySnapshots
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.saved_parameters import restore_parameters
+from mmjax.runtime.snapshot_files import SnapshotFolder, Whole
 from mmjax.runtime.weights import load_pretrained, modules_by_folder
 from mmjax.startup import activity
 from mmjax.training.run_data import RunData
@@ -38,22 +40,34 @@ T = TypeVar("T")
 
 
 def restore_or_init(
-    make_trainer: Callable[..., T], folder: RunFolder, resumed: bool
+    make_trainer: Callable[..., T],
+    folder: RunFolder,
+    resumed: bool,
+    snapshots: SnapshotFolder | None = None,
 ) -> tuple[T, State]:
     """Make a trainer and its first state: fresh, or restored from the newest readable checkpoint of a resumed run.
 
-    make_trainer: makes one that begins at `first_step`. Unreadable newer checkpoints are set aside.
+    make_trainer: makes one that begins at `first_step`, with a snapshot in memory where there is
+    one of that step. Unreadable newer checkpoints are set aside.
     Raises UserError if there are checkpoints and none is readable.
     """
     damaged: list[tuple[int, DamagedCheckpoint]] = []
     # Process 0 lists the checkpoints for all, so that all try the same ones.
     saved = coordination.run_on_leader(lambda: saved_steps(folder.checkpoints)) if resumed else []
-    for step in reversed(saved or [0]):
-        trainer = make_trainer(first_step=step)
+    whole = snapshots.whole_snapshots() if snapshots is not None else {}
+    # Of a step that is both on disk and in memory, the snapshot is read.
+    found = [(step, None) for step in saved] + [(step, whole[step]) for step in whole]
+    for step, snapshot in sorted(found, key=lambda x: (x[0], x[1] is not None))[::-1] or [
+        (0, None)
+    ]:
+        trainer = make_trainer(first_step=step, snapshots=snapshots, snapshot=snapshot)
         try:
             state = trainer.init_state()
         except DamagedCheckpoint as error:
-            damaged.append((step, error))
+            if snapshot is None:
+                damaged.append((step, error))
+            else:
+                print_lines(f"WARNING {error}")
             continue
         for newer, error in damaged:
             aside = coordination.run_on_leader(
@@ -78,16 +92,25 @@ class RunCheckpoints:
     """The first state and the checkpoints of a run."""
 
     def __init__(
-        self, config: Config, folder: RunFolder, data: RunData, executor: Executor
+        self,
+        config: Config,
+        folder: RunFolder,
+        data: RunData,
+        executor: Executor,
+        snapshots: SnapshotFolder | None = None,
+        snapshot: Whole | None = None,
     ) -> None:
+        """snapshots: where snapshots in memory are taken. snapshot: the one to restore, if any."""
         self._config = config
         self._folder = folder
         self._data = data
         self._executor = executor
         retention = Retention(config.training.keep, config.training.keep_every)
         self._store = CheckpointStore(folder.checkpoints, executor, retention)
-        # step of the newest checkpoint, restored or begun to be saved
-        self._newest = data.launch.first
+        self._memory = None if snapshots is None else MemorySnapshots(snapshots, executor)
+        self._snapshot = snapshot
+        # step of the newest checkpoint on disk, restored or begun to be saved
+        self._newest = data.launch.first if snapshot is None else 0
         self._checked = 0  # step of the last save whose failure was looked for
 
     def compile(self) -> None:
@@ -105,10 +128,16 @@ class RunCheckpoints:
         """
         executor = self._executor
         first = self._data.launch.first
+        if self._memory is not None:
+            print_lines(f"memory {self._memory.describe()}")
         if first:
-            state, saved = self._store.restore(first)
+            if self._snapshot is None:
+                state, saved = self._store.restore(first)
+            else:
+                state, saved = self._memory.restore(self._snapshot)
             self._check_data(saved)
-            print_lines(f"resumed {self._folder.path} at step {first}")
+            place = ", from memory" if self._snapshot else ""
+            print_lines(f"resumed {self._folder.path} at step {first}{place}")
             return state
         key = jax.random.key(self._config.seed)
         if self._config.init_from:
@@ -191,6 +220,12 @@ class RunCheckpoints:
         self._store.retention = replace(self._store.retention, best=best_step)
         self._store.save(state, to_json(self._config), self._data_state(step))
 
+    def take_snapshot(self, step: int, state: State) -> None:
+        """Begin to write the state after `step` steps into the memory of the hosts."""
+        if error := self._memory.wait():
+            print_lines(f"WARNING a snapshot could not be written: {error}; the run goes on")
+        self._memory.save(state, to_json(self._config), self._data_state(step))
+
     def warn_of_failure(self) -> None:
         """Warn once where the last save has failed; the checkpoint before it is kept, and the run goes on."""
         finished = self._store.finished_save
@@ -217,10 +252,14 @@ class RunCheckpoints:
                 f"the last state could not be saved: {error}; make room, and go on from {newest} with --resume",
                 everywhere=True,
             )
+        if self._memory is not None:
+            self._memory.remove()
 
     def close(self) -> None:
         """Wait for the last save, whether it succeeds or not."""
         self._store.wait()
+        if self._memory is not None:
+            self._memory.wait()
 
     def _data_state(self, step: int) -> DataState:
         """Return the position in the data before `step`."""

@@ -199,7 +199,7 @@ def test_however_many_processes_there_are_process_0_gets_a_bounded_number_of_req
     # late, and yet no sign of its end
     assert peer_monitor.heartbeat_seconds(count) + 3 < peer_monitor._MUTE_SECONDS
     monitors = [
-        peer_monitor.PeerMonitor(None, "127.0.0.1:1", index, count) for index in range(count)
+        peer_monitor.PeerMonitor(None, "127.0.0.1:1", index, count, None) for index in range(count)
     ]
     asking = [monitor.index for monitor in monitors if monitor.may_read_phases(0)]
     assert 0 in asking
