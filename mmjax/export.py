@@ -31,6 +31,7 @@ from mmjax.hf.writing import (
     adapter_config,
     copy_beside,
     has_module,
+    magnitude_name,
     module_path,
     saved_name,
     tensor_names,
@@ -268,6 +269,11 @@ def _write_adapter(
             path = module_path(_linear_weight(piece), names_there)
             configs[path] = lora
             tensors |= _adapter_tensors(exporter, piece, path)
+    if len({lora.dora for lora in configs.values()}) > 1:
+        raise UserError(
+            "--adapter: some adapters are DoRA's and some are not, and PEFT has one use_dora for all; leave out "
+            "--adapter to have them merged"
+        )
     paths, full_tensors = _modules_to_save(exporter, source, full, names_there)
     write_tensors(out / ADAPTER_WEIGHTS, tensors | full_tensors)
     (out / ADAPTER_CONFIG).write_text(
@@ -331,11 +337,16 @@ def _adapter_tensors(exporter: Exporter, piece: Piece, path: str) -> dict[str, N
         exporter.read([piece.name])
         return exporter.adapter(piece.name)[which].T
 
+    def read_magnitude():
+        exporter.read([piece.name])
+        return exporter.magnitude(piece.name)
+
     a, b = tensor_names(path)
+    lengths = {magnitude_name(path): NewTensor("F32", (outputs,), read_magnitude)}
     return {
         a: NewTensor("F32", (rank, inputs), lambda: read(0)),
         b: NewTensor("F32", (outputs, rank), lambda: read(1)),
-    }
+    } | (lengths if exporter.lora_of(piece.name).dora else {})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -293,14 +293,22 @@ def test_a_damaged_checkpoint_is_not_exported(tuned, tmp_path, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.default_cases("rank")
-@pytest.mark.parametrize("scaling", ["rank", "sqrt_rank"])
-def test_peft_writes_the_same_adapter_folder(source, scaling, tmp_path):
-    lora = {"all": LoraConfig(("llm.*.query", "llm.*.up"), 4, 6.0, scaling)}
+@pytest.mark.default_cases("dora")
+@pytest.mark.parametrize("form", ["rank", "sqrt_rank", "dora"])
+def test_peft_writes_the_same_adapter_folder(source, form, tmp_path):
+    scaling, dora = ("rank", True) if form == "dora" else (form, False)
+    lora = {"all": LoraConfig(("llm.*.query", "llm.*.up"), 4, 6.0, scaling, dora=dora)}
     run = moved(source, tmp_path / "run", lora=lora)
     export.export(run, tmp_path / "out", adapter=True)
     beside = peft.PeftModel.from_pretrained(loaded(source), tmp_path / "out")
     np.testing.assert_allclose(theirs(beside), ours(run), atol=1e-4)
+    if dora:
+        # Merged, the same weights too.
+        export.export(run, tmp_path / "merged")
+        merged = loaded(tmp_path / "merged").state_dict()
+        for name, x in beside.merge_and_unload().state_dict().items():
+            np.testing.assert_allclose(merged[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
+        beside = peft.PeftModel.from_pretrained(loaded(source), tmp_path / "out")
     beside.save_pretrained(tmp_path / "again")
     mine, again = (
         load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "again")

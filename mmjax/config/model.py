@@ -39,6 +39,14 @@ class LoraConfig:
     # scale = alpha / rank, or alpha / sqrt(rank) (rsLoRA)
     scaling: Literal["rank", "sqrt_rank"] = "rank"
     base: Literal["frozen", "trained"] = "frozen"  # the base weights of a module that has adapters
+    # DoRA: the lengths of the columns of a weight are trained, and the adapter turns them alone
+    dora: bool = False
+
+    def check(self, where: str) -> None:
+        check(
+            not self.dora or self.base == "frozen",
+            f"{where}.dora=true: lengths are beside those of frozen weights; use {where}.base=frozen",
+        )
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,11 @@ def tensor_names(path: str) -> tuple[str, str]:
     return f"base_model.model.{path}.lora_A.weight", f"base_model.model.{path}.lora_B.weight"
 
 
+def magnitude_name(path: str) -> str:
+    """Return PEFT's name of the lengths `[out]` that DoRA trains of a module."""
+    return f"base_model.model.{path}.lora_magnitude_vector"
+
+
 def saved_name(path: str, last: str) -> str:
     """Return PEFT's name of the weight or bias of a module in `modules_to_save`."""
     return f"base_model.model.{path}.{last}"
@@ -157,6 +162,7 @@ def adapter_config(
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": stabilized,
+        "use_dora": all(lora.dora for lora in adapters.values()),
         "target_modules": sorted(
             {path.rpartition(".")[2] if decoder_only else path for path in adapters}
         ),

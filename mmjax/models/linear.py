@@ -83,8 +83,9 @@ class Linear(nnx.Module):
         # quantised by `models.model`
         self.weight: nnx.Param | QuantizedMatrix = nnx.Param(weight, axes=axes)
         # A bias along the width is replicated: it is small, and activations are not sharded there.
-        bias_axis = None if axes[1] == "embed" else axes[1]
-        self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(bias_axis,)) if bias else None
+        self.bias_axis = None if axes[1] == "embed" else axes[1]
+        zeros = jnp.zeros(outputs, jnp.float32)
+        self.bias = nnx.Param(zeros, axes=(self.bias_axis,)) if bias else None
         self.bounds = Bounds() if clipped else None
         self.axes = axes
         self.lora: nnx.Module | None = nnx.data(None)  # set by `models.lora`
@@ -112,6 +113,12 @@ class Linear(nnx.Module):
         self, y: Float[Array, "*b o"], x: Float[Array, "*b i"], padding: int = 0
     ) -> Float[Array, "*b o"]:
         """Add bias and adapter to the product of inputs `x`; `padding` zeros were appended to it."""
+        if self.lora is not None and self.lora.magnitude is not None:
+            y = checkpoint_name(y + _pad_last(self.lora(self.clipped(x)), padding), "linear")
+            scales = self.lora.column_scales(dequantize(self.weight[...], jnp.float32))
+            y = (y * _pad_last(scales, padding)).astype(x.dtype)
+            bias = None if self.bias is None else self.bias[...].astype(x.dtype)
+            return y if bias is None else y + _pad_last(bias, padding)
         if self.bias is not None:
             y = y + _pad_last(self.bias[...].astype(x.dtype), padding)
         if self.lora is not None:

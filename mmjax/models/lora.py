@@ -23,18 +23,36 @@ class LowRank(nnx.Module):
     """A low-rank adapter `scale * (x @ a) @ b` beside a linear layer (LoRA, Hu et al. 2021).
 
     `a` is `[in, rank]`, `b` `[rank, out]`; those of a stack have a leading layer axis. `b` begins
-    as zero, so the model computes the same as without adapters.
+    as zero, so the model computes the same as without adapters. `magnitude` `[out]` of DoRA is what
+    training adds to the lengths of the weight's columns.
     """
 
-    def __init__(self, a: Array, b: Array, linear: Linear, scale: float):
+    def __init__(self, a: Array, b: Array, linear: Linear, lora: LoraConfig):
         inputs, outputs = linear.axes
         self.a = nnx.Param(a, axes=(inputs, None))
         self.b = nnx.Param(b, axes=(None, outputs))
-        self.scale = scale
+        self.scale = lora_scale(lora)
+        lengths = jnp.zeros((*b.shape[:-2], b.shape[-1]), jnp.float32)
+        self.magnitude = nnx.Param(lengths, axes=(linear.bias_axis,)) if lora.dora else None
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
         inner = checkpoint_name(matmul(x, self.a[...].astype(x.dtype)), "adapter")
         return matmul(inner, self.b[...].astype(x.dtype)) * self.scale
+
+    def column_scales(self, weight: Float[Array, "i o"]) -> Float[Array, " o"]:
+        """Return what gives the columns of `weight + scale * a @ b` their trained lengths.
+
+        DoRA (Liu et al. 2024): the lengths that are divided by get no gradient (section 4.3).
+        """
+        w, a, b = map(
+            jax.lax.stop_gradient,
+            (weight.astype(jnp.float32), self.a[...] * self.scale, self.b[...]),
+        )
+        squares = jnp.square(w).sum(0)
+        # |w + a b|^2 = |w|^2 + 2 w (a b) + |a b|^2, without a matrix of the weight's size.
+        turned = squares + (b * (2 * a.T @ w + a.T @ a @ b)).sum(0)
+        length = jnp.sqrt(squares) + self.magnitude[...]
+        return length * jax.lax.rsqrt(jnp.maximum(turned, jnp.finfo(jnp.float32).tiny))
 
 
 def attach_adapters(model: MultimodalModel, config: ModelConfig, key: Array) -> None:
@@ -82,6 +100,4 @@ def _init_adapter(linear: Linear, lora: LoraConfig, layers: range | None, key: A
         if stack
         else uniform(0 if layers is None else layers.start)
     )
-    return LowRank(
-        a, jnp.zeros((*stack, lora.rank, outputs), jnp.float32), linear, lora_scale(lora)
-    )
+    return LowRank(a, jnp.zeros((*stack, lora.rank, outputs), jnp.float32), linear, lora)

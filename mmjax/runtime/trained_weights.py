@@ -69,8 +69,8 @@ class Exporter:
         adapters = [
             (*n[:-1], ADAPTER_ATTRIBUTE, factor)
             for n in names
-            if self.lora_of(n)
-            for factor in ("a", "b")
+            if (lora := self.lora_of(n))
+            for factor in ("a", "b", *["magnitude"] * lora.dora)
         ]
         self._loaded = {}  # freed first: the old and the new are never in memory together
         parts = [
@@ -95,6 +95,15 @@ class Exporter:
             for factor in ("a", "b")
         )
 
+    def magnitude(self, name: Name, weight: np.ndarray | None = None) -> np.ndarray:
+        """Return the trained lengths of a loaded parameter's columns (DoRA), float32 `[out]`.
+
+        weight: that they are trained beside, by default the loaded one.
+        """
+        weight = self._loaded[name] if weight is None else weight
+        change = self._loaded[(*name[:-1], ADAPTER_ATTRIBUTE, "magnitude")]
+        return np.linalg.norm(weight.astype(np.float32), axis=0) + change
+
     def merged(
         self, name: Name, source: np.ndarray | None = None, expert: int | None = None
     ) -> np.ndarray | None:
@@ -115,9 +124,11 @@ class Exporter:
             return None if unchanged else value
         a, b = self.adapter(name)
         change = lora_scale(lora) * (a @ b)
-        if same and not change.any():
-            return None
-        return (source if same else value).astype(np.float32) + change
+        weight = source if same else value
+        new = weight.astype(np.float32) + change
+        if lora.dora:
+            new *= self.magnitude(name, weight) / np.linalg.norm(new, axis=0)
+        return None if same and not change.any() and np.array_equal(new, weight) else new
 
     # ---------------------------------------------------------------------------------------------
     # a folder's layout

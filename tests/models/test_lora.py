@@ -7,13 +7,19 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peft
 import pytest
+import torch
+from flax import nnx
 from packed import assert_trees_close, build, pack, random_sample, tiny
 
 from mmjax.config import AdamW, LoraConfig, MeshConfig, Muon
 from mmjax.config.model import lora_scale
 from mmjax.models.layer_stacks import key_names, unstack_layers
+from mmjax.models.linear import Linear
+from mmjax.models.lora import LowRank
 from mmjax.models.model import Model, merge, parameter_group, partition
+from mmjax.models.quantization import QuantizedMatrix, dequantize
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.state import make_optimizer, parameter_shardings
 
@@ -88,6 +94,65 @@ def test_adapters_compute_what_their_product_added_to_the_weights_does(remat):
             assert_trees_close(
                 own[(*path[:-1], "b")], lora_scale(of) * jnp.swapaxes(leaf, -1, -2) @ weight, 1e-4
             )
+
+
+def test_dora_computes_and_trains_what_pefts_layer_does():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    weight, bias, a, b, x, change = draw(8, 6), draw(6), draw(8, 3), draw(3, 6), draw(5, 8), draw(6)
+    theirs = torch.nn.Sequential(torch.nn.Linear(8, 6))
+    config = peft.LoraConfig(r=3, lora_alpha=5, use_dora=True, target_modules=["0"])
+    wrapped = peft.get_peft_model(theirs, config)
+    layer = wrapped.base_model.model[0]
+    lora = LoraConfig(("*",), rank=3, alpha=5.0, dora=True)
+    linear = Linear(8, 6, ("embed", "mlp"), nnx.Rngs(0), bias=True)
+    linear.weight[...], linear.bias[...] = jnp.asarray(weight), jnp.asarray(bias)
+    linear.lora = LowRank(jnp.asarray(a), jnp.asarray(b), linear, lora)
+    linear.lora.magnitude[...] = jnp.asarray(change)
+    lengths = torch.tensor(np.linalg.norm(weight, axis=0) + change)
+    tensors = {
+        "weight": (layer.base_layer.weight, weight.T),
+        "bias": (layer.base_layer.bias, bias),
+        "a": (layer.lora_A.default.weight, a.T),
+        "b": (layer.lora_B.default.weight, b.T),
+        "magnitude": (layer.lora_magnitude_vector.default.weight, lengths.numpy()),
+    }
+    with torch.no_grad():
+        for tensor, value in tensors.values():
+            tensor.copy_(torch.tensor(np.ascontiguousarray(value)))
+    given = torch.tensor(x, requires_grad=True)
+    wanted = wrapped(given)
+    wanted.square().sum().backward()
+    np.testing.assert_allclose(linear(jnp.asarray(x)), wanted.detach(), rtol=1e-5, atol=1e-5)
+    graph, state = nnx.split(linear)
+    loss = lambda state, x: jnp.square(nnx.merge(graph, state)(x)).sum()  # noqa: E731
+    gradients, d_x = jax.grad(loss, (0, 1))(state, jnp.asarray(x))
+    np.testing.assert_allclose(d_x, given.grad, rtol=1e-5, atol=1e-3)
+    for name in ("a", "b", "magnitude"):
+        found = np.asarray(gradients["lora"][name].get_value())
+        theirs = tensors[name][0].grad.numpy()
+        np.testing.assert_allclose(found.T, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_dora_beside_quantised_and_fp8_weights_has_lengths_of_what_these_are():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))  # noqa: E731
+    lora = LoraConfig(("*",), rank=3, dora=True)
+    linear = Linear(64, 32, ("embed", "mlp"), nnx.Rngs(0))
+    linear.lora = LowRank(draw(64, 3), draw(3, 32), linear, lora)
+    linear.lora.magnitude[...] = draw(32)
+    x = draw(5, 64)
+    plain = linear(x)
+    linear.float8 = True
+    assert np.abs(linear(x) - plain).max() < 0.1 * np.abs(plain).max()
+    linear.float8 = False
+    linear.weight = QuantizedMatrix(linear.weight[...], linear.axes, "int8")
+    found = linear(x)
+    w = dequantize(linear.weight[...], jnp.float32)
+    new = w + lora_scale(lora) * linear.lora.a[...] @ linear.lora.b[...]
+    lengths = jnp.linalg.norm(w, axis=0) + linear.lora.magnitude[...]
+    wanted = x @ (new * lengths / jnp.linalg.norm(new, axis=0))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.exhaustive
