@@ -310,13 +310,13 @@ class VisionConfig(TowerFacts):
         """Weigh layers by the channels of their scores and values, those of distances and of a sink among them."""
         if not self.relative_side:
             return super().windowed_share
-        before = self.merge_after or self.layers
+        count = self.merge_after or self.layers
         in_windows = len(self.windowed) * (self.head_width + self.window + 1)
-        others = (before - len(self.windowed)) * (self.head_width + self.relative_side)
+        whole_images = (count - len(self.windowed)) * (self.head_width + self.relative_side)
         if c := self.query_layers:
             # Of a layer behind the merger, whose pairs are fewer by the square.
-            others += (self.layers - before) * c.width / self.heads / self.merged_inputs**2
-        return in_windows / (in_windows + others)
+            whole_images += (self.layers - count) * c.width / self.heads / self.merged_inputs**2
+        return in_windows / (in_windows + whole_images)
 
     @property
     def layer_kinds(self) -> tuple[bool, ...]:

@@ -79,9 +79,9 @@ class Convolution(nnx.Module):
         def convolved(x: Array) -> Array:
             rows, length, taps = around.index.shape
             index = around.index.reshape(rows, length * taps, 1)
-            taken = jnp.take_along_axis(x, index, axis=1).reshape(rows, length, taps, x.shape[-1])
-            taken = jnp.where(around.valid[..., None], taken, 0)
-            return self.linear(taken.reshape(rows, length, taps * x.shape[-1]))
+            patches = jnp.take_along_axis(x, index, axis=1).reshape(rows, length, taps, x.shape[-1])
+            patches = jnp.where(around.valid[..., None], patches, 0)
+            return self.linear(patches.reshape(rows, length, taps * x.shape[-1]))
 
         return convolved(x)
 
@@ -199,10 +199,10 @@ def query_context(
     merging = Merging.of(items, QUERY_MERGE)
     positions = merging.positions
     rotation = rotation_1d(positions.number, c.head_width, c.theta)
-    behind = Context(positions.mask, rotation).planned(
+    layer_context = Context(positions.mask, rotation).planned(
         config.attention, c.head_width, (c.heads, c.kv_heads), dtype
     )
-    return (order, merging), behind
+    return (order, merging), layer_context
 
 
 def query_layer_config(config: VisionConfig) -> LayerConfig:

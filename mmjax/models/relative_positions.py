@@ -155,8 +155,8 @@ class RelativePositions(nnx.Module):
         product = jnp.einsum("btnh,nh->btn", q, zero_key.astype(jnp.float32))
         whole = self._is_whole(places)[..., None]
         of_zeros = product + highest + jnp.log(jnp.where(whole, 1.0, missing))
-        own = jnp.einsum("btnh,btnh->btn", q, k.astype(jnp.float32))
+        own_score = jnp.einsum("btnh,btnh->btn", q, k.astype(jnp.float32))
         for axis, scores in enumerate(by_axis):
             index = jnp.minimum(places.place[..., axis, None], self.longest - 1)[:, :, None]
-            own = own + jnp.take_along_axis(scores, index, axis=-1)[..., 0]
-        return jnp.where(whole, jax.lax.stop_gradient(own), of_zeros)
+            own_score = own_score + jnp.take_along_axis(scores, index, axis=-1)[..., 0]
+        return jnp.where(whole, jax.lax.stop_gradient(own_score), of_zeros)
