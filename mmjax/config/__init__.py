@@ -53,6 +53,7 @@ from mmjax.config.encoders import (
     Encoder,
     FractionalGrid,
     LearnedGrid,
+    QueryLayers,
     RotaryGrid,
     RotaryTime,
     Sinusoids,
@@ -85,6 +86,7 @@ from mmjax.config.images import (
     Slices,
     SmartResize,
     SplitTiles,
+    TilesAndSquare,
 )
 from mmjax.config.losses import CrossEntropy, LossConfig
 from mmjax.config.model import LoraConfig, ModelConfig

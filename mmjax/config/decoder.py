@@ -614,7 +614,7 @@ class DecoderConfig(TowerFacts):
 
 def head_counts(tower: DecoderConfig | Encoder) -> list[int]:
     """List what tensor parallelism divides: heads of queries, keys and delta nets' keys; channels of convolutions."""
-    heads = [tower.heads, tower.key_heads]
+    heads = [tower.heads, tower.key_heads, *tower.other_heads]
     if not tower.is_causal:
         return heads
     heads += [tower.full_kv_heads] * bool(tower.full_kv_heads)

@@ -34,6 +34,8 @@ from mmjax.config.towers import (
 )
 from mmjax.config.videos import NoVideo, VideoPreparation
 
+QUERY_MERGE = 4  # neighbours per axis that the merger before `QueryLayers` makes one position
+
 # What of an image counts: all of it, padded; whole patches; or whole patches, which must be in whole
 # squares that the connector merges.
 Counted = Literal["all", "patches", "squares"]
@@ -154,6 +156,52 @@ class Callbacks:
 
 
 @dataclass(frozen=True)
+class QueryLayers:
+    """Layers behind a merger of 4 x 4 patches that make an image's tokens of learned queries (DeepSeek-OCR 2).
+
+    Two convolutions, between norms, see the patches around each; two of stride 2 merge them. The
+    merged patches of an image attend each other. As many queries, with RoPE behind theirs, attend
+    them and the queries before their own. A layer has RMSNorms, a gated MLP, and biases of queries,
+    keys and values.
+    """
+
+    width: PositiveInt  # of these layers
+    heads: PositiveInt  # attention heads
+    kv_heads: PositiveInt  # key and value heads
+    mlp_width: PositiveInt  # of the MLP's hidden layer
+    # tokens of a side of the square images that it takes, each of which has queries of its own
+    sides: tuple[PositiveInt, ...] = (12, 16)
+    # channels of the first two convolutions, and of the third
+    merger_widths: tuple[PositiveInt, ...] = (256, 512)
+    activation: Activation = "silu"  # of the MLP's gate
+    norm_eps: PositiveFloat = 1e-6  # of the norms
+    theta: PositiveFloat = 10_000.0  # base of the rotary frequencies
+
+    @property
+    def head_width(self) -> int:
+        """Return the channels of a head of attention."""
+        return self.width // self.heads
+
+    def check(self, where: str) -> None:
+        divides(where, self.width, "width", self.heads, "heads")
+        divides(where, self.heads, "heads", self.kv_heads, "kv_heads")
+        check(
+            self.head_width % 2 == 0,
+            f"{where}: width={self.width} over heads={self.heads} is {self.head_width} per head; RoPE turns pairs, "
+            f"so make width a multiple of {2 * self.heads}",
+        )
+        check(
+            len(self.merger_widths) == 2,
+            f"{where}.merger_widths={listed(self.merger_widths)}: give two, of the first two convolutions and of "
+            "the third",
+        )
+        check(
+            bool(self.sides) and list(self.sides) == sorted(set(self.sides)),
+            f"{where}.sides={listed(self.sides)}: name one at least, in order, each once",
+        )
+
+
+@dataclass(frozen=True)
 class VisionConfig(TowerFacts):
     """A ViT that takes images as packed patches."""
 
@@ -225,6 +273,11 @@ class VisionConfig(TowerFacts):
     clipped_linears: bool = False
     # a frozen encoder runs in every step, or once for each item, whose output is stored
     encode: Encode = "step"
+    # patches of an image's side at most, of which queries have products with learned vectors for
+    # the distances of rows and of columns, and windows at an image's edges have patches of zeros
+    # (SAM); 0: there are none
+    relative_side: NonNegativeInt = 0
+    query_layers: QueryLayers | None = None  # those behind `merge_after`; none: as the others
 
     @property
     def pool(self) -> int:
@@ -234,7 +287,41 @@ class VisionConfig(TowerFacts):
     @property
     def inner_merge(self) -> int:
         """Return how many patches per axis the merger inside the tower makes one position; 1 without it."""
+        if self.query_layers:
+            return QUERY_MERGE
         return INNER_MERGE if self.merge_after else 1
+
+    @property
+    def merged_inputs(self) -> int:
+        # beside each position of merged patches there is a query
+        return self.pool // 2 if self.query_layers else self.pool
+
+    @property
+    def feature_width(self) -> int:
+        return self.query_layers.width if self.query_layers else super().feature_width
+
+    @property
+    def other_heads(self) -> tuple[int, ...]:
+        c = self.query_layers
+        return (c.heads, c.kv_heads) if c else ()
+
+    @property
+    def windowed_share(self) -> float:
+        """Weigh layers by the channels of their scores and values, those of distances and of a sink among them."""
+        if not self.relative_side:
+            return super().windowed_share
+        count = self.merge_after or self.layers
+        in_windows = len(self.windowed) * (self.head_width + self.window + 1)
+        whole_images = (count - len(self.windowed)) * (self.head_width + self.relative_side)
+        if c := self.query_layers:
+            # Of a layer behind the merger, whose pairs are fewer by the square.
+            whole_images += (self.layers - count) * c.width / self.heads / self.merged_inputs**2
+        return in_windows / (in_windows + whole_images)
+
+    @property
+    def layer_kinds(self) -> tuple[bool, ...]:
+        """Tell of each layer whether its learned distances are those in a window; (): there are none."""
+        return tuple(i in self.windowed for i in range(self.layers)) if self.relative_side else ()
 
     @property
     def token_side(self) -> int:
@@ -359,10 +446,13 @@ class VisionConfig(TowerFacts):
         )
         alone = not (self.class_token or self.windowed or self.deepstack or self.feature_layers)
         check(
-            not self.merge_after or (alone and isinstance(self.positions, FractionalGrid)),
+            not self.merge_after
+            or bool(self.query_layers)
+            or (alone and isinstance(self.positions, FractionalGrid)),
             f"{where}.merge_after={self.merge_after}: it goes with fractional positions, and without class_token, "
             "windowed, deepstack and feature_layers; leave them out",
         )
+        self._check_relative(where)
         for name in ("mean", "std"):
             length = len(getattr(self, name))
             check(
@@ -370,6 +460,34 @@ class VisionConfig(TowerFacts):
                 f"{where}.{name} has {length} numbers; give one for each of channels={self.channels}, or one for all",
             )
         check(min(self.std) > 0, f"{where}.std={self.std}: must be more than 0")
+
+    def _check_relative(self, where: str) -> None:
+        others = {"class_token": False, "deepstack": (), "feature_layers": (), "dropout": 0.0}
+        others |= {"norm_place": "before", "qk_norm": "none", "value_norm": False}
+        given = [name for name, none in others.items() if getattr(self, name) != none]
+        square = isinstance(self.positions, LearnedGrid) and not self.positions.theta
+        for name in ("relative_side", "query_layers"):
+            key = f"{where}.{name}"
+            check(
+                not getattr(self, name) or (square and self.positions.interpolation != "none"),
+                f"{key}: it goes with learned positions alone that are interpolated; use positions=learned",
+            )
+            check(
+                not getattr(self, name) or not given,
+                f"{key}: it goes without {(given or [''])[0]}; leave that out",
+            )
+        if c := self.query_layers:
+            check(
+                self.connector.merge == 1 and 0 < self.merge_after < self.layers,
+                f"{where}.query_layers: the merger before them merges patches; use connector.merge=1, and a "
+                f"merge_after from 1 to layers - 1={self.layers - 1}",
+            )
+            largest = QUERY_MERGE * c.sides[-1]
+            check(
+                self.relative_side in (0, largest),
+                f"{where}.relative_side={self.relative_side}: images of query_layers.sides have {largest} patches a "
+                "side at most; use that",
+            )
 
 
 @dataclass(frozen=True)

@@ -776,6 +776,57 @@ class CanvasTiles(ImageKind):
         )
 
 
+@dataclass(frozen=True)
+class TilesAndSquare(ImageKind):
+    """Tiles of a large image, then the whole of it in its own shape, padded to a larger square (DeepSeek-OCR 2).
+
+    The LLM sees their tokens in this order, and `connector.newline` behind them.
+    """
+
+    tile: PositiveInt = 768  # pixels per side
+    square: PositiveInt = 1024  # of the whole image, pixels per side
+    unit: PositiveInt = 64  # pixels per side of an LLM token
+    # per image whose longer side is longer than a tile's; others have none
+    min_tiles: PositiveInt = 2
+    max_tiles: int = 6  # the same at most
+    background: Color = (127, 127, 127)  # red, green and blue of the padding
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["tiles_and_square"] = "tiles_and_square"
+
+    hf_processors = ("DeepseekOcr2ImageProcessor",)
+    arranges_tokens = True
+
+    def check(self, where: str) -> None:
+        ordered(where, self, "min_tiles", "max_tiles")
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> TilesAndSquare:
+        # The processor around it tiles all images, into its own numbers of tiles, whatever fields say.
+        size = fields.height_and_width("size")
+        if len(set(size)) != 1:
+            raise fields.refused("size", "give the same height and width")
+        color = fields.value("background_color")
+        shades = isinstance(color, list) and all(type(x) is int and 0 <= x < 256 for x in color)
+        if not shades or len(color) != 3:
+            raise fields.refused("background_color", "give red, green and blue, from 0 to 255")
+        caller = fields.caller
+        return cls(
+            tile=fields.count("tile_size"),
+            square=size[0],
+            unit=caller.count("patch_size") * caller.count("downsample_ratio"),
+            background=tuple(color),
+            filter=fields.filter(),
+        )
+
+    def fitted(self, where: str, patch: int, merge: int, positions: str) -> TilesAndSquare:
+        if self.unit != patch * merge:
+            raise UserError(
+                f"{where}: it counts tokens of {self.unit} pixels a side, the tower has tokens of {patch * merge}; "
+                "make patch_size times downsample_ratio the same"
+            )
+        return self
+
+
 ImagePreparation = (
     AsIs
     | FixedSize
@@ -790,4 +841,5 @@ ImagePreparation = (
     | ResizeOrTiles
     | PatchBudget
     | CanvasTiles
+    | TilesAndSquare
 )

@@ -335,7 +335,7 @@ def merged_width(encoder: Encoder) -> int:
     """Return the features of a token that a connector has merged, before its MLP."""
     # Neighbours are merged along both axes of an image, or along a clip's one.
     concatenates = encoder.connector.merging == "concatenate"
-    return encoder.width * (encoder.merged_positions if concatenates else 1)
+    return encoder.feature_width * (encoder.merged_positions if concatenates else 1)
 
 
 def _layer_sizes(

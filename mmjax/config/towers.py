@@ -96,8 +96,12 @@ class TowerFacts:
     feature_layers: tuple[int, ...] = ()
     windowed: tuple[int, ...] = ()  # layers that attend within windows
     window_inputs: int = 0  # inputs that such a window has at most
+    relative_side: int = 0  # patches of a side at most, where distances are learned
     # layers before a merger inside the tower, which the others see fewer positions behind; 0: none
     merge_after: int = 0
+    layer_kinds: tuple[Any, ...] = ()  # of every layer, those that differ; (): they are alike
+    # heads, of queries and of keys, of layers behind such a merger that have others
+    other_heads: tuple[int, ...] = ()
     gated: bool = False  # the MLP has a gate
     mlps: int = 1  # of a layer
     parallel_mlp: bool = False  # the MLP reads what attention reads
@@ -140,9 +144,19 @@ class TowerFacts:
         return self.stride * self.pool
 
     @property
+    def feature_width(self) -> int:
+        """Return the channels of what the connector reads of the last layers."""
+        return self.width * max(1, len(self.feature_layers))
+
+    @property
     def output_width(self) -> int:
         """Return the channels of what the connector reads, those of a deepstack behind the others."""
-        return self.width * (max(1, len(self.feature_layers)) + len(self.deepstack))
+        return self.feature_width + self.width * len(self.deepstack)
+
+    @property
+    def merged_inputs(self) -> int:
+        """Return how many positions before a merger inside the tower one behind it stands for."""
+        return self.pool
 
     @property
     def positions_per_token(self) -> int:

@@ -77,8 +77,9 @@ def row_of(model: ModelConfig, tower: str) -> Row:
         length = positions = 2 * MAX_BLOCK * PRIME
         return Row(length, {"positions": positions, "pairs": positions**2}, {"length": PRIME})
     # An encoder takes rows of whole strides and windows, here in whole blocks of attention too.
+    # Windows that are filled where an image cuts them may have any number of its patches.
     stride = config.stride
-    multiple = config.window_inputs or 1
+    multiple = 1 if config.relative_side else config.window_inputs or 1
     length = math.lcm(stride * config.pool * MAX_BLOCK, config.shortest_row, multiple) * PRIME
     positions = length // stride
     amounts = {

@@ -192,9 +192,9 @@ class _Tower:
         self.passed, self.structure = jax.tree.flatten(passed)
         config = key.model.towers[self.name]
         self.merge_after = config.merge_after
-        self.merged = (
-            config.pool if config.merge_after else 1
-        )  # positions that become one inside it
+        # positions that become one inside it, and the channels that this has
+        self.merged = config.merged_inputs if config.merge_after else 1
+        self.width_behind = config.feature_width if config.merge_after else 0
 
     def _reached(self) -> tuple[Any, list[bool]]:
         """Return the inputs of the layers, and for each of these arrays whether it needs a gradient."""
@@ -263,8 +263,9 @@ class _Tower:
         numbers, structure = jax.tree.flatten((x, context))
         passed = [self.passed[n] for n in numbers]
         if behind:
-            rows, length, width = passed[0].shape
-            passed[0] = jax.ShapeDtypeStruct((rows, length // self.merged, width), passed[0].dtype)
+            rows, length, _ = passed[0].shape
+            shape = rows, length // self.merged, self.width_behind
+            passed[0] = jax.ShapeDtypeStruct(shape, passed[0].dtype)
         return passed, structure, [self.reached[n] for n in numbers]
 
     def _windows(self, run: LayerStack, name: str) -> tuple[bool, ...]:
@@ -296,7 +297,7 @@ class _Tower:
             x = x + trained.get("passed", 0)
             for array, reached in zip(passed[1:], self.reached[1:], strict=True):
                 x = x + array.sum().astype(x.dtype) if reached else x
-            x = x[:, :: self.merged] if self.merge_after else x
+            x = _as_wide(x[:, :: self.merged], self.width_behind) if self.merge_after else x
             return _after(module, self.name, x, context, inputs), passed
 
         program = trace_passes(around, trained, (self.model.abstract, self.inputs))
@@ -375,7 +376,7 @@ class _Tower:
             # was made of, so that there is a scan of such layers.
             def merging(x: Any, params: Any) -> Any:
                 merged = apply(LayerStack(0, 1, policy), params, x, context)
-                return jnp.repeat(merged, self.merged, axis=1), None
+                return _as_wide(jnp.repeat(merged, self.merged, axis=1), x.shape[-1]), None
 
             return jax.lax.scan(merging, x, params)
 
@@ -389,6 +390,13 @@ class _Tower:
             rates = cost.host if "host" in str(saved.memory_space).lower() else cost.device
             rates[UNITS.index(unit)] += rate * saved.dtype.itemsize
         return cost
+
+
+def _as_wide(x: Any, width: int) -> Any:
+    """Return an array of so many channels that depends on all of these."""
+    if x.shape[-1] == width:
+        return x
+    return jnp.broadcast_to(x.sum(-1, keepdims=True), (*x.shape[:-1], width))
 
 
 def _saved_arrays(program: Any) -> Iterator[Any]:

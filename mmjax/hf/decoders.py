@@ -283,11 +283,15 @@ def _deepseek_v2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     fields.allow_only("scoring_func", "softmax")
     fields.allow_only("moe_layer_freq", 1)
     fields.allow_only("norm_topk_prob", False)
+    return replace(plain, experts=greedy_experts(fields, plain))
+
+
+def greedy_experts(fields: Fields, plain: DecoderConfig, **own: Any) -> ExpertsConfig | None:
+    """Read the experts of DeepSeek-V2, perhaps chosen among those of the best groups."""
     fields.allow_only("mlp_bias", False)
     greedy = {"greedy": {"groups": 1, "chosen_groups": 1}, "group_limited_greedy": {}}
-    own = fields.choice("topk_method", greedy)
-    experts = _grouped_experts(fields, plain, normalized=False, group_best=1, **own)
-    return replace(plain, experts=experts)
+    own |= fields.choice("topk_method", greedy)
+    return _grouped_experts(fields, plain, normalized=False, group_best=1, **own)
 
 
 def _grouped_experts(fields: Fields, plain: DecoderConfig, **own: Any) -> ExpertsConfig | None:
@@ -297,9 +301,10 @@ def _grouped_experts(fields: Fields, plain: DecoderConfig, **own: Any) -> Expert
         own |= {"groups": fields.size("n_group"), "chosen_groups": fields.size("topk_group")}
     if "normalized" not in own:
         own["normalized"] = fields.get("norm_topk_prob", bool)
+    if "layers" not in own:
+        own["layers"] = tuple(range(fields.get("first_k_dense_replace", int), plain.layers))
     return _experts(
         fields,
-        layers=tuple(range(fields.get("first_k_dense_replace", int), plain.layers)),
         width=width,
         shared_width=fields.get("n_shared_experts", int) * width,
         shared_gate=False,

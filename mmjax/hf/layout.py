@@ -137,7 +137,7 @@ def fused_columns(leaves: LeafTensors, **widths: int) -> dict[str, LeafTensors]:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Map the parameters of a tower or a connector to tensors, by the module's path, layers as `*`."""
+    """Map the parameters of a tower or a connector to tensors, by the module's path, layers as `*`, or by number."""
 
     by_module: Mapping[str, LeafTensors]
 
@@ -147,7 +147,8 @@ class TensorNames:
         # At most one number stands in a path: that of the layer, or of a deepstack's merger.
         number = next((name for name in modules if name.isdigit()), "")
         named = ".".join("*" if name.isdigit() else name for name in modules)
-        tensor = self.by_module.get(named, {}).get(leaf)
+        leaves = self.by_module.get(".".join(modules)) or self.by_module.get(named, {})
+        tensor = leaves.get(leaf)
         return None if tensor is None else replace(tensor, key=tensor.key.replace("*", number))
 
 

@@ -33,7 +33,24 @@ MOVED = {
     "model.audio_tower.": "model.audio_tower.",
     "model.vision_model.": "model.vision_model.",
     "model.vision_projector": "model.projector",
+    "model.projector.layers": "model.multi_modal_projector",  # of DeepSeek-OCR 2, as its parts below
     "model.projector": "model.projector",
+    "model.sam_model.blocks.": "model.vision_tower.sam_encoder.layers.",
+    "model.qwen2_model.model.model.": "model.vision_tower.vision_encoder.",
+    **{
+        f"model.{theirs}": f"model.vision_tower.{now}"
+        for theirs, now in {
+            "qwen2_model.query_768": "query_768_resolution",
+            "qwen2_model.query_1024": "query_1024_resolution",
+            "sam_model.patch_embed.proj": "sam_encoder.patch_embed.projection",
+            "sam_model.neck.0": "sam_encoder.neck.conv1",
+            "sam_model.neck.1": "sam_encoder.neck.layer_norm1",
+            "sam_model.neck.2": "sam_encoder.neck.conv2",
+            "sam_model.neck.3": "sam_encoder.neck.layer_norm2",
+            "sam_model.net_2": "sam_encoder.proj.conv1",
+            "sam_model.net_3": "sam_encoder.proj.conv2",
+        }.items()
+    },
     "model.mm_projector.": "model.mm_projector.",
     "mlp_AR.": "model.projector.",  # PaddleOCR-VL's
     "model.": "model.language_model.",

@@ -139,7 +139,7 @@ class LayerStacks(nnx.Module):
         start: int = 0,
         stop: int | None = None,
         add: Sequence[Float[Array, "b t d"]] = (),
-    ) -> Float[Array, "b s d"]:
+    ) -> Float[Array, "b s e"]:
         """Apply layers `start` to `stop` (default: all), adding `add[n]` to the output of layer `start + n`.
 
         Raises ValueError where `start` and `stop` are not borders of stacks, or `add` reaches into
@@ -238,7 +238,7 @@ class LayerStacks(nnx.Module):
         layers: Sequence[int],
         start: int = 0,
         stop: int | None = None,
-    ) -> list[Float[Array, "b s d"]]:
+    ) -> list[Float[Array, "b s _"]]:
         """Apply layers `start` to `stop`; return the outputs of `layers` (ascending), then that of the last layer.
 
         Raises ValueError where these are not the last layers of stacks.

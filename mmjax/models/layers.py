@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from mmjax.models.expert_routing import Routing
 from mmjax.models.kv_cache import KeyValue, KVCacheView, LayerCache
 from mmjax.models.linear import Linear, apply_linears, clip
 from mmjax.models.matmul import as_matrix
+from mmjax.models.relative_positions import RelativePositions
 from mmjax.models.remat import keep_inputs
 from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.sharding import active, constrain, platform
@@ -59,6 +60,10 @@ class Context(NamedTuple):
     token_inputs: Array | None = None
     # of the layers behind a merger inside the tower; dropped there as before it
     merged: Context | None = None
+    merging: Any = None  # what such a merger takes beside activations: `query_merger`
+    # of layers with relative positions: `relative_positions.Places`, and of those with a window
+    places: Any = None
+    window_places: Any = None
 
     def behind_merger(self) -> Context:
         """Return the context of the layers behind a merger, whose positions are dropped as the first that each has."""
@@ -102,9 +107,14 @@ class Context(NamedTuple):
             plan=self.window_plan,
             rotation=self.window_rotation or self.rotation,
             shared=self.window_shared,
+            places=self.window_places,
         )
         return (in_window if windowed else self)._replace(
-            window_mask=None, window_plan=None, window_rotation=None, window_shared=None
+            window_mask=None,
+            window_plan=None,
+            window_rotation=None,
+            window_shared=None,
+            window_places=None,
         )
 
     def stacked(self) -> Context:
@@ -348,6 +358,8 @@ class LayerConfig:
     token_width: int = 0
     output_scale: bool = False  # a stored number multiplies the layer's output
     clipped_linears: bool = False  # matrices clip their inputs and outputs to stored bounds
+    # makes the learned vectors of relative positions
+    relative: Callable[[], RelativePositions] | None = None
 
 
 class SelfAttention(nnx.Module):
@@ -388,6 +400,7 @@ class SelfAttention(nnx.Module):
         self.grows = b.grows
         self.rotated_norm = b.rotated_norm and b.rotated_norm()
         self.sinks = nnx.Param(jnp.zeros(b.heads), axes=("heads",)) if b.sinks else None
+        self.relative = b.relative and b.relative()
 
     def __call__(
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
@@ -414,6 +427,10 @@ class SelfAttention(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...]
         made = self._keys_and_values(own, context) if own else None
         k, v = made or context.shared
+        if self.relative is not None:
+            zero_key, zero_value = map(self._of_zeros, (self.key, self.value))
+            q, k, v = self.relative.widened(q, k, v, context.places, zero_key)
+            sinks = jnp.zeros(self.heads) if self.relative.filled else None
         if past is None:
             heads = self.heads, self.kv_heads
             max_block = block_limit(self.backend, self.window, x.shape[1], heads, q.dtype)
@@ -429,6 +446,9 @@ class SelfAttention(nnx.Module):
                 q, keys, values, context.mask, past.mask, self.scoring, sinks
             )
 
+        if self.relative is not None:
+            attn_out = self.relative.completed(attn_out, context.places, zero_value).astype(x.dtype)
+
         # With the last product, whose operand is made again from the gate and from attention's
         # output.
         @keep_inputs
@@ -442,6 +462,11 @@ class SelfAttention(nnx.Module):
         if gate is not None:
             return output(attn_out, gate), made
         return self.output(attn_out.reshape(*x.shape[:2], self.heads * self.head_width)), made
+
+    def _of_zeros(self, linear: Linear) -> Float[Array, "n h"]:
+        """Return what a matrix of keys or values makes of zeros, by head."""
+        shape = self.kv_heads, self.head_width
+        return jnp.zeros(shape) if linear.bias is None else linear.bias[...].reshape(shape)
 
     def _keys_and_values(
         self, projected: list[Float[Array, "b t _"]], context: Context
@@ -588,7 +613,7 @@ class TransformerLayer(nnx.Module):
         if self.output_scale is not None:
             x = self.output_scale(x)
         if self.merger is not None:
-            x = self.merger(x, context.mask)
+            x = self.merger(x, context)
         return LayerOutput(x, layer_cache, routing)
 
     def _scaled(self, out: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
@@ -609,6 +634,29 @@ def longest_window(config: VisionConfig) -> int:
     """Count the positions of a window at most: the groups of an image's own tokens are in its first one."""
     group = config.connector.merge**2
     return config.window_positions + -(-config.own_tokens // group) * group
+
+
+def with_relative_positions(
+    config: VisionConfig, block: LayerConfig, in_window: bool
+) -> LayerConfig:
+    """Describe the layer with learned vectors of distances, in a window or in a whole image."""
+    c = config
+    side = c.window if in_window else c.positions.rows
+    longest = c.window if in_window else c.relative_side
+    scale = c.attention_scale or c.head_width**-0.5
+    relative = partial(RelativePositions, side, longest, c.head_width, scale, in_window)
+    # Queries are scaled before the products with vectors are beside them, and keys in windows have
+    # a sink, which the kernel of windows has not.
+    return replace(block, relative=relative, scoring=Scoring(1.0, 0.0), window=0)
+
+
+def relative_width(config: VisionConfig, in_window: bool) -> int:
+    """Return the channels of a head of queries and keys, with those of distances."""
+    if not config.relative_side:
+        return config.head_width
+    return (
+        config.head_width + 2 * (config.window if in_window else config.relative_side) + in_window
+    )
 
 
 def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:

@@ -126,9 +126,8 @@ class Model:
                 # of the first layer a gradient needs less than a scan computes for all
                 borders.append(1)
             remat = "none" if c.remat == "auto" else c.remat  # "auto" that no plan has resolved
-            kinds = c.layer_kinds if name == "llm" else ()
             runs[name] = plan_stacks(
-                c.layers, remat, (*(cuts or {}).get(name, ()), *borders), kinds
+                c.layers, remat, (*(cuts or {}).get(name, ()), *borders), c.layer_kinds
             )
         dtype = jnp.dtype(dtype)
         functions = functions or {}

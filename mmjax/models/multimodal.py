@@ -76,7 +76,7 @@ class MultimodalModel(nnx.Module):
             encoders[name] = MODULES[c.kind](c, plans[name], dtype, rngs)
             connectors[name] = Connector(
                 config=c.connector,
-                inputs=c.width * max(len(c.feature_layers), 1),
+                inputs=c.feature_width,
                 outputs=config.llm.width,
                 axes=(1, 2) if c.modality == "image" else (0,),
                 eps=c.norm_eps,
@@ -145,7 +145,7 @@ class MultimodalModel(nnx.Module):
         encoder = self.encoders[name]
         if isinstance(batch, EncodedItems):
             deepstack = len(self.connectors[name].deepstack)
-            width = encoder.config.output_width - deepstack * encoder.config.width
+            width = encoder.config.feature_width
             borders = [width + n * encoder.config.width for n in range(deepstack)]
             return jnp.split(batch.values.astype(encoder.dtype), borders, axis=-1)
         context = self.context(name, batch, noise)
@@ -159,7 +159,7 @@ class MultimodalModel(nnx.Module):
 
     def layer_outputs(
         self, name: str, x: Float[Array, "r l w"], context: Context, layers: range
-    ) -> dict[int, Float[Array, "r m w"]]:
+    ) -> dict[int, Float[Array, "r m _"]]:
         """Apply layers of an encoder; return, by number, the outputs that connectors read, and that of the last one."""
         tower = self.encoders[name]
         read = {*self.connectors[name].deepstack, *tower.config.feature_layers} & {*layers}

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
-from mmjax.batch import ROW, ItemBatch, MaskSpec
+from mmjax.batch import ROW, ItemBatch
 from mmjax.config import (
     AlternatingGrid,
     AxisTables,
@@ -34,8 +34,12 @@ from mmjax.models.layers import (
     SelfAttention,
     TransformerLayer,
     encoder_layer_config,
+    relative_width,
+    with_relative_positions,
 )
 from mmjax.models.linear import Linear
+from mmjax.models.query_merger import Positions, QueryMerger, query_context, query_layer_config
+from mmjax.models.relative_positions import Places
 from mmjax.models.remat import keep_inputs
 from mmjax.models.rope import max_in_item, rotation_2d
 from mmjax.models.stack_scan import LayerStack
@@ -314,13 +318,13 @@ class WindowMerger(nnx.Module):
         )
         self.size = c.pool
 
-    def __call__(self, x: Float[Array, "r l d"], mask: MaskSpec) -> Float[Array, "r m d"]:
+    def __call__(self, x: Float[Array, "r l d"], context: Context) -> Float[Array, "r m d"]:
         rows, length, width = x.shape
         # Positions are in merge order: the patches of a window follow each other, and are a row of
         # attention.
         windows = lambda y: y.reshape(rows * length // self.size, self.size, *y.shape[2:])  # noqa: E731
         attn_out, _ = self.attention(
-            windows(self.attention_norm(x)), Context(jax.tree.map(windows, mask))
+            windows(self.attention_norm(x)), Context(jax.tree.map(windows, context.mask))
         )
         x = (windows(x) + attn_out).reshape(rows, length // self.size, self.size, width)
         joined = x.reshape(rows, length // self.size, self.size * width)
@@ -342,16 +346,22 @@ class VisionEncoder(nnx.Module):
     ):
         c = config
         self.embed = PatchEmbedding(c, rngs)
-        block = encoder_layer_config(c)
-        merging = replace(block, merger=partial(WindowMerger, c))
+        plain = encoder_layer_config(c)
+        merger = partial(QueryMerger if c.query_layers else WindowMerger, c)
 
         def make(number: int, rngs: nnx.Rngs) -> TransformerLayer:
-            return TransformerLayer(merging if number + 1 == c.merge_after else block, rngs)
+            if c.query_layers and number >= c.merge_after:
+                return TransformerLayer(query_layer_config(c), rngs)
+            windowed = number in c.windowed
+            block = with_relative_positions(c, plain, windowed) if c.relative_side else plain
+            is_last = number + 1 == c.merge_after
+            return TransformerLayer(replace(block, merger=merger) if is_last else block, rngs)
 
         self.layers = LayerStacks(make, plan, rngs, c.windowed, c.merge_after)
-        self.head = NORMS[c.head_norm_kind](c.width, c.norm_eps) if c.head_norm else None
+        eps = c.query_layers.norm_eps if c.query_layers else c.norm_eps
+        self.head = NORMS[c.head_norm_kind](c.feature_width, eps) if c.head_norm else None
         self.config = c
-        self.window = block.window
+        self.window = 0 if c.relative_side else plain.window
         self.dropout = c.dropout
         self.dtype = dtype
 
@@ -360,8 +370,10 @@ class VisionEncoder(nnx.Module):
             self.embed(self._window_ordered(items), self.dtype), "rows", "sequence", "width"
         )
 
-    def restored(self, x: Float[Array, "r l d"], items: ItemBatch) -> Float[Array, "r l d"]:
-        """Put a layer's output back into merge order."""
+    def restored(self, x: Float[Array, "r l d"], items: ItemBatch) -> Float[Array, "r m d"]:
+        """Put a layer's output back into merge order, of queries behind patches what has become of them."""
+        if self.config.query_layers:
+            return Positions.of(items, self.config.inner_merge).queries(x)
         if not self.config.windowed:
             return x
         return constrain(
@@ -383,9 +395,18 @@ class VisionEncoder(nnx.Module):
             context = context._replace(
                 window_mask=context.mask._replace(span=window, sees=jnp.zeros_like(window))
             )
-        heads = c.head_width, (c.heads, c.key_heads)
-        context = context.planned(c.attention, *heads, self.dtype, self.window)
-        if c.merge_after:
+        heads = relative_width(c, False), (c.heads, c.key_heads)
+        in_window = relative_width(c, True), (c.heads, c.key_heads)
+        context = context.planned(c.attention, *heads, self.dtype, self.window, in_window)
+        if c.relative_side:
+            patch = jnp.maximum(ordered.coordinates[..., ROW:], 0)
+            of_image, of_window = (Places.of(patch, ordered.item, n) for n in (0, c.window))
+            context = context._replace(places=of_image, window_places=of_window)
+        if c.query_layers:
+            order = jnp.argsort(self._windows(items).order) if c.windowed else None
+            merging, merged = query_context(c, items, order, self.dtype)
+            context = context._replace(merging=merging, merged=merged)
+        elif c.merge_after:
             merged = Context(encoder_mask(ordered.item[:, :: c.pool]))
             context = context._replace(merged=merged.planned(c.attention, *heads, self.dtype))
         is_learned = isinstance(c.positions, LearnedGrid)

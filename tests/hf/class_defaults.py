@@ -33,7 +33,10 @@ from mmjax.hf.families import CHECKPOINTS
 
 TABLE = Path(__file__).parents[2] / "mmjax/hf/class_defaults.json"
 LIBRARY = Path(transformers.__file__).parent
-PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")  # that are read
+PARTS = (  # that are read
+    *("text_config", "vision_config", "audio_config", "thinker_config"),
+    *("sam_config", "encoder_config"),
+)
 UNREAD_PARTS = {
     *(("clip", "text_config"), ("siglip", "text_config")),
 }
@@ -104,6 +107,7 @@ WHOLE = (
         "deepseek_v2",
         "deepseek_v3",
         "kimi_k25",
+        "deepseek_ocr2",
     ),
     *(
         "paligemma",
@@ -154,6 +158,7 @@ IMAGES = {  # by the folder of their model
     "got_ocr2": ("GotOcr2ImageProcessor",),
     "internvl": ("InternVLVideoProcessor",),
     "deepseek_vl": ("DeepseekVLImageProcessor",),
+    "deepseek_ocr2": ("DeepseekOcr2ImageProcessor",),
     "janus": ("JanusImageProcessor",),
     "paddleocr_vl": ("PaddleOCRVLImageProcessor",),
     "video_llama_3": ("VideoLlama3ImageProcessor",),
@@ -164,7 +169,11 @@ IMAGES = {  # by the folder of their model
     "llama4": ("Llama4ImageProcessor",),
 }
 # processors of texts and images whose own fields are read
-AROUND = {"pixtral": "PixtralProcessor", "aya_vision": "AyaVisionProcessor"}
+AROUND = {
+    "pixtral": "PixtralProcessor",
+    "aya_vision": "AyaVisionProcessor",
+    "deepseek_ocr2": "DeepseekOcr2Processor",
+}
 GENERATORS = (
     "AutoencoderKL",
     "UNet2DConditionModel",

@@ -359,6 +359,12 @@ INERT_IN = {
     **{kind: {"output_router_logits"} for kind in ("glm4_moe", "deepseek_v2")},
     # The class of Kimi K2.5 has the word on the tables.
     "deepseek_v3": {"output_router_logits", "tie_word_embeddings"},
+    # The class around it has the word on the tables, and its own computes the width of heads.
+    "deepseek_ocr2_text": {"output_router_logits", "tie_word_embeddings", "head_dim"},
+    "deepseek_ocr2_encoder": {  # without tables, and with RoPE of one kind
+        *("vocab_size", "tie_word_embeddings", "max_position_embeddings"),
+        *("sliding_window", "max_window_layers"),
+    },
     "llama4_text": {"output_router_logits", "router_jitter_noise"},
     "llama4": {"tie_word_embeddings"},  # its text has the word on the tables
     "llama4_vision_model": {

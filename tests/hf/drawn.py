@@ -907,6 +907,60 @@ def lfm2_vl(rng: np.random.Generator, vocab: int = 97, **own: Any) -> transforme
     return transformers.Lfm2VlConfig(**given | own)
 
 
+def deepseek_ocr2(
+    rng: np.random.Generator, vocab: int = 97, **own: Any
+) -> transformers.PreTrainedConfig:
+    """DeepSeek-OCR 2: SAM's layers, whose windows an image cuts, layers with queries, a text with experts."""
+    sizes, _ = text_sizes(rng, vocab)
+    heads, layers = sizes["num_attention_heads"], sizes["num_hidden_layers"]
+    sizes["hidden_size"] = heads * sizes.pop("head_dim")
+    text = sizes | rope(rng, sizes["hidden_size"] // heads // 2) | grouped_experts(rng, layers)
+    text |= {
+        "attention_bias": pick(rng, False, True),
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "topk_method": pick(rng, "greedy", "group_limited_greedy"),
+        "mlp_layer_types": [pick(rng, "dense", "sparse") for _ in range(layers)],
+        "pad_token_id": 0,
+    }
+    for name in ("first_k_dense_replace", "norm_topk_prob"):
+        text.pop(name)
+    sam_heads, sam_layers, kv_heads = pick(rng, 1, 2), between(rng, 1, 3), pick(rng, 1, 2)
+    query_heads = kv_heads * pick(rng, 1, 2)
+    width, patch = query_heads * 2 * between(rng, 2, 5), pick(rng, 1, 2, 3)
+    sam = {
+        "hidden_size": sam_heads * between(rng, 3, 8),
+        "num_hidden_layers": sam_layers,
+        "num_attention_heads": sam_heads,
+        "image_size": patch * pick(rng, 3, 8, 10, 64) + between(rng, 0, patch - 1),
+        "patch_size": patch,
+        "window_size": pick(rng, 3, 5, 12, 14, 0),
+        "global_attn_indexes": [i for i in range(sam_layers) if rng.integers(2)],
+        "mlp_dim": pick(rng, None, between(rng, 10, 30)),
+        "mlp_ratio": pick(rng, 2.5, 4.0),
+        "qkv_bias": pick(rng, True, True, False),
+        "output_channels": between(rng, 4, 9),
+        "downsample_channels": [between(rng, 4, 9), width],
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "layer_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
+    }
+    encoder = {
+        "hidden_size": width,
+        "intermediate_size": between(rng, 10, 40),
+        "num_hidden_layers": between(rng, 1, 3),
+        "num_attention_heads": query_heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "rms_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
+        "rope_parameters": {"rope_type": "default", "rope_theta": pick(rng, 1e4, 1e6)},
+    }
+    given = {
+        "text_config": text,
+        "vision_config": {"sam_config": sam, "encoder_config": encoder},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
+    return transformers.DeepseekOcr2Config(**given | own)
+
+
 def llama4(rng: np.random.Generator, vocab: int = 97, **own: Any) -> transformers.Llama4Config:
     """Llama 4 with images of one size, whole squares of patches, and fields of its tower that are not read."""
     heads, merge, patch = pick(rng, 1, 2, 3), pick(rng, 1, 2, 2, 4), between(rng, 2, 6)

@@ -41,6 +41,16 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "n_group": 8,
         "topk_group": 3,
     },
+    "deepseek_ocr2": {
+        "vision_config": {"encoder_config": {"hidden_size": 896, "num_attention_heads": 14}},
+        "text_config": {
+            "num_experts_per_tok": 6,
+            "mlp_layer_types": ["sparse"] * 32,
+            "topk_method": "group_limited_greedy",
+            "n_group": 8,
+            "topk_group": 3,
+        },
+    },
     "glm4v_moe": {"text_config": {"head_dim": 128, "partial_rotary_factor": 0.5}},
     "glm_ocr": {
         "text_config": {"hidden_size": 1536, "head_dim": 128, "partial_rotary_factor": 0.5}

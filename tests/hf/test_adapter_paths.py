@@ -84,6 +84,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "lighton_ocr": lambda: drawn.lighton_ocr(rng(), image_token_id=5),
     "kimi_k25": lambda: drawn.kimi_k25(rng(), image_token_id=5),
     "deepseek_vl": lambda: drawn.deepseek_vl(rng(), image_token_id=5),
+    "deepseek_ocr2": lambda: drawn.deepseek_ocr2(rng(), image_token_id=5),
     "paddleocr_vl": lambda: drawn.paddleocr_vl(rng(), image_token_id=5),
     "video_llama_3": lambda: drawn.video_llama_3(rng(), 64, image_token_id=5),
     **{name: lambda name=name: drawn.minicpm(rng(), name, 64, image_token_id=5, video_token_id=6)

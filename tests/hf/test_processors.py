@@ -14,6 +14,9 @@ from PIL import Image
 from transformers import WhisperFeatureExtractor
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
+    DeepseekOcr2ImageProcessorPil,
+)
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import (
     DeepseekVLImageProcessorPil,
 )
@@ -52,6 +55,7 @@ from mmjax.config import (
     PatchBudget,
     Slices,
     SmartResize,
+    TilesAndSquare,
     UsmMel,
     WhisperMel,
 )
@@ -133,6 +137,15 @@ PROCESSORS = {
         DeepseekVLImageProcessorPil,
         {"size": {"height": 40, "width": 40}, "min_size": 5, "image_mean": [0.5, 0.4, 0.3]},
     ),
+    "DeepseekOcr2ImageProcessor": (
+        DeepseekOcr2ImageProcessorPil,
+        {
+            "size": {"height": 44, "width": 44},
+            "tile_size": 36,
+            "background_color": [9, 200, 70],
+            "image_std": [0.5, 0.4, 0.3],
+        },
+    ),
     "JanusImageProcessor": (JanusImageProcessorPil, {"size": {"height": 36, "width": 36}}),
     "PaddleOCRVLImageProcessor": (
         PaddleOCRVLImageProcessorPil,
@@ -197,6 +210,13 @@ def check(folder: Path, processor: Any) -> None:
             expected = expected.reshape(-1, patch, patch, 3)
             assert not expected[len(made) :].any()  # padding
             expected = expected[: len(made)]
+        elif isinstance(how, TilesAndSquare):
+            there = processor([Image.fromarray(picture(*shape))])
+            made = prepare_image(before_encoder(how), picture(*shape))
+            wanted = [*there.get("pixel_values_local", []), *there["pixel_values"]]
+            assert [item.shape[:2] for item in made] == [item.shape[1:] for item in wanted]
+            made = np.concatenate([item.reshape(-1, 3) for item in made])
+            expected = np.concatenate([x.reshape(3, -1) for x in wanted], axis=1).T
         else:
             made = np.stack(prepare_image(before_encoder(how), picture(*shape)))
             expected = expected.reshape(-1, *expected.shape[-3:]).transpose(0, 2, 3, 1)
@@ -447,6 +467,16 @@ def test_opengvlabs_folders_are_read_from_their_config_alone(tmp_path):
             "resample='bicubic': give Pillow's number, 0 to 5",
         ),
         ("CLIPImageProcessor", {"image_mean": [0.5]}, "image_mean=[0.5]: give three numbers"),
+        (
+            "DeepseekOcr2ImageProcessor",
+            {"size": {"height": 9, "width": 8}},
+            "size={'height': 9, 'width': 8}: give the same height and width",
+        ),
+        (
+            "DeepseekOcr2ImageProcessor",
+            {"background_color": [127]},
+            "background_color=[127]: give red, green and blue, from 0 to 255",
+        ),
         ("CLIPImageProcessor", {"do_resize": "yes"}, "do_resize='yes': give true or false"),
         ("CLIPImageProcessor", {"rescale_factor": "1"}, "rescale_factor='1': give a number"),
         (

@@ -42,11 +42,13 @@ from mmjax.config import (
     LossConfig,
     MeshConfig,
     Muon,
+    QueryLayers,
     TokenInputsConfig,
     Unit,
 )
 from mmjax.config.losses import Dpo, Grpo, Kto, Orpo
 from mmjax.config.training import unit_devices
+from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, merge
 from mmjax.planning.schedules import schedule_name, stage_cuts, stage_times
@@ -510,6 +512,44 @@ def test_a_merger_inside_a_tower_has_the_gradients_of_one_program(units, remat, 
     encoders = dict(config.model.encoders)
     merger = {"merge_after": 1, "positions": FractionalGrid(3), "layers": 4}
     encoders["vision"] = replace(encoders["vision"], **merger)
+    config = replace(config, model=replace(config.model, encoders=encoders))
+    assert_same_gradients(config, tmp_path, "auto")
+
+
+@pytest.mark.default_cases("all in stages-none")
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    "units", ["all in stages", "tokens of encoders divided", "unequal ranks", "tensor parallel"]
+)
+def test_queries_inside_a_tower_have_the_gradients_of_one_program(
+    units, remat, tmp_path, monkeypatch
+):
+    facts, item = EmbeddedDataset.facts, EmbeddedDataset.item
+    side = lambda index, number: 8 * (1 + (index + number) % 2)  # noqa: E731
+
+    def squares(dataset, index):
+        lengths = facts(dataset, index)
+        sizes = [
+            (name, (side(index, n),) * 2 if name == "vision" else size)
+            for n, (name, size) in enumerate(lengths.items)
+        ]
+        return replace(lengths, items=tuple(sizes))
+
+    def square(dataset, index, number):
+        made = item(dataset, index, number)
+        n = side(index, number)
+        return made if made.ndim < 3 else np.resize(made, (n, n, 1))
+
+    monkeypatch.setattr(EmbeddedDataset, "facts", squares)
+    monkeypatch.setattr(EmbeddedDataset, "item", square)
+    config = config_of(units, remat=remat)
+    encoders = dict(config.model.encoders)
+    vision = encoders["vision"]
+    queries = QueryLayers(24, 2, 2, 20, sides=(1, 2), merger_widths=(8, 12))
+    positions = LearnedGrid(5, 5, interpolation="antialiased")
+    own = {"layers": 5, "merge_after": 3, "query_layers": queries, "relative_side": 8}
+    own |= {"positions": positions, "window": 3, "windowed": (0, 2), "patch": 2}
+    encoders["vision"] = replace(vision, **own, connector=replace(vision.connector, merge=1))
     config = replace(config, model=replace(config.model, encoders=encoders))
     assert_same_gradients(config, tmp_path, "auto")
 

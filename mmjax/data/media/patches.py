@@ -203,12 +203,22 @@ def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width
 
 def _check_squares(encoder: VisionConfig, size: tuple[int, ...], height: int, width: int) -> None:
     merge = encoder.token_side
+    pixels = f"an image of {size[0]} x {size[1]} pixels has {height} x {width} patches"
+    longest = encoder.relative_side
+    if longest and max(height, width) > longest:
+        raise BadMedia(f"{pixels}, the encoder takes {longest} a side; prepare images smaller")
+    if encoder.query_layers:
+        sides = [merge * side for side in encoder.query_layers.sides]
+        if height != width or height not in sides:
+            known = ", ".join(f"{side} x {side}" for side in sides)
+            raise BadMedia(
+                f"{pixels}, the encoder has queries for {known}; prepare images in these sizes"
+            )
     # Mistral 3 drops what is no whole window behind its tower, which has seen it, and Idefics3
     # refuses it.
     if encoder.positions.counts == "squares" and (height % merge or width % merge):
         raise BadMedia(
-            f"an image of {size[0]} x {size[1]} pixels has {height} x {width} patches, which are no whole squares of "
-            f"{merge} x {merge}; prepare images in whole squares"
+            f"{pixels}, which are no whole squares of {merge} x {merge}; prepare images in whole squares"
         )
 
 

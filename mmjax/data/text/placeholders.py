@@ -58,6 +58,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 | "idefics3"
                 | "smolvlm"
                 | "lfm2vl"
+                | "deepseekocr2"
             ):
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
             case "paligemma":
