@@ -91,8 +91,8 @@ class Rehearsal:
     @property
     def wait(self) -> float:
         """Return the share of the time of passes in which a rank waits for others, on average."""
-        most = sum(float(seconds.max(-1).sum()) for seconds in self.seconds.values())
-        return sum(self.waits.values()) / most
+        slowest = sum(float(seconds.max(-1).sum()) for seconds in self.seconds.values())
+        return sum(self.waits.values()) / slowest
 
 
 def rehearse(
@@ -110,27 +110,27 @@ def rehearse(
 
     Raises UserError for a layout whose ranks are several devices.
     """
-    alone = RankAlone(forecast, reader, device)
+    rank_alone = RankAlone(forecast, reader, device)
     microbatches = [m for step in forecast.steps[:steps] for m in step.microbatches]
     seconds: dict[LayerRange, Seconds] = {}
     ran: dict[str, int] = {}
-    for number, piece in enumerate(alone.pieces):
-        chosen = [alone.choose(piece, m, ranks) for m in microbatches]
+    for number, piece in enumerate(rank_alone.pieces):
+        chosen = [rank_alone.choose(piece, m, ranks) for m in microbatches]
         ran[piece[0]] = max(map(len, chosen))
-        timed = alone.time_passes(number, microbatches, chosen, clock)
+        timed = rank_alone.time_passes(number, microbatches, chosen, clock)
         of_piece = [
-            alone.interpolate(piece, m, of_ranks, values)
+            rank_alone.interpolate(piece, m, of_ranks, values)
             for m, of_ranks, values in zip(microbatches, chosen, timed, strict=True)
         ]
-        owner = alone.owners[number]
+        owner = rank_alone.owners[number]
         seconds[owner] = seconds.get(owner, 0.0) + np.stack(of_piece)
     return Rehearsal(
         forecast,
         steps,
         seconds,
         ran,
-        run_time=alone.time_steps(steps, seconds),
-        planned=alone.time_steps(steps),
+        run_time=rank_alone.time_steps(steps, seconds),
+        planned=rank_alone.time_steps(steps),
     )
 
 
@@ -155,8 +155,10 @@ class RankAlone:
         if room is None:
             limit = (device.memory_stats() or {}).get("bytes_limit") or host_ram()
             room = SHARE_OF_PARAMETERS * limit
-        whole = dict.fromkeys(piece for stage in list_stages(self.config) for piece in stage.pieces)
-        cut = [(part, piece) for piece in whole for part in self._cut(piece, room)]
+        of_stages = dict.fromkeys(
+            piece for stage in list_stages(self.config) for piece in stage.pieces
+        )
+        cut = [(part, piece) for piece in of_stages for part in self._cut(piece, room)]
         self.pieces = [part for part, _ in cut]
         self.owners = [piece for _, piece in cut]  # of every piece, that which a stage runs
         starts: dict[str, tuple[int, ...]] = {}
