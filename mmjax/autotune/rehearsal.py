@@ -247,7 +247,7 @@ class RankAlone:
         seconds: dict[tuple[int, int], tuple[float, float]] = {}
         for shape in shapes:
             programs = RunPrograms(self.config, self.executor, self.shape_of(number, shape))
-            passes = Passes(programs, number)
+            passes = PiecePasses(programs, number)
             batches = {
                 (n, rank): passes.put(self._rows(number, m, rank))
                 for n, m in enumerate(microbatches)
@@ -333,7 +333,7 @@ def _check_layout(config: Config) -> None:
                 )
 
 
-class Passes:
+class PiecePasses:
     """Compile a piece's passes, and run them with random parameters and activations."""
 
     def __init__(self, programs: RunPrograms, number: int) -> None:

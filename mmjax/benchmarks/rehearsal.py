@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from argparse import Namespace
@@ -126,8 +127,10 @@ def _compare(config: Config, index: LengthIndex, folder: Path, rounds: int) -> d
     cluster = Cluster(device_description(jax.devices()[0]), PROCESSES, 1)
     forecast = forecast_run(config, cluster, index, [1.0]).chosen
     tasks = [Task(forecast, folder, rounds, rehearses) for rehearses in (False, True)]
-    processes = run_workers(__name__, tasks[0], [()] * PROCESSES)
-    (rehearsed,) = run_workers(__name__, tasks[1], [()])
+    # All on one core, so that no process slows another one by what it computes beside it.
+    core = sorted(os.sched_getaffinity(0))[:1] if hasattr(os, "sched_getaffinity") else []
+    processes = run_workers(__name__, tasks[0], [core] * PROCESSES)
+    (rehearsed,) = run_workers(__name__, tasks[1], [core])
     ran = np.array([process["seconds"] for process in processes])
     alone = np.array(rehearsed["seconds"])
     return {
