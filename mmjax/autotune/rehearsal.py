@@ -283,7 +283,8 @@ class RankAlone:
         else:
             per_rank = topology.ranks * topology.encoders_per_rank // self.ranks_of(tower)
             share[tower] = range(rank * per_rank, (rank + 1) * per_rank)
-        batch = pack_microbatch(microbatch, self.batch_layout, self.reader, ranks, share)
+        # What cannot be read keeps its place, as in a run.
+        batch = pack_microbatch(microbatch, self.batch_layout, self.reader, ranks, share, {})
         stage = self.executor.stages[number].stage
         text = None
         if stage.text:
