@@ -35,7 +35,7 @@ from mmjax.config import Config, MeshConfig
 from mmjax.config.unit_stages import LayerRange
 from mmjax.data.loading.packing import Reader, pack_microbatch
 from mmjax.data.loading.text_rows import BatchLayout
-from mmjax.data.plan.placement import MicrobatchPlan
+from mmjax.data.plan.placement import MicrobatchPlan, Shape
 from mmjax.errors import UserError
 from mmjax.models.model import merge
 from mmjax.models.stage import Stage
@@ -243,23 +243,37 @@ class RankAlone:
         clock: Clock,
     ) -> list[np.ndarray]:
         """Time a piece's passes of each microbatch on these ranks: float64 `[2, ranks]` each."""
-        shapes = dict.fromkeys(m.shape for m in microbatches)
         seconds: dict[tuple[int, int], tuple[float, float]] = {}
-        for shape in shapes:
-            programs = RunPrograms(self.config, self.executor, self.shape_of(number, shape))
-            passes = PiecePasses(programs, number)
-            batches = {
-                (n, rank): passes.put(self._rows(number, m, rank))
+        for shape in dict.fromkeys(m.shape for m in microbatches):
+            of_shape = {
+                (n, rank): m
                 for n, m in enumerate(microbatches)
                 if m.shape == shape
                 for rank in ranks[n]
             }
-            seconds |= passes.time(batches, clock)
+            seconds |= self._time_shape(number, shape, of_shape, clock)
         return [
             np.array([seconds[n, rank] for rank in of_ranks]).T for n, of_ranks in enumerate(ranks)
         ]
 
-    def shape_of(self, number: int, shape: Any) -> BatchShape:
+    def _time_shape(
+        self,
+        number: int,
+        shape: Shape,
+        microbatches: Mapping[tuple[int, int], MicrobatchPlan],
+        clock: Clock,
+    ) -> dict[tuple[int, int], tuple[float, float]]:
+        """Time a piece's passes of microbatches of one shape, by number and rank."""
+        passes = PiecePasses(
+            RunPrograms(self.config, self.executor, self.shape_of(number, shape)), number
+        )
+        batches = {
+            (n, rank): passes.put(self._rows(number, m, rank))
+            for (n, rank), m in microbatches.items()
+        }
+        return passes.time(batches, clock)
+
+    def shape_of(self, number: int, shape: Shape) -> BatchShape:
         """Return the shape of a microbatch on one device of a piece."""
         layout = self.forecast.layout
         tower = self.pieces[number][0]
