@@ -38,7 +38,7 @@ from mmjax.planning.plan_file import plan_text
 from mmjax.planning.schedules import schedule_name
 from mmjax.runtime.run_trust import sign_text
 from mmjax.training.describe_plan import describe_plan, plan_numbers
-from mmjax.training.plan_inputs import compile_forecast, open_plan_inputs
+from mmjax.training.plan_inputs import add_plan_options, compile_forecast, open_plan_inputs
 
 AUTO = "units=auto"  # in place of a config's units: those of the fastest allocation
 
@@ -153,14 +153,6 @@ def _parser() -> CommandParser:
         "words", nargs="*", metavar="CONFIG | cluster=h100x8x8 | price=2.5 | a.b=value", help=words
     )
     parser.add_argument(
-        "--lengths",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="F.npz",
-        help="of samples, in place of the config's data",
-    )
-    parser.add_argument(
         "--out",
         type=Path,
         metavar="plan.json",
@@ -172,25 +164,12 @@ def _parser() -> CommandParser:
         help="time layers on this machine (cluster=here); kept for the next time",
     )
     parser.add_argument(
-        "--measured",
-        type=Path,
-        metavar="FILE.json",
-        help="rates measured on such a cluster, in place of assumed ones",
-    )
-    parser.add_argument(
         "--picture",
         type=Path,
         metavar="F.png|svg",
         help="draw memory, time and each rank's work; of units, a step's passes",
     )
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="compile the step for the cluster's GPUs, none of which need be here",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object and nothing else"
-    )
+    add_plan_options(parser)
     return parser
 
 

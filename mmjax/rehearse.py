@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
@@ -21,7 +20,7 @@ from mmjax.config.other_names import parse_words
 from mmjax.console import print_lines, print_note
 from mmjax.errors import CommandParser, UserError, command_parser, exit_process, run_command
 from mmjax.training.describe_rehearsal import describe_rehearsals, rehearsal_numbers
-from mmjax.training.plan_inputs import compile_forecast, open_plan_inputs
+from mmjax.training.plan_inputs import add_plan_options, compile_forecast, open_plan_inputs
 
 SLOWEST = 2  # ranks that run by default: of those whose rows attend least and most
 
@@ -33,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: give at least 1")
     inputs = open_plan_inputs(args.words, args.lengths, args.measured)
+    if "price" in inputs.options:
+        raise UserError(f"price={inputs.options['price']}: mmjax.plan says what a run costs")
     devices = aot_devices(inputs.cluster) if args.compile else None
     index, weights, _, reader = inputs.lengths
     forecast = forecast_run(inputs.config, inputs.cluster, index, weights, inputs.measure_speed)
@@ -73,28 +74,7 @@ def _parser() -> CommandParser:
         "seconds of the rest are interpolated",
     )
     parser.add_argument("--steps", type=int, default=1, help="of the run's first ones")
-    parser.add_argument(
-        "--lengths",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="F.npz",
-        help="of samples, in place of the config's data; contents are random",
-    )
-    parser.add_argument(
-        "--measured",
-        type=Path,
-        metavar="FILE.json",
-        help="rates measured on such a cluster, for the plan and for links",
-    )
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="compile the step for the cluster's GPUs, none of which need be here, for a rank's memory",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object and nothing else"
-    )
+    add_plan_options(parser)
     return parser
 
 

@@ -51,9 +51,10 @@ def test_numbers_are_those_of_every_rank_and_another_device_is_named(capsys):
         ((*WORDS, "--ranks=1"), "--ranks 1: give slowest, all, or a number of at least 2"),
         ((*WORDS, "--ranks=fastest"), "--ranks fastest: give slowest, all, or a number"),
         ((*WORDS, "--steps=0"), "--steps 0: give at least 1"),
+        ((*WORDS, "price=2"), "price=2: mmjax.plan says what a run costs"),
         ((TINY, "cluster=herex0"), "there must be at least one node and one device"),
     ],
-    ids=["no cluster", "one rank", "unknown ranks", "no steps", "no nodes"],
+    ids=["no cluster", "one rank", "unknown ranks", "no steps", "price", "no nodes"],
 )
 def test_what_cannot_be_rehearsed_is_one_line(words, message, capsys):
     ended = run(capsys, rehearse.main, *words)

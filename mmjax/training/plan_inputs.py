@@ -29,7 +29,7 @@ from mmjax.data.plan.length_files import (
 from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.sources.opening import open_sources
-from mmjax.errors import UserError
+from mmjax.errors import CommandParser, UserError
 from mmjax.planning.hardware import Cluster, check_float8, parse_cluster
 from mmjax.planning.measured_file import read_measured
 from mmjax.planning.speed import LayerTimes, Speed
@@ -70,6 +70,32 @@ class PlanInputs:
     def is_here(self) -> bool:
         """Return whether the cluster is this machine."""
         return self.options["cluster"] == HERE
+
+
+def add_plan_options(parser: CommandParser) -> None:
+    """Add the options of every command that plans."""
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="F.npz",
+        help="of samples, in place of the config's data",
+    )
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FILE.json",
+        help="rates measured on such a cluster, in place of assumed ones",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the step for the cluster's GPUs, none of which need be here",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
 
 
 def open_plan_inputs(
