@@ -5,9 +5,11 @@ import pytest
 import torch
 from flax import nnx
 
+from mmjax.config import LoraConfig
 from mmjax.models import layers
 from mmjax.models.layers import ACTIVATIONS, MLP, LayerNorm, RMSNorm
 from mmjax.models.linear import Linear
+from mmjax.models.lora import LowRank
 
 
 def random_array(*shape, seed=0, dtype=jnp.float32):
@@ -141,7 +143,9 @@ def test_an_mlp_padded_for_a_gpu_has_the_outputs_and_gradients_of_one_that_is_no
             getattr(linear.bounds, bound)[...] = 0.1 + 0.3 * n
     mlp.up.bias[...] += 0.5
     for linear in (mlp.up, mlp.down):
-        linear.lora = Linear(*linear.weight.shape, linear.axes, nnx.Rngs(2))
+        inputs, outputs = linear.weight.shape
+        a, b = (jax.random.normal(jax.random.key(2), s) / 4 for s in ((inputs, 3), (3, outputs)))
+        linear.lora = LowRank(a, b, linear, LoraConfig(("*",), rank=3, alpha=3.0, dora=gated))
     x = jax.random.normal(jax.random.key(1), (5, 16))
 
     def results() -> tuple[nnx.State, jax.Array, jax.Array]:
