@@ -33,7 +33,7 @@ def test_killed_where_nothing_is_on_disk_a_run_goes_on_from_memory_to_the_same_b
     runs, folder, tmp_path
 ):
     memory = (f"training.memory_folder={tmp_path}", "training.memory_every=1")
-    words = (*SHORT, "training.steps=8")
+    words = (*SHORT, "training.steps=8", "schedule.final=1")  # of any length, the same rates
     whole = runs / "never_killed"
     train.main([*words, f"run={whole}"])
     told = {PROGRESS: str(tmp_path / "progress")}
