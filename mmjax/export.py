@@ -1,4 +1,4 @@
-"""Write a run as a folder that serves: ``python -m mmjax.export RUN OUT [--adapter] [--step N] [--source FOLDER]``."""
+"""Write a run as a folder that serves: ``python -m mmjax.export RUN OUT [--adapter] [--step N] [--push NAME]``."""
 
 from __future__ import annotations
 
@@ -37,14 +37,17 @@ from mmjax.hf.writing import (
     tensor_names,
     write_tensors,
 )
-from mmjax.hub import checkpoint_folder
+from mmjax.hub import check_push, checkpoint_folder, push
 from mmjax.models.model import Model
+from mmjax.reporting.model_card import Library, model_card
+from mmjax.reporting.run import read_runs
 from mmjax.runtime.checkpoint_metadata import checkpoint_step
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.saved_parameters import SavedParameters
 from mmjax.runtime.trained_weights import Exporter, Piece
 from mmjax.runtime.weights import modules_by_folder
 
+CARD = "README.md"
 PARTS = "parts.json"  # the folder of each module of a model that is exported in parts
 
 
@@ -56,13 +59,15 @@ def export(
     sources: Sequence[str] = (),
     again: bool = False,
     weights: str = "",
+    card: str = "",
 ) -> list[str]:
     """Write a run's checkpoint, by default the newest, as a Hugging Face folder that appears whole or not at all.
 
     adapter: only the adapters, as PEFT reads them. sources: new places of folders that weights came
     from, each NEW or MODULE=NEW. again: replace what is at `out`. weights: trained, or their moving
-    average; by default what the run says (`training.evaluated`). Returns lines for the user. Raises
-    UserError where something is missing or in the way.
+    average; by default what the run says (`training.evaluated`). card: name of the model on a model
+    card, README.md; empty: none is written. Returns lines for the user. Raises UserError where
+    something is missing or in the way.
     """
     folder = RunFolder(run)
     config = folder.stored_config()
@@ -79,13 +84,19 @@ def export(
     saved = SavedParameters(folder.checkpoints, step, built, evaluated=weights)
     exporter = Exporter(model, saved)
     with _new_folder(out, again) as partial:
+        library: Library = "transformers"
         if adapter:
+            library = "peft"
             lines = _write_adapter(exporter, built, list(opened.values()), partial)
         elif len(opened) == 1 and not _modules_without_source(model):
             ((source, modules),) = opened.values()
             lines = _write_source(exporter, source, modules, partial)
         else:
+            library = "mmjax"
             lines = _write_parts(exporter, list(opened.values()), partial)
+        if card:
+            (described,) = read_runs([run])
+            (partial / CARD).write_text(model_card(described, card, step, library))
     of_average = ", the average of its parameters" if weights == "average" else ""
     return [f"{run} after {step} steps{of_average}: {out}", *lines]
 
@@ -374,13 +385,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         default="",
         help="as trained, or their moving average; by default the run's training.evaluated",
     )
+    parser.add_argument(
+        "--card", action="store_true", help="write a model card, README.md: data, config, scores"
+    )
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        default="",
+        help="push OUT, with a model card, to this repository of the Hugging Face Hub",
+    )
+    parser.add_argument("--private", action="store_true", help="a new repository is private")
     args = parser.parse_args(argv)
+    if args.private and not args.push:
+        raise UserError("--private is for --push OWNER/NAME; give both")
+    if args.push:
+        check_push(args.push)
     # nothing is computed, and the accelerator may be training
     jax.config.update("jax_platforms", "cpu")
+    card = args.push.partition("/")[2] or (args.out.name if args.card else "")
     lines = export(
-        args.run, args.out, args.step, args.adapter, args.source, args.overwrite, args.weights
+        args.run, args.out, args.step, args.adapter, args.source, args.overwrite, args.weights, card
     )
     print_lines(*lines)
+    if args.push:
+        print_lines(f"  pushed to {push(args.out, args.push, args.private)}")
 
 
 if __name__ == "__main__":

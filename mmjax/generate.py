@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import shlex
@@ -51,13 +52,10 @@ def generate(
     the question cannot be used, or is too long for the model.
     """
     prompts = user_prompts(served, prompt)
-    max_tokens = min(max_tokens, answer_room(served, prompts))
+    max_tokens = answer_room(served, prompts, max_tokens)
     loaded = LoadedModel(served)
     start = time.perf_counter()
-    if show:
-        answer = _stream(loaded.answers(prompts, sampling, max_tokens, every=EVERY))
-    else:
-        (answer,) = loaded.answers(prompts, sampling, max_tokens)
+    answer = read_answer(loaded.answers(prompts, sampling, max_tokens, every=EVERY), show)
     return answer, time.perf_counter() - start
 
 
@@ -75,7 +73,7 @@ def generate_images(
     config = served.config
     prompts = UserPictureSource(
         [prompt] * count,
-        served.prompt_format(),
+        served.prompt_format,
         config.model,
         size=size,
         functions=served.functions(),
@@ -92,16 +90,17 @@ def generate_images(
     return [image.pixels for image in sorted(images, key=lambda image: image.prompt)]
 
 
-def _stream(answers: Iterable[Answer]) -> Answer:
-    """Print an answer as it grows, and return it whole."""
+def read_answer(answers: Iterable[Answer], show: bool = False) -> Answer:
+    """Return the last state of an answer that grows. show: print it meanwhile."""
     shown = ""
     for answer in answers:
         # The newest token may still change the text before it, or end inside a character: then wait
         # for the next.
-        if answer.text.startswith(shown) and not answer.text.endswith(UNFINISHED):
+        if show and answer.text.startswith(shown) and not answer.text.endswith(UNFINISHED):
             print(answer.text.removeprefix(shown), end="", flush=True)
             shown = answer.text
-    print(answer.text.removeprefix(shown), flush=True)
+    if show:
+        print(answer.text.removeprefix(shown), flush=True)
     return answer
 
 
@@ -113,18 +112,21 @@ def read_media(
     Raises UserError for what is no image, clip or video, is beyond the limits, or has no encoder.
     """
     return {
-        kind: [_read_medium(kind, path, encoders, limits) for path in paths]
+        kind: [read_medium(f"--{kind} {path}", kind, path, encoders, limits) for path in paths]
         for kind, paths in files.items()
         if paths
     }
 
 
-def _read_medium(kind: Medium, path: Path, encoders: Encoders, limits: MediaLimits) -> bytes:
+def read_medium(
+    name: str, kind: Medium, path: Path, encoders: Encoders, limits: MediaLimits = MediaLimits()
+) -> bytes:
+    """Read a media file. Raises UserError, naming it, as `check_medium`, or where it cannot be read."""
     try:
         encoded = path.expanduser().read_bytes()
-    except OSError as error:
-        raise UserError(f"--{kind} {path}: {error.strerror or error}") from None
-    check_medium(f"--{kind} {path}", kind, encoded, encoders, limits)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name}: {getattr(error, 'strerror', None) or error}") from None
+    check_medium(name, kind, encoded, encoders, limits)
     return encoded
 
 
@@ -142,29 +144,11 @@ def check_medium(
         raise UserError(f"{name}: {bad}") from None
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    parser = command_parser("generate", __doc__)
+def add_answer_options(parser: argparse.ArgumentParser) -> None:
+    """Add the model and the options of all commands that answer questions."""
     parser.add_argument(
         "model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint"
     )
-    parser.add_argument(
-        "question",
-        nargs="?",
-        help="what to ask; <image>, <audio> and <video> in it are where media stand",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="a.b=value",
-        help="changes to the config, such as device=cpu",
-    )
-    kinds = get_args(Medium)
-    for kind in kinds:  # --image, --audio and --video
-        about = "may be given again"
-        parser.add_argument(
-            f"--{kind}", type=Path, action="append", default=[], metavar="FILE", help=about
-        )
     parser.add_argument(
         "--step", type=int, metavar="N", help="of a run's checkpoint; by default the newest"
     )
@@ -193,6 +177,64 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="the same one draws the same answer")
     parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object an answer: answer, tokens, seconds",
+    )
+    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
+
+
+def open_model(args: argparse.Namespace) -> tuple[CheckpointModel, Sampling]:
+    """Open what the options name, and return how answers are drawn. Raises UserError."""
+    if args.max_tokens < 1:
+        raise UserError(f"--max-tokens={args.max_tokens}: choose 1 or more")
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    return CheckpointModel.open(args.model, args.overrides, args.step, args.trust), sampling
+
+
+def shows_answers(args: argparse.Namespace) -> bool:
+    """Return whether answers are printed while they grow."""
+    return sys.stdout.isatty() and not args.json
+
+
+def print_answer(answer: Answer, seconds: float, args: argparse.Namespace) -> None:
+    """Print a whole answer, where `read_answer` has not, and say so where it has no end."""
+    if args.json:
+        fields = {
+            "answer": answer.text,
+            "tokens": list(answer.tokens),
+            "seconds": round(seconds, 3),
+        }
+        print_lines(json.dumps(fields))
+        return
+    if not shows_answers(args):
+        print_lines(answer.text)
+    if not answer.ended:
+        print_note(f"(stopped after {len(answer.tokens)} tokens, before its end; see --max-tokens)")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = command_parser("generate", __doc__)
+    add_answer_options(parser)
+    parser.add_argument(
+        "question",
+        nargs="?",
+        help="what to ask; <image>, <audio> and <video> in it are where media stand",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="a.b=value",
+        help="changes to the config, such as device=cpu",
+    )
+    kinds = get_args(Medium)
+    for kind in kinds:  # --image, --audio and --video
+        about = "may be given again"
+        parser.add_argument(
+            f"--{kind}", type=Path, action="append", default=[], metavar="FILE", help=about
+        )
+    parser.add_argument(
         "--out", type=Path, metavar="FILE", help="answer with an image, and write it there"
     )
     parser.add_argument(
@@ -205,20 +247,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--guidance", type=float, default=4.0, help="towards the prompt; 1 is none (4)"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object: answer, tokens, seconds"
-    )
-    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
     args = parse_words(parser, argv)
     if not args.question or is_override(args.question):
         raise UserError(
             f"there is no question; put one behind the model: python -m mmjax.generate {shlex.quote(str(args.model))} "
             '"What is this?" --image FILE'
         )
-    if args.max_tokens < 1:
-        raise UserError(f"--max-tokens={args.max_tokens}: choose 1 or more")
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    served = CheckpointModel.open(args.model, args.overrides, args.step, args.trust)
+    served, sampling = open_model(args)
     media = read_media(
         {kind: getattr(args, kind) for kind in kinds},
         served.config.model.encoders,
@@ -237,19 +272,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"--out {args.out}: {error}") from None
         print_lines(json.dumps({"out": str(args.out)}) if args.json else f"wrote {args.out}")
         return
-    show = sys.stdout.isatty() and not args.json
+    show = shows_answers(args)
     answer, seconds = generate(served, prompt, sampling, args.max_tokens, show)
-    if args.json:
-        print_lines(
-            json.dumps(
-                {"answer": answer.text, "tokens": list(answer.tokens), "seconds": round(seconds, 3)}
-            )
-        )
-        return
-    if not show:
-        print_lines(answer.text)
-    if not answer.ended:
-        print_note(f"(stopped after {len(answer.tokens)} tokens, before its end; see --max-tokens)")
+    print_answer(answer, seconds, args)
 
 
 if __name__ == "__main__":

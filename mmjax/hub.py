@@ -132,6 +132,56 @@ def cached_path(path: str) -> str:
     return str(folder / named[2]) if files and not _missing_shards(files) else path
 
 
+def dataset_name(path: str) -> str:
+    """Return the name of the data set on the Hub that a path of data is in; empty for other paths."""
+    if url := DATASET_URL.fullmatch(path):
+        return url[1]
+    return path if is_dataset(path) else ""
+
+
+def repository_name(folder: Path) -> str:
+    """Return the name of the repository whose snapshot in the cache a folder is; empty for other folders."""
+    stored = folder.parent.parent.name
+    kind, _, name = stored.partition("--")
+    return name.replace("--", "/") if kind == "models" and folder.parent.name == "snapshots" else ""
+
+
+def check_push(name: str) -> None:
+    """Check that a folder can be pushed. Raises UserError where `name` is no repository's, or nobody is logged in."""
+    if not HUB_ID.fullmatch(name):
+        raise UserError(f"--push {name}: name a repository of the Hugging Face Hub, owner/name")
+    _call_hub(f"--push {name}", lambda hub: hub.HfApi().whoami())
+
+
+def push(folder: Path, name: str, private: bool) -> str:
+    """Push a folder as one commit to a model's repository, which is made where there is none; return its URL."""
+
+    def upload(hub: ModuleType) -> str:
+        api = hub.HfApi()
+        api.create_repo(name, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=name, folder_path=folder))
+
+    return _call_hub(f"{folder} is written, and was not pushed to {name}", upload)
+
+
+def _call_hub(where: str, call: Callable[[ModuleType], T]) -> T:
+    """Call `call` with huggingface_hub. Raises UserError, which begins with `where`, for whatever goes wrong."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UserError(f'{where}: pip install "mmjax[hub]"') from None
+    try:
+        return call(huggingface_hub)
+    except Exception as error:  # of the network, of the disk, of the Hub itself: there are many
+        raise UserError(
+            f"{where}: {_reason(error)}; log in with hf auth login, or set HF_TOKEN, and see that the network is there"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def repository_of(folder: str) -> str:
     """Find the folder of the cache that holds the bytes to which a data set's snapshot links; empty for others."""
     parts = Path(os.path.abspath(folder)).parts
@@ -268,5 +318,6 @@ def _ask_hub(kind: Repository, name: str, where: str, ask: Callable[[ModuleType]
     try:
         return ask(huggingface_hub)
     except Exception as error:  # of the network, of the disk, of the Hub itself: there are many
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{missing}; it cannot be downloaded ({reason}): {remedy}") from None
+        raise UserError(
+            f"{missing}; it cannot be downloaded ({_reason(error)}): {remedy}"
+        ) from None

@@ -193,7 +193,7 @@ class Studio:
         )
         prompts = self._prompts(question, served, entry)
         sampling = Sampling(question.temperature)
-        max_tokens = min(question.max_tokens, answer_room(served, prompts))
+        max_tokens = answer_room(served, prompts, question.max_tokens)
         loaded = self._load_newest(served, entry)
         entry.status = "answering ..."
         self._changed()

@@ -79,6 +79,11 @@ ELSEWHERE: dict[str, dict[str, list[str]]] = {
             "python -m mmjax.bench coordination",
         ],
     },
+    "tests/test_chat_command.py": {
+        "test_each_turn_is_answered_as_generate_answers_the_conversation_that_training_would_see": [
+            "python -m mmjax.chat",
+        ],
+    },
     "tests/test_docs.py": {
         "test_the_commands_in_balance_md_run": [
             "docs/balance.md",

@@ -297,7 +297,8 @@ def test_a_damaged_checkpoint_is_not_exported(tuned, tmp_path, capsys):
 @pytest.mark.parametrize("form", ["rank", "sqrt_rank", "dora"])
 def test_peft_writes_the_same_adapter_folder(source, form, tmp_path):
     scaling, dora = ("rank", True) if form == "dora" else (form, False)
-    lora = {"all": LoraConfig(("llm.*.query", "llm.*.up"), 4, 6.0, scaling, dora=dora)}
+    layers, dropout = ("llm.*.query", "llm.*.up"), 0.0 if dora else 0.1
+    lora = {"all": LoraConfig(layers, 4, 6.0, scaling, dora=dora, dropout=dropout)}
     run = moved(source, tmp_path / "run", lora=lora)
     export.export(run, tmp_path / "out", adapter=True)
     beside = peft.PeftModel.from_pretrained(loaded(source), tmp_path / "out")

@@ -136,7 +136,7 @@ def test_a_run_of_the_embedded_data_answers_what_its_evaluation_has_it_say(runs,
     }
     mesh, rules = make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
     model, params = served.load(mesh, rules)
-    form = served.prompt_format()
+    form = served.prompt_format
     generator = Generator(model, mesh, rules, form.ends, form.decode_answer, max_tokens=10)
     for number, wanted in zip(
         numbers, generator.answers(params, QuestionPrompts(source), numbers), strict=True

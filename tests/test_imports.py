@@ -228,10 +228,10 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
                 f"mmjax.{part}"
                 for part in ("reporting", "training", "autotune", "runtime", "data", "planning")
             ),
-            *(f"mmjax.{part}" for part in ("cost", "balance", "batch")),
+            *(f"mmjax.{part}" for part in ("cost", "balance", "batch", "hub")),
             *BASE,
         ),
-        frozenset({"numpy", "PIL", "jinja2", "matplotlib"}),
+        frozenset({"numpy", "PIL", "jinja2", "matplotlib", "yaml"}),
     ),
     "benchmarks": May(("mmjax",), None),  # part of the command `bench`
 }

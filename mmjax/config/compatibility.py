@@ -131,7 +131,7 @@ CONFLICTS = (
     ),
     Conflict(
         _ANSWERS,
-        "dropout in the LLM or an encoder, or noise (`model.llm.neftune_alpha`)",
+        "dropout in the LLM, an encoder or adapters, or noise (`model.llm.neftune_alpha`)",
         "none of them",
         _of_answers(_randomness),
     ),

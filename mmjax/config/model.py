@@ -24,7 +24,7 @@ from mmjax.config.generators import (
     VaeConfig,
 )
 from mmjax.config.ranges import PositiveFloat, PositiveInt
-from mmjax.config.towers import ConnectorConfig, Quantization
+from mmjax.config.towers import ConnectorConfig, Dropout, Quantization
 from mmjax.errors import UserError
 
 
@@ -41,11 +41,16 @@ class LoraConfig:
     base: Literal["frozen", "trained"] = "frozen"  # the base weights of a module that has adapters
     # DoRA: the lengths of the columns of a weight are trained, and the adapter turns them alone
     dora: bool = False
+    dropout: Dropout = 0.0  # rate, in training, for the inputs of the adapters alone
 
     def check(self, where: str) -> None:
         check(
             not self.dora or self.base == "frozen",
             f"{where}.dora=true: lengths are beside those of frozen weights; use {where}.base=frozen",
+        )
+        check(
+            not self.dora or not self.dropout,
+            f"{where}.dropout={self.dropout}: dora=true turns what the weights themselves give; leave one of them out",
         )
 
 
@@ -143,6 +148,13 @@ def _check_adapters(where: str, model: ModelConfig) -> None:
                 first == name,
                 f"{where}.{name}.layers: {layer} has {where}.{first} already; keep one",
             )
+            of_tokens = module_of_layer(layer) in {"llm", *model.encoders}
+            of_tokens &= not layer.endswith(DISTANCE_KEY)
+            check(
+                of_tokens or not lora.dropout,
+                f"{where}.{name}.dropout={lora.dropout}: it is for layers of the LLM and of encoders that read tokens; "
+                f"give the adapters of {layer} an entry of their own, with dropout=0",
+            )
             limit = min(sizes[layer])
             check(
                 lora.rank <= limit,
@@ -181,9 +193,17 @@ def step_vaes(model: ModelConfig) -> dict[str, VaeConfig]:
 
 def random_settings(model: ModelConfig) -> list[str]:
     """List the keys of what training draws at random in the LLM and the encoders: dropout, and noise of embeddings."""
-    towers = {"llm": model.llm} | {f"encoders.{name}": c for name, c in model.encoders.items()}
-    keys = [f"model.{name}.dropout" for name, tower in towers.items() if tower.dropout]
+    parts = {"llm": model.llm} | {f"encoders.{name}": c for name, c in model.encoders.items()}
+    parts |= {f"lora.{name}": lora for name, lora in model.lora.items()}
+    keys = [f"model.{name}.dropout" for name, part in parts.items() if part.dropout]
     return [*keys, *(["model.llm.neftune_alpha"] if model.llm.neftune_alpha else [])]
+
+
+def dropping_towers(model: ModelConfig) -> frozenset[str]:
+    """Name the LLM and the encoders that drop activations in training, or whose adapters drop inputs."""
+    adapted = {module_of_layer(name) for name, c in adapters_by_layer(model).items() if c.dropout}
+    towers = {"llm": model.llm, **model.encoders}
+    return frozenset(name for name, c in towers.items() if c.dropout or name in adapted)
 
 
 def tower_key(model: ModelConfig, name: str) -> str:
@@ -240,6 +260,7 @@ def train_only(model: ModelConfig, trained: str) -> ModelConfig:
 
 
 Sizes = dict[str, tuple[int, int]]  # (inputs, outputs) by name
+DISTANCE_KEY = "distance_key"  # of a conformer's attention, which reads a table of distances
 
 
 def linear_layers(model: ModelConfig) -> Sizes:
@@ -356,7 +377,7 @@ def _layer_sizes(
 
 
 def _conformer_sizes(module: str, width: int, mlp_width: int) -> Sizes:
-    attention = ("query", "key", "value", "distance_key", "output")
+    attention = ("query", "key", "value", DISTANCE_KEY, "output")
     mlp = {"mlp.up": (width, mlp_width), "mlp.down": (mlp_width, width)}
     parts = {f"first.{name}": size for name, size in mlp.items()}
     parts |= {f"attention.{name}": (width, width) for name in attention}

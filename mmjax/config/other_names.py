@@ -243,11 +243,7 @@ SETTINGS = (
     ("model.lora.llm.alpha={}", ADAPTERS, "lora_alpha"),
     ("model.lora.llm.dora=true", ADAPTERS, "use_dora lora_dora"),
     ("model.lora.llm.scaling=sqrt_rank", ADAPTERS, "use_rslora rslora"),
-    (
-        "model.llm.dropout={}",
-        "of the layers around adapters, which have none inside",
-        "lora_dropout",
-    ),
+    ("model.lora.llm.dropout={}", ADAPTERS, "lora_dropout"),
     ("model.lora.llm.layers=PATTERNS", ADAPTERS, "lora_target lora_target_modules target_modules"),
     (
         "",

@@ -159,7 +159,7 @@ def adapter_config(
         "inference_mode": True,
         "r": common_rank,
         "lora_alpha": common_alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": max(lora.dropout for lora in adapters.values()),
         "bias": "none",
         "use_rslora": stabilized,
         "use_dora": all(lora.dora for lora in adapters.values()),

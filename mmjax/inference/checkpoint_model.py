@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,9 @@ class CheckpointModel:
             )
         return chat_for(self.config.data.chat, self.config.model, load_prompt_chat)
 
+    @cached_property
     def prompt_format(self) -> PromptFormat:
-        """Return the format of a user's questions; of a run without a chat format, its data set's alphabet."""
+        """The format of a user's questions; of a run without a chat format, its data set's alphabet."""
         data = self.config.data
         if data.chat is not None or not data.alphabet or self.run is None:
             return self.chat()

@@ -24,6 +24,7 @@ from mmjax.config import Config
 from mmjax.data.loading.replay import spoken
 from mmjax.data.sample import BadSample, Question, Sample, Source, Text, with_place
 from mmjax.data.sources.opening import look_again, open_sources
+from mmjax.data.text.chat_template import END_OF_THINKING
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.inference.generator import Answer, Generator
@@ -49,7 +50,6 @@ from mmjax.runtime.program_cache import CachedProgram
 from mmjax.startup import activity
 
 PICTURES = 200  # made of each source by default
-END_OF_THINKING = "</think>"  # behind which an answer stands, where a model writes what it thinks
 
 
 def without_thought(prediction: str, references: Sequence[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -30,15 +29,20 @@ def user_prompts(served: CheckpointModel, prompt: UserPrompt) -> UserPromptSourc
     config = served.config
     return UserPromptSource(
         [prompt],
-        served.prompt_format(),
+        served.prompt_format,
         config.model.encoders,
         served.functions(),
         config.data.limits,
     )
 
 
-def answer_room(served: CheckpointModel, prompts: Source) -> int:
-    """Compute how many tokens fit behind the prompt. Raises UserError for none, or for a prompt that cannot be used."""
+def answer_room(
+    served: CheckpointModel, prompts: Source, max_tokens: int = DEFAULT_MAX_TOKENS
+) -> int:
+    """Compute how many tokens the answer may have: `max_tokens`, or as many as fit behind the prompt.
+
+    Raises UserError for none, or for a prompt that cannot be used.
+    """
     try:
         prompts.facts(0)
     except BadSample as bad:
@@ -50,7 +54,7 @@ def answer_room(served: CheckpointModel, prompts: Source) -> int:
             f"the question takes {tokens} tokens, images and clips included; the model has {positions} positions "
             "(max_position_embeddings), and an answer needs some; ask for less"
         )
-    return sys.maxsize if positions is None else positions - tokens
+    return max_tokens if positions is None else min(max_tokens, positions - tokens)
 
 
 class LoadedModel:
@@ -58,7 +62,7 @@ class LoadedModel:
 
     def __init__(self, served: CheckpointModel) -> None:
         self.served = served
-        self._format = served.prompt_format()
+        self._format = served.prompt_format
         mesh_config, devices = choose_mesh(served.config)
         self.mesh = make_mesh(mesh_config, devices)
         self.rules = ShardingRules.of(mesh_config)

@@ -48,6 +48,11 @@ class UserPrompt:
     conversation: Conversation
     media: tuple[bytes, ...] = ()
 
+    def followed_by(self, later: UserPrompt) -> UserPrompt:
+        """Return the conversation with these messages behind it."""
+        messages = (*self.conversation.messages, *later.conversation.messages)
+        return UserPrompt(Conversation(messages), (*self.media, *later.media))
+
 
 def make_prompt(
     question: str, files: Mapping[Medium, Sequence[bytes]], system: str = ""

@@ -14,9 +14,11 @@ from jaxtyping import Array, Float
 
 from mmjax.config import LoraConfig, ModelConfig
 from mmjax.config.model import adapters_by_layer, lora_scale
+from mmjax.models.dropout import drop_inputs, layer_dropout
 from mmjax.models.linear import Linear
 from mmjax.models.matmul import matmul
 from mmjax.models.multimodal import MultimodalModel
+from mmjax.models.remat import keep_inputs
 
 
 class LowRank(nnx.Module):
@@ -24,19 +26,33 @@ class LowRank(nnx.Module):
 
     `a` is `[in, rank]`, `b` `[rank, out]`; those of a stack have a leading layer axis. `b` begins
     as zero, so the model computes the same as without adapters. `magnitude` `[out]` of DoRA is what
-    training adds to the lengths of the weight's columns.
+    training adds to the lengths of the weight's columns. In training, `x` is dropped at a rate.
+    name: of the linear layer.
     """
 
-    def __init__(self, a: Array, b: Array, linear: Linear, lora: LoraConfig):
+    def __init__(self, a: Array, b: Array, linear: Linear, lora: LoraConfig, name: str = ""):
         inputs, outputs = linear.axes
         self.a = nnx.Param(a, axes=(inputs, None))
         self.b = nnx.Param(b, axes=(None, outputs))
         self.scale = lora_scale(lora)
+        self.dropout = lora.dropout
+        self.name = name
         lengths = jnp.zeros((*b.shape[:-2], b.shape[-1]), jnp.float32)
         self.magnitude = nnx.Param(lengths, axes=(linear.bias_axis,)) if lora.dora else None
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        inner = checkpoint_name(matmul(x, self.a[...].astype(x.dtype)), "adapter")
+        dropout = layer_dropout()
+
+        def product(x: Array, a: Array, *key_and_layer: Array) -> Array:
+            if key_and_layer:
+                x = drop_inputs(x, *key_and_layer, self.dropout, self.name)
+            return checkpoint_name(matmul(x, a.astype(x.dtype)), "adapter")
+
+        if self.dropout and dropout is not None:
+            # Backward draws again what was dropped.
+            inner = keep_inputs(product)(x, self.a[...], dropout.key, dropout.layer)
+        else:
+            inner = product(x, self.a[...])
         return matmul(inner, self.b[...].astype(x.dtype)) * self.scale
 
     def column_scales(self, weight: Float[Array, "i o"]) -> Float[Array, " o"]:
@@ -61,7 +77,7 @@ def attach_adapters(model: MultimodalModel, config: ModelConfig, key: Array) -> 
         # A hash that does not change with the process, unlike Python's own.
         name_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         for linear, layers in linear_layers(model, name):
-            linear.lora = _init_adapter(linear, lora, layers, name_key)
+            linear.lora = _init_adapter(linear, lora, layers, name_key, name)
 
 
 def linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, range | None]]:
@@ -84,7 +100,9 @@ def linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, r
                 yield linear, layers
 
 
-def _init_adapter(linear: Linear, lora: LoraConfig, layers: range | None, key: Array) -> LowRank:
+def _init_adapter(
+    linear: Linear, lora: LoraConfig, layers: range | None, key: Array, name: str
+) -> LowRank:
     """Draw `a` as PyTorch's default for linear layers (Kaiming uniform with a = sqrt(5)); `b` is zero."""
     *stack, inputs, outputs = linear.weight.shape
     limit = inputs**-0.5
@@ -100,4 +118,4 @@ def _init_adapter(linear: Linear, lora: LoraConfig, layers: range | None, key: A
         if stack
         else uniform(0 if layers is None else layers.start)
     )
-    return LowRank(a, jnp.zeros((*stack, lora.rank, outputs), jnp.float32), linear, lora)
+    return LowRank(a, jnp.zeros((*stack, lora.rank, outputs), jnp.float32), linear, lora, name)

@@ -22,7 +22,7 @@ from mmjax.batch import (
     WeightedSlots,
 )
 from mmjax.config import ModelConfig
-from mmjax.config.model import step_vaes
+from mmjax.config.model import dropping_towers, step_vaes
 from mmjax.models.audio_encoder import AudioEncoder
 from mmjax.models.connector import Connector
 from mmjax.models.decoder import Decoder, logits_of
@@ -69,6 +69,7 @@ class MultimodalModel(nnx.Module):
         rngs: nnx.Rngs,
         functions: Functions,
     ):
+        self.dropping = dropping_towers(config)
         self.llm = Decoder(config.llm, plans["llm"], dtype, rngs)
         encoders = {}
         connectors = {}
@@ -107,13 +108,13 @@ class MultimodalModel(nnx.Module):
         return self.llm if name == "llm" else {**self.encoders, **self.generators}[name]
 
     def context(self, name: str, batch: TextBatch | ItemBatch, noise: Noise | None) -> Context:
-        """Build the layer inputs of a tower ("llm", or an encoder), with dropout if it has a rate and noise is given.
+        """Build the layer inputs of a tower ("llm", or an encoder), with dropout if it drops and noise is given.
 
         A frozen tower drops too: freezing stops its updates, not its training mode, as in PyTorch.
         """
         tower = self.tower(name)
         context = tower.context(batch)
-        if noise is None or not tower.dropout:
+        if noise is None or name not in self.dropping:
             return context
         return context._replace(
             dropout=tower_dropout(noise, name, tower.dropout, *tower.origin(batch))

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from mmjax.config import Remat
+from mmjax.models.dropout import dropping
 from mmjax.models.expert_routing import Routing
 from mmjax.models.kv_cache import KVCacheView, LayerCache
 from mmjax.models.layers import Context
@@ -121,7 +122,7 @@ def apply_stack(
         context = context._replace(token_inputs=inputs.token)
         # Merged inside, because a scan and `jax.checkpoint` pass only arrays.
         module = nnx.merge(graph, *params)
-        with recomputed_layer(run.remat != "none"):
+        with recomputed_layer(run.remat != "none"), dropping(context.dropout):
             x, layer_cache, routing = module(x, context, past and past._replace(cache=inputs.cache))
         return constrain(x, "rows", "sequence", "width"), layer_cache if with_kv else None, routing
 

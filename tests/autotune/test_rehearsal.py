@@ -29,7 +29,7 @@ from mmjax.runtime.placement import place_stages
 RANKS = 4
 
 
-def made_run(microbatches=1, **changes):
+def made_run(microbatches=1, shorter=6, **changes):
     """A forecast run of samples of unequal lengths, which attend in blocks, and the samples' contents."""
     base = tiny_config()
     vision = replace(base.model.encoders["vision"], attention="blockwise")
@@ -44,7 +44,8 @@ def made_run(microbatches=1, **changes):
         shapes=1,
     )
     config = replace(base, model=model, data=DataConfig(), batch=batch, **changes)
-    index = index_of_lengths(omni_corpus(200, 0), model.item_modules, model.llm)
+    lengths = {name: -(-count // shorter) for name, count in omni_corpus(200, 0).items()}
+    index = index_of_lengths(lengths, model.item_modules, model.llm)
     cluster = Cluster(parse_cluster("a100").device, RANKS, 1)
     return forecast_run(config, cluster, index, [1.0]).chosen, made_samples(index, model)
 
@@ -73,9 +74,10 @@ def test_every_pass_of_a_microbatch_counts_once_in_a_step(on_one_mesh):
     assert rehearsal.wait == 0
 
 
-def test_ranks_that_do_not_run_lie_between_those_that_do(on_one_mesh):
-    alone = RankAlone(*on_one_mesh, jax.devices()[0])
-    microbatch = on_one_mesh[0].steps[0].microbatches[0]
+def test_ranks_that_do_not_run_lie_between_those_that_do():
+    forecast, reader = made_run(shorter=1, mesh=MeshConfig(fsdp=RANKS))
+    alone = RankAlone(forecast, reader, jax.devices()[0])
+    microbatch = forecast.steps[0].microbatches[0]
     (llm,) = (piece for piece in alone.pieces if piece.tower == "llm")
     visited = alone.visited(llm, microbatch)
     ranks = alone.choose(llm, microbatch, 2)
@@ -87,6 +89,7 @@ def test_ranks_that_do_not_run_lie_between_those_that_do(on_one_mesh):
     assert len(alone.choose(llm, microbatch, None)) == RANKS
 
 
+@pytest.mark.exhaustive
 def test_units_with_several_encoder_ranks_for_one_of_the_llm_run_alone():
     units = {"llm": Unit(data=1, pipeline=2), "vision": Unit(data=2)}
     forecast, reader = made_run(microbatches=2, units=units)

@@ -25,6 +25,7 @@ from packed import (
 )
 from transformers.integrations.neftune import neftune_post_forward_hook
 
+from mmjax.config import LoraConfig
 from mmjax.models.dropout import ATTENTION, MLP_SITE, disturb, drop, tower_dropout
 from mmjax.models.layer_stacks import stack_layers, unstack_layers
 from mmjax.models.model import Model
@@ -35,14 +36,16 @@ NOISE = np.array([7, 3], np.uint32)  # seed, step
 
 
 def dropping(rate=0.3, towers=("llm", "vision", "audio"), **options):
-    """The tiny model's config with dropout in these towers, and noise on the LLM's embeddings."""
+    """The tiny model's config with dropout in these towers and in adapters, and noise on the LLM's embeddings."""
     config = tiny(**options)
     in_llm = "llm" in towers
     llm = replace(config.llm, dropout=rate * in_llm, neftune_alpha=10 * rate * in_llm)
     encoders = {
         name: replace(c, dropout=rate * (name in towers)) for name, c in config.encoders.items()
     }
-    return replace(config, llm=llm, encoders=encoders)
+    patterns = tuple(f"{name}.layers.*" for name in towers if name in {"llm", *encoders})
+    adapters = {"layers": LoraConfig(patterns, rank=2, dropout=rate)}
+    return replace(config, llm=llm, encoders=encoders, lora=adapters)
 
 
 def samples():
@@ -295,8 +298,9 @@ def program(config, noise):
 @pytest.mark.exhaustive
 def test_a_rate_of_zero_leaves_the_program_as_it_is_without_noise():
     options = {"layers": 3, "remat": "full"}
-    plain = program(tiny(**options), None)
-    assert program(dropping(rate=0.0, **options), NOISE) == plain
+    without = dropping(rate=0.0, **options)
+    plain = program(without, None)
+    assert program(without, NOISE) == plain
     assert program(dropping(**options), None) == plain
     assert program(dropping(**options), NOISE) != plain
 
@@ -325,6 +329,8 @@ def test_a_model_knows_whether_it_drops_anything():
         replace(noisy, llm=replace(noisy.llm, neftune_alpha=5.0)), jnp.float32
     ).is_random
     assert Model.build(dropping(towers=("audio",)), jnp.float32).is_random
+    adapted = replace(noisy, lora={"llm": LoraConfig(("llm.*.query",), dropout=0.1)})
+    assert Model.build(adapted, jnp.float32).is_random
     assert not Model.build(tiny(), jnp.float32).is_random
 
 

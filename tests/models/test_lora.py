@@ -15,6 +15,7 @@ from packed import assert_trees_close, build, pack, random_sample, tiny
 
 from mmjax.config import AdamW, LoraConfig, MeshConfig, Muon
 from mmjax.config.model import lora_scale
+from mmjax.models.dropout import drop_inputs, dropping, tower_dropout
 from mmjax.models.layer_stacks import key_names, unstack_layers
 from mmjax.models.linear import Linear
 from mmjax.models.lora import LowRank
@@ -132,6 +133,50 @@ def test_dora_computes_and_trains_what_pefts_layer_does():
         found = np.asarray(gradients["lora"][name].get_value())
         theirs = tensors[name][0].grad.numpy()
         np.testing.assert_allclose(found.T, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_inputs_that_are_dropped_train_an_adapter_as_pefts_layer_does():
+    """The adapter alone reads what is left of the inputs; with PEFT's mask replaced by the one drawn here."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    weight, a, b, x = draw(8, 6), draw(8, 3), draw(3, 6), draw(2, 5, 8)
+    config = peft.LoraConfig(r=3, lora_alpha=5, lora_dropout=0.4, target_modules=["0"])
+    wrapped = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False)), config)
+    layer = wrapped.base_model.model[0]
+    tensors = layer.base_layer.weight, layer.lora_A.default.weight, layer.lora_B.default.weight
+    with torch.no_grad():
+        for tensor, value in zip(tensors, (weight, a, b), strict=True):
+            tensor.copy_(torch.tensor(np.ascontiguousarray(value.T)))
+    places = jnp.zeros((2, 5), jnp.int32), jnp.arange(10).reshape(2, 5)
+    dropout = tower_dropout(np.array([7, 3], np.uint32), "llm", 0.0, *places)
+    dropout = dropout._replace(layer=jnp.asarray(5))
+    stay = np.asarray(drop_inputs(jnp.ones_like(x), dropout.key, dropout.layer, 0.4, "name"))
+    assert {*np.unique(stay).tolist()} == {0.0, np.float32(1 / 0.6).item()}
+    layer.lora_dropout["default"].forward = lambda x: x * torch.tensor(stay)
+    linear = Linear(8, 6, ("embed", "mlp"), nnx.Rngs(0))
+    linear.weight[...] = jnp.asarray(weight)
+    lora = LoraConfig(("*",), rank=3, alpha=5.0, dropout=0.4)
+    linear.lora = LowRank(jnp.asarray(a), jnp.asarray(b), linear, lora, "name")
+    graph, state = nnx.split(linear)
+
+    def outputs(state, x):
+        with dropping(dropout):
+            return nnx.merge(graph, state)(x)
+
+    given = torch.tensor(x, requires_grad=True)
+    wanted = wrapped(given)
+    wanted.square().sum().backward()
+    np.testing.assert_allclose(outputs(state, jnp.asarray(x)), wanted.detach(), atol=1e-5)
+    loss = lambda *given: jnp.square(outputs(*given)).sum()  # noqa: E731
+    gradients, d_x = jax.grad(loss, (0, 1))(state, jnp.asarray(x))
+    for found, theirs in (
+        (d_x, given.grad),
+        (gradients["lora"]["a"].get_value().T, tensors[1].grad),
+        (gradients["lora"]["b"].get_value().T, tensors[2].grad),
+    ):
+        np.testing.assert_allclose(found, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
+    del layer.lora_dropout["default"].forward
+    np.testing.assert_allclose(linear(jnp.asarray(x)), wrapped.eval()(given).detach(), atol=1e-5)
 
 
 def test_dora_beside_quantised_and_fp8_weights_has_lengths_of_what_these_are():

@@ -40,7 +40,14 @@ WORDS: dict[str, list[list[str]]] = {
     "studio": [["--port=0"]],
     "inspect": [["--step=1"], ["--ids"]],
 }
-EXECUTING = ("train", "generate", "evaluate", "studio", "inspect")  # which say that they would
+EXECUTING = (
+    "train",
+    "generate",
+    "chat",
+    "evaluate",
+    "studio",
+    "inspect",
+)  # which say that they would
 
 
 def made(folder: Path, source: str = TINY, **changes: object) -> Config:

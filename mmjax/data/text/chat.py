@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from mmjax.config import ChatFormat, Placeholder
-from mmjax.data.sample import BadSample, Conversation, Sample, Text
+from mmjax.data.sample import BadSample, Conversation, Message, Sample, Text
 from mmjax.data.text.branching import Branching, Records
 from mmjax.data.text.chat_template import (
     ASSISTANT,
+    BEGIN_OF_THINKING,
+    END_OF_THINKING,
     REASONING,
     RenderedChat,
     Template,
@@ -125,6 +127,14 @@ class Chat:
             (k for k, token in enumerate(tokens) if token in self.tokenizer.ends), len(tokens)
         )
         return self.tokenizer.decode(tokens[:stop], skip_special=True).strip()
+
+    def answer_message(self, answer: str) -> Message:
+        """Make the message of a generated answer for the next prompt; its thought stands apart, as in records."""
+        reasoning, end, answer_text = answer.rpartition(END_OF_THINKING)
+        if not end or REASONING not in self.template.source:
+            return Message(ASSISTANT, (answer,))
+        reasoning = reasoning.strip().removeprefix(BEGIN_OF_THINKING).strip()
+        return Message(ASSISTANT, (answer_text.strip(),), fields=((REASONING, reasoning),))
 
     def text_tokens(self, conversations: Iterable[Conversation]) -> list[int | BadSample]:
         """Count the text tokens of each conversation without its media, or return why `sample` refuses it."""
@@ -424,7 +434,7 @@ class Chat:
 
 def _remedy(text: str, end: int) -> str:
     """Return advice for a prompt that ends there and has other tokens when its answer follows."""
-    if text[end:].lstrip().startswith("</think>"):
+    if text[end:].lstrip().startswith(END_OF_THINKING):
         return (
             f"its prompt begins a thought, and the answer has none: give it {REASONING}, or say by the template's "
             "variables that there is none (data.chat.variables.enable_thinking=false)"

@@ -130,6 +130,8 @@ ROLES = ("system", "user", ASSISTANT)
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ABOUT_THINKING = re.compile("think|reason")  # in names of a template's variables
 REASONING = "reasoning_content"  # of a message: what was thought before an answer
+# around what is thought, where a model writes it before its answer
+BEGIN_OF_THINKING, END_OF_THINKING = "<think>", "</think>"
 _PROBE = "7f3a"  # a text that no template contains
 
 

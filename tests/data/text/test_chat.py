@@ -1124,6 +1124,7 @@ def test_what_was_thought_reaches_the_template_in_training_and_in_what_is_asked(
             Message("user", ("Sure?",)),
         )
     )
+    assert chat.answer_message("<think>\nIt has ears.\n</think>\n\nA cat.") == talk.messages[1]
     whole = replace(talk, messages=(*talk.messages, thought("Yes.", "Ears.")))
     said_of = "<think>\n{}\n</think>\n\n{}<|im_end|>"
     assert trained(chat, chat.sample(whole)) == [
