@@ -46,7 +46,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "console": May(("mmjax.startup",), frozenset({"rich"})),
     "batch": May((), frozenset()),
     "hub": May(("mmjax.disk", "mmjax.errors"), frozenset({"huggingface_hub"})),
-    "config": May(("mmjax.config", "mmjax.errors"), frozenset({"rapidfuzz"})),
+    "config": May(("mmjax.config", "mmjax.errors"), frozenset({"rapidfuzz", "yaml"})),
     "supervise": May(("mmjax.disk", "mmjax.errors"), frozenset()),
     "doctor": May(("mmjax.disk", "mmjax.errors"), frozenset()),
     "cli": May(("mmjax.config", "mmjax.errors", "mmjax.startup"), frozenset()),
@@ -93,7 +93,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
             "mmjax.hub",
             *BASE,
         ),
-        frozenset({"numpy", "numba", "array_record", "pyarrow", "fsspec", "yaml"}),
+        frozenset({"numpy", "numba", "array_record", "pyarrow", "fsspec"}),
     ),
     "data.plan": May(
         (
@@ -249,7 +249,9 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "mmjax.data.text.template_sandbox",
         "mmjax.reporting.page",
     ),
-    "wandb": ("mmjax.training.metrics_log",),
+    "wandb": ("mmjax.training.trackers",),
+    "mlflow": ("mmjax.training.trackers",),
+    "swanlab": ("mmjax.training.trackers",),
     "huggingface_hub": ("mmjax.hub",),
     "av": ("mmjax.data.media.video_header",),
     # a process of its own, with which a checkpoint is compared
@@ -376,7 +378,7 @@ def test_everything_imported_is_a_declared_dependency() -> None:
     extras = project["optional-dependencies"]
     optional = (
         line
-        for extra in ("wandb", "hub", "video", "heif", "pool", "peer")
+        for extra in ("wandb", "mlflow", "swanlab", "hub", "video", "heif", "pool", "peer")
         for line in extras[extra]
     )
     lines = [*project["dependencies"], *optional]

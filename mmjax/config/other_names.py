@@ -139,7 +139,7 @@ SETTINGS = (
     ),
     (
         "training.wandb=PROJECT",
-        "TensorBoard's events are always written",
+        "or training.mlflow, training.swanlab; TensorBoard's events are always written",
         "report_to use_wandb enable_wandb wandb_project logger",
     ),
     (

@@ -302,7 +302,15 @@ class TrainingConfig:
     # (optimizer.ema)
     evaluated: Literal["trained", "average"] = "trained"
     wandb: str = ""  # a project of Weights & Biases to send the metrics to; needs the extra `wandb`
+    mlflow: str = ""  # an experiment of MLflow to send the metrics to; needs the extra `mlflow`
+    swanlab: str = ""  # a project of SwanLab to send the metrics to; needs the extra `swanlab`
     watch: WatchConfig = field(default_factory=WatchConfig)
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """The project of each tracker that gets the metrics, by the tracker's name."""
+        projects = {"wandb": self.wandb, "mlflow": self.mlflow, "swanlab": self.swanlab}
+        return {name: project for name, project in projects.items() if project}
 
     def check(self, where: str) -> None:
         steps = self.steps

@@ -369,8 +369,8 @@ MAY_CHANGE = (
     "data.workers", "data.prefetch", "data.pool", "data.cache", "data.window_space", "data.encoded_space",
     "data.on_bad_sample", "data.max_bad",
     "training.steps", "training.epochs", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every",
-    "training.keep", "training.memory_", "training.bad_numbers", "training.spike", "training.wandb", "training.watch.",
-    "training.evaluated",
+    "training.keep", "training.memory_", "training.bad_numbers", "training.spike", "training.wandb", "training.mlflow",
+    "training.swanlab", "training.watch.", "training.evaluated",
     "optimizer.offload", "optimizer.over_data",
     "model.llm.remat", "model.llm.attention",
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -14,7 +13,6 @@ import numpy as np
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config
-from mmjax.config.loading import to_json
 from mmjax.console import ProgressLine, print_lines
 from mmjax.data.loading.batch_hash import hex_hash
 from mmjax.data.loading.step_loader import LoadedStep
@@ -43,13 +41,14 @@ from mmjax.training import outcome
 from mmjax.training.bad_samples import NonFiniteWatch, UnreadableSamples
 from mmjax.training.evaluation import BestMetric, make_evaluator, score_split, write_test_scores
 from mmjax.training.metrics import StepMetrics
-from mmjax.training.metrics_log import MetricsLog, MetricValue, check_wandb_login
+from mmjax.training.metrics_log import MetricsLog, MetricValue
 from mmjax.training.pass_times import time_passes
 from mmjax.training.rate_probe import STEPS as PROBED_AFTER
 from mmjax.training.rate_probe import RateProbe
 from mmjax.training.run_checkpoints import RunCheckpoints, restore_or_init
 from mmjax.training.setup import set_up
 from mmjax.training.signals import ProfilerTrace, StopFlags
+from mmjax.training.trackers import check_logins
 
 WARM_STEPS = 5  # after which step times are representative
 
@@ -75,8 +74,8 @@ def train(
     of trainer.
     """
     refuse_in_worker()
-    if project := config.training.wandb:
-        coordination.run_on_leader(partial(check_wandb_login, project))
+    if projects := config.training.trackers:
+        coordination.run_on_leader(partial(check_logins, projects))
     folder = run_dir.run_folder_of(config)
     devices = choose_devices(config.device) if devices is None else devices
     watchdog = watchdog or Watchdog(config.training.watch, folder.stacks)
@@ -200,10 +199,7 @@ class Trainer:
             state = self.checkpoints.init_state()
             if coordination.is_leader():
                 self.setup.write_decision()
-                wandb = self.config.training.wandb
-                self.metrics_log = MetricsLog(
-                    self.folder.metrics, self.first_step, wandb, json.loads(to_json(self.config))
-                )
+                self.metrics_log = MetricsLog(self.folder.metrics, self.first_step, self.config)
             return state
 
     @property

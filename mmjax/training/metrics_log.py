@@ -1,4 +1,4 @@
-"""Log a step's metrics: JSON lines, TensorBoard scalars and, where asked for, Weights & Biases.
+"""Log a step's metrics: JSON lines, TensorBoard scalars and, where asked for, experiment trackers.
 
 A full disk does not stop the run: lines that could not be written are kept, and written when there
 is room.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import socket
 import sys
 import time
@@ -17,24 +16,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mmjax.config import Config
 from mmjax.console import print_lines
 from mmjax.disk import atomic_write, json_lines, read_json_lines
 from mmjax.errors import UserError
+from mmjax.training.trackers import TrackerThread, close_trackers
 
 MetricValue = float | str | Mapping[str, float]  # a mapping is by sample name
 
 
 class MetricsLog:
-    """Writer of records to `metrics.jsonl`, TensorBoard and Weights & Biases; a record's step counts updates done.
+    """Writer of records to `metrics.jsonl`, TensorBoard and trackers; a record's step counts updates done.
 
     Opened after `done` updates, it drops later records of an earlier start, so that no step is
-    logged twice. project: of Weights & Biases; empty = none. Raises UserError where wandb is not
-    installed.
+    logged twice. config: of the run, which names the trackers; None = none. Raises UserError where
+    the package of one is not installed.
     """
 
-    def __init__(
-        self, path: Path, done: int, project: str = "", config: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, path: Path, done: int, config: Config | None = None) -> None:
         self.path = path
         if path.is_dir():
             raise UserError(f"{path} is a folder, and the steps are to be written there; remove it")
@@ -45,14 +44,15 @@ class MetricsLog:
         self._waiting = b""  # encoded lines, the first perhaps written in part
         self._warned = False
         self._board = _Board(path.parent / "tensorboard", done)
-        self._project = _wandb_run(project, path.parent, config or {}) if project else None
+        projects = {} if config is None else config.training.trackers
+        self._trackers = [TrackerThread(name, path.parent, config) for name in projects]
 
     def write(self, step: int, scalars: Mapping[str, MetricValue]) -> None:
         """Log one record. NaN and Inf become strings, since JSON has no such numbers."""
         record = {"step": step, "time": round(time.time(), 3)}
         record |= {k: _plain(v) for k, v in scalars.items()}
         self._waiting += json.dumps(record).encode() + b"\n"
-        # TensorBoard and Weights & Biases take numbers only; NaN and Inf are fine there.
+        # TensorBoard and trackers take numbers only; NaN and Inf are fine there.
         numbers = {k: float(v) for k, v in scalars.items() if isinstance(v, int | float)}
         try:
             self._flush()
@@ -63,8 +63,8 @@ class MetricsLog:
                     f"WARNING {self.path} cannot be written: {error.strerror}; its lines wait until there is room"
                 )
             self._warned = True
-        if self._project is not None:
-            self._project.log(numbers, step=step)
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
 
     def _flush(self) -> None:
         """Write from where the last write stopped, even in the middle of a line."""
@@ -78,8 +78,7 @@ class MetricsLog:
             self._flush()
         self._lines.close()
         self._board.close()
-        if self._project is not None:
-            self._project.finish()
+        close_trackers(self._trackers)
 
 
 class _Board:
@@ -128,54 +127,6 @@ def _without_torch() -> Iterator[None]:
         yield
     finally:
         del sys.modules["torch"]
-
-
-@contextlib.contextmanager
-def _wandb(project: str) -> Iterator[Any]:
-    """Import wandb. Raises UserError where it is not installed, and for what it refuses."""
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(
-            f'training.wandb={project}: wandb is not installed; pip install "mmjax[wandb]"'
-        ) from None
-    try:
-        yield wandb
-    except (wandb.Error, ValueError) as error:  # ValueError: an API key that cannot be one
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise UserError(
-            f"training.wandb={project}: {reason}; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline to "
-            "send the numbers later"
-        ) from None
-
-
-def check_wandb_login(project: str) -> None:
-    """Raise UserError where Weights & Biases would refuse a run of this project for want of a login; asks no server."""
-    with _wandb(project) as wandb:
-        if os.environ.get("WANDB_MODE", "online") == "online":
-            wandb.login(verify=False)
-
-
-def _wandb_run(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
-    """Start a Weights & Biases run, or resume the one of this folder."""
-    path = folder / "wandb.json"
-    try:
-        run_id = json.loads(path.read_text())["id"] if path.is_file() else None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{path} is not what was written; remove it to begin a new run there"
-        ) from None
-    with _wandb(project) as wandb:
-        run = wandb.init(
-            project=project,
-            name=folder.name,
-            id=run_id,
-            resume="allow",
-            dir=str(folder),
-            config=dict(config),
-        )
-    path.write_text(json.dumps({"id": run.id}))
-    return run
 
 
 def _drop_after(path: Path, done: int) -> None:
