@@ -19,6 +19,7 @@ from typing import Protocol
 from mmjax.config import Config
 from mmjax.config.codec import did_you_mean, key_of
 from mmjax.config.loading import (
+    CONFIG_SUFFIXES,
     apply_overrides,
     config_parameters,
     default_config,
@@ -89,7 +90,7 @@ def _resumed_run(named: str, changes: Sequence[str], resume: bool) -> RunFolder 
     if (
         resume
         and not path.exists()
-        and path.suffix != ".py"
+        and path.suffix not in CONFIG_SUFFIXES
         and path.parent not in (Path("."), Path("configs"))
     ):
         runs = [

@@ -614,6 +614,15 @@ FAULTS = (
         ),
     ),
     Fault(
+        "YAML whose tags and aliases are obeyed",
+        "config/yaml_files.py",
+        'if event.anchor or getattr(event, "tag", None):',
+        "if False:",
+        (
+            "config/test_yaml_files.py::test_a_fault_is_one_line_with_its_place_and_nothing_is_executed",
+        ),
+    ),
+    Fault(
         "a command in Energon's split.yaml that is run",
         "data/sources/energon.py",
         'paths = [file_inside(os.path.join(folder, ""), part, str(listed)) for part in parts]',

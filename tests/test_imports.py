@@ -46,7 +46,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "console": May(("mmjax.startup",), frozenset({"rich"})),
     "batch": May((), frozenset()),
     "hub": May(("mmjax.disk", "mmjax.errors"), frozenset({"huggingface_hub"})),
-    "config": May(("mmjax.config", "mmjax.errors"), frozenset({"rapidfuzz"})),
+    "config": May(("mmjax.config", "mmjax.errors"), frozenset({"rapidfuzz", "yaml"})),
     "supervise": May(("mmjax.disk", "mmjax.errors"), frozenset()),
     "doctor": May(("mmjax.disk", "mmjax.errors"), frozenset()),
     "cli": May(("mmjax.config", "mmjax.errors", "mmjax.startup"), frozenset()),
@@ -93,7 +93,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
             "mmjax.hub",
             *BASE,
         ),
-        frozenset({"numpy", "numba", "array_record", "pyarrow", "fsspec", "yaml"}),
+        frozenset({"numpy", "numba", "array_record", "pyarrow", "fsspec"}),
     ),
     "data.plan": May(
         (

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import get_args, get_origin
 
 from mmjax.config.codec import (
+    NONES,
     Hint,
     Tree,
     _mismatch,
@@ -21,6 +22,7 @@ from mmjax.config.codec import (
     required,
     select_dataclass,
     union_members,
+    unquoted,
 )
 from mmjax.config.other_names import name_here
 from mmjax.errors import UserError
@@ -116,6 +118,7 @@ def _new_entry(hint: Hint, key: str, where: str) -> Tree:
 
 def _parse_assigned(hint: Hint, old: Tree, text: str, where: str) -> Tree:
     if by_kind := kinds(hint):
+        text = unquoted(text)
         if text not in by_kind:
             # Of no kind yet, a value may be one of the first: of samples, a number is how many.
             current = old.get("kind") if isinstance(old, dict) else None
@@ -133,7 +136,7 @@ def _parse_assigned(hint: Hint, old: Tree, text: str, where: str) -> Tree:
         carried = _carried(by_kind, old, text) if isinstance(old, dict) else {}
         return defaults(by_kind[text], where) | carried
     if section := next((m for m in union_members(hint) if dataclasses.is_dataclass(m)), None):
-        if text == "none" and type(None) in union_members(hint):
+        if text in NONES and type(None) in union_members(hint):
             return None
         fields = ", ".join(join(where, name) for name in field_hints(section))
         suggestion = _field_for(section, text, where) or f"set one of {fields}"

@@ -10,6 +10,7 @@ import math
 import re
 import types
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from mmjax.errors import UserError
@@ -17,6 +18,7 @@ from mmjax.errors import UserError
 Hint = Any  # what typing.get_type_hints gives for a field
 Tree = Any  # dict, list, str, int, float, bool or None, nested
 MAX_INT = 2**53  # beyond, JSON readers that use floats change an int
+NONES = ("none", "null")  # texts of no value
 _KEY = re.compile(r"[\w.\-]+")
 
 
@@ -227,17 +229,20 @@ def parse(hint: Hint, text: str, where: str) -> Tree:
     # From the most to the least specific: only what is nothing else is a plain string.
     if dict in options and text == "{}":
         return {}
-    if types.NoneType in options and text.lower() == "none":
+    if types.NoneType in options and text.lower() in NONES:
         return None
+    if text == "null":
+        raise _mismatch(hint, text, text, where)
     if bool in options and text.lower() in ("true", "false"):
         return text.lower() == "true"
     for number in (int, float):
         if number in options and (value := _number(number, text)) is not None:
             return _scalar(hint, value, where)
-    if Literal in options and (same := [v for v in get_args(options[Literal]) if str(v) == text]):
+    literals = get_args(options.get(Literal))
+    if same := [v for v in literals if str(v) == unquoted(text)]:
         return same[0]
-    if tuple in options and (Literal not in options or "," in text or text == "()"):
-        parts = [part.strip() for part in text.removeprefix("(").removesuffix(")").split(",")]
+    if tuple in options and (not literals or "," in text or text == "()" or text[:1] == "["):
+        parts = _parts(text)
         inner = get_args(options[tuple])[0]
         return [
             parse(inner, part, f"{where}[{i}]")
@@ -245,8 +250,16 @@ def parse(hint: Hint, text: str, where: str) -> Tree:
             if part or i < len(parts) - 1
         ]
     if str in options:
-        return _unquoted(text)
+        return unquoted(text)
     raise _mismatch(hint, repr(text), text, where)
+
+
+def _parts(text: str) -> list[str]:
+    """Split the text of several values: by commas, or as JSON's list of such texts, which may have commas."""
+    with suppress(ValueError):
+        if isinstance(parts := json.loads(text), list):
+            return list(map(str, parts))
+    return [part.strip() for part in text.removeprefix("(").removesuffix(")").split(",")]
 
 
 def parse_argument(hint: Hint, text: str, where: str) -> Any:
@@ -265,12 +278,20 @@ def text_of(hint: Hint, tree: Tree) -> str:
     if tree is None or isinstance(tree, bool):
         return str(tree).lower()
     if isinstance(tree, list):
+        if any("," in item for item in tree if isinstance(item, str)):
+            return json.dumps(tree)
         return ",".join(map(str, tree)) + ("," if len(tree) == 1 else "") if tree else "()"
     text = repr(tree) if isinstance(tree, float) else str(tree)
     if not isinstance(tree, str):
         return text
     # A string that would be read as another type, such as "none", needs quotes.
-    plain = text and text.isprintable() and text == text.strip() and not text.startswith('"')
+    plain = (
+        text
+        and text.isprintable()
+        and text == text.strip()
+        and not text.startswith('"')
+        and text != "null"
+    )
     return text if plain and parse(hint, text, "") == tree else json.dumps(text)
 
 
@@ -282,7 +303,7 @@ def _number(kind: type, text: str) -> int | float | None:
     return value if kind is int or math.isfinite(value) else None
 
 
-def _unquoted(text: str) -> str:
+def unquoted(text: str) -> str:
     if len(text) > 1 and text.startswith('"') and text.endswith('"'):
         try:
             return json.loads(text)

@@ -7,9 +7,9 @@ A config is a Python file with `def config() -> Config`. A variant starts from a
     def config() -> Config:
         return dataclasses.replace(base.config(), name="mine")
 
-Overrides `a.b=value` edit it; the result is validated, printed, stored as JSON and rebuilt from
-that JSON alone. Your own functions are stored as `module:qualname`, and this module alone looks
-them up.
+or a YAML or JSON file with the same keys, whose variant names its `base`. Overrides `a.b=value`
+edit it; the result is validated, printed, stored as JSON and rebuilt from that JSON alone. Your own
+functions are stored as `module:qualname`, and this module alone looks them up.
 """
 
 from __future__ import annotations
@@ -35,9 +35,20 @@ from typing import Any, get_type_hints
 
 from mmjax.config import Config, FunctionSource, ModelConfig
 from mmjax.config.assignment import assign, value_at
-from mmjax.config.codec import decode, did_you_mean, encode, key_of, leaves, parse_argument, walk
+from mmjax.config.codec import (
+    decode,
+    defaults,
+    did_you_mean,
+    encode,
+    key_of,
+    leaves,
+    parse_argument,
+    unquoted,
+    walk,
+)
 from mmjax.config.meanings import first_line, meaning
 from mmjax.config.validation import validate
+from mmjax.config.yaml_files import config_lines
 from mmjax.errors import UserError
 
 __all__ = [
@@ -61,7 +72,13 @@ __all__ = [
     "validate",
 ]
 
-CONFIG_COPY = "config.py"  # a run folder's copy of its config file
+CONFIG_COPY = (
+    "config.py"  # a run folder's copy of its config file, which is config.yaml of YAML and JSON
+)
+DATA_SUFFIXES = (".yaml", ".yml", ".json")
+CONFIG_SUFFIXES = (".py", *DATA_SUFFIXES)
+ARGUMENTS = "arguments."  # of a base's config(), in YAML
+STORED_CONFIG = "config.json"  # the resolved config in a run's folder
 # characters of a key's value before its meaning; longer values push it to the right
 VALUE_WIDTH = 16
 LENGTHS = ("training.steps", "training.epochs")  # of a run, which has one of them
@@ -184,8 +201,11 @@ def is_override(word: str) -> bool:
     )
 
 
-def _assign_all(tree: dict[str, Any], lines: Sequence[str]) -> None:
-    """Apply overrides to a tree. Setting the run's length in epochs unsets it in steps, and the other way round."""
+def _assign_all(tree: dict[str, Any], lines: Sequence[str], places: Mapping[str, str] = {}) -> None:
+    """Apply overrides to a tree. Setting the run's length in epochs unsets it in steps, and the other way round.
+
+    places: where they stand in a file.
+    """
     keys = [key_of(line) for line in lines]
     for n, (key, line) in enumerate(zip(keys, lines, strict=True)):
         below = {
@@ -193,7 +213,8 @@ def _assign_all(tree: dict[str, Any], lines: Sequence[str]) -> None:
             for earlier in lines[:n]
             if key_of(earlier).startswith(f"{key}.")
         }
-        assign(Config, tree, line)
+        with _errors_at(places.get(line)):
+            assign(Config, tree, line)
         if undone := [
             earlier for earlier, value in below.items() if value_at(tree, key_of(earlier)) != value
         ]:
@@ -225,11 +246,17 @@ def shipped_configs() -> dict[str, str]:
 def find_config(path_or_name: str | Path) -> Path:
     """Find a config file by path, or by name among those that come with mmjax. Raises UserError if there is none."""
     path = Path(path_or_name).expanduser()
-    if path.is_file() and path.suffix == ".py":
+    if path.name == STORED_CONFIG:
+        raise UserError(
+            f"{path}: runs and checkpoints have a file of this name; to go on with a run say --resume {path.parent}, "
+            "to start another from its config copy the file to a name of its own"
+        )
+    if path.is_file() and path.suffix in CONFIG_SUFFIXES:
         return path.absolute()
     if path.exists() and (path.is_file() or path.parent != Path(".")):
         raise UserError(
-            f"{path} is not a config: a config is a Python file, name.py, with def config() -> Config"
+            f"{path} is not a config: a config is a Python file, name.py, with def config() -> Config, or a .yaml or "
+            ".json with its keys"
         )
     shipped = _shipped_folder() / path.with_suffix(".py").name
     if (
@@ -238,49 +265,57 @@ def find_config(path_or_name: str | Path) -> Path:
         and shipped.is_file()
     ):
         return shipped
-    known = [str(config) for config in sorted(path.parent.glob("*.py"))]
+    known = list(map(str, _configs_in(path.parent)))
     if not known and path.parent not in (Path("."), Path("configs")):
         raise UserError(f"no config {path_or_name}: {path.parent} has none")
     known = [*shipped_configs(), *known]
     raise UserError(f"no config {path_or_name}{did_you_mean(str(path), known)}")
 
 
-def sibling(file: str, name: str) -> types.ModuleType:
+def sibling(file: str, name: str, suffixes: Sequence[str] = CONFIG_SUFFIXES) -> types.ModuleType:
     """Load the config file `name` beside `file` (pass `__file__`), or else the one that comes with mmjax."""
     folder = Path(file).absolute().parent
-    candidates = [folder / f"{name}.py", _shipped_folder() / f"{name}.py"]
+    candidates = [folder / f"{name}{suffix}" for suffix in suffixes]
+    candidates.append(_shipped_folder() / f"{name}.py")
     path = next((p for p in candidates if p.is_file()), None)
     if path is None or not name.isidentifier():
         raise UserError(
             f"{file}: no config {name!r} beside it{did_you_mean(name, _config_names(folder))}"
         )
-    if path.name == CONFIG_COPY:
+    if path.stem == Path(CONFIG_COPY).stem:
         raise UserError(
-            f"{file}: derives from {path}, but a run keeps its own config as {CONFIG_COPY}; rename that file"
+            f"{file}: derives from {path}, but a run keeps its own config as {path.name}; rename that file"
         )
     with _share_modules() as modules:
         return _execute(path, modules)
 
 
 def copy_config(path_or_name: str | Path, folder: Path) -> None:
-    """Copy a config file into a run's folder as `config.py`, and beside it the files that it derives from."""
+    """Copy a config file into a run's folder, and beside it the files that it derives from."""
     for name, text in config_texts(path_or_name).items():
         (folder / name).write_text(text)
 
 
 def config_texts(path_or_name: str | Path) -> dict[str, str]:
-    """Read a config file, named `config.py` as in a run's folder, and the files that it derives from."""
+    """Read a config file and those that it derives from, by their names in a run's folder.
+
+    `config.py` has the functions that the config may name; a YAML or JSON file is `config.yaml`.
+    """
     path = find_config(path_or_name)
     shipped = _shipped_folder()
     with _share_modules() as modules:
         module = _execute(path, modules)
         with suppress(UserError):  # config() may need arguments, which are not known here
             _config_tree(module, path, modules)
-        return {
-            p.name if p != path else CONFIG_COPY: p.read_text()
+        names = {
+            # the other names that end in .json are those of a run's own files
+            p: p.name if p.suffix == ".py" else f"{p.stem}.yaml"
             for p in modules
-            if p == path or p.parent != shipped
+            if p.parent != shipped
         }
+        names[path] = "config.yaml"
+        names |= dict.fromkeys([p for p in modules if p.suffix == ".py"][:1], CONFIG_COPY)
+        return {name: p.read_text() for p, name in names.items()}
 
 
 def _shipped_folder() -> Path:
@@ -289,13 +324,14 @@ def _shipped_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
+def _configs_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.*") if path.suffix in CONFIG_SUFFIXES)
+
+
 def _config_names(folder: Path) -> list[str]:
     """List the configs in a folder and those that come with mmjax, each once."""
-    return list(
-        dict.fromkeys(
-            path.stem for f in (folder, _shipped_folder()) for path in sorted(f.glob("*.py"))
-        )
-    )
+    folders = (folder, _shipped_folder())
+    return list(dict.fromkeys(path.stem for f in folders for path in _configs_in(f)))
 
 
 @contextmanager
@@ -325,10 +361,52 @@ def _execute(path: Path, modules: Loaded) -> types.ModuleType:
     sys.modules[name] = module
     # Executed under a name of its own instead of imported: files of equal names in two folders stay
     # apart.
+    if path.suffix in DATA_SUFFIXES:
+        _read_data_file(path, module, modules)
+        modules[path] = module
+        return module
     with _errors_with_line(path, modules):
         exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
     modules[path] = module
     return module
+
+
+def _read_data_file(path: Path, module: types.ModuleType, modules: Loaded) -> None:
+    """Give a module the config() of a YAML or JSON file, of which nothing is executed.
+
+    Its `base`, a shipped config that is called with `arguments` or another such file, gives what
+    the file does not say, and functions.
+    """
+    places = dict(config_lines(path))
+    named = next((line for line in places if key_of(line) == "base"), "")
+    arguments = {}
+    if named:
+        place = places.pop(named)
+        base = sibling(place, unquoted(named.partition("=")[2]), DATA_SUFFIXES)
+        vars(module).update(vars(base))
+        for line in [line for line in places if line.startswith(ARGUMENTS)]:
+            arguments[key_of(line).removeprefix(ARGUMENTS)] = line.partition("=")[2]
+            del places[line]
+
+    def config() -> Config:
+        tree = defaults(Config, "")
+        if named:
+            with _errors_at(place):
+                tree = _config_tree(base, Path(base.__file__), modules, arguments)
+        _assign_all(tree, list(places), places)
+        with _errors_at(str(path)):
+            return decode(Config, tree, "")
+
+    module.config = config
+
+
+@contextmanager
+def _errors_at(place: str | None) -> Iterator[None]:
+    """Put a place, `file:line`, before the UserErrors of the body."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}: {error}" if place else f"{error}") from None
 
 
 @contextmanager
@@ -386,10 +464,16 @@ def _config_tree(
         raise UserError(
             f"{path}:1: has no function config; a config file defines def config() -> Config"
         )
-    needed = [p.name for p in inspect.signature(make).parameters.values() if p.default is p.empty]
+    parameters = inspect.signature(make).parameters
+    needed = [p.name for p in parameters.values() if p.default is p.empty]
+    if unknown := [name for name in arguments if name not in parameters]:
+        raise UserError(
+            f"{path}: config() has no argument {unknown[0]!r}{did_you_mean(unknown[0], parameters)}"
+        )
     if missing := [name for name in needed if name not in arguments]:
         raise UserError(
-            f"{path}: config() asks for {missing[0]}; say it after the config's name: {missing[0]}=..."
+            f"{path}: config() asks for {missing[0]}; say it after the config's name: {missing[0]}=... (of a YAML "
+            "file's base, below arguments)"
         )
     with _errors_with_line(path, modules):
         hints = get_type_hints(make)

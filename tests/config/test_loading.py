@@ -100,9 +100,9 @@ def test_a_missing_file_names_what_was_meant(
     assert "tiny_omni" in message("zzz")
 
 
-def test_what_is_no_python_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert "a config is a Python file" in message(tmp_path / "config.json")
+def test_what_is_no_config_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.txt").write_text("{}")
+    assert "a config is a Python file" in message(tmp_path / "config.txt")
     assert "a config is a Python file" in message(tmp_path)
 
 

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from mmjax.config.yaml_files import read_yaml
 from mmjax.data.sample import BadSample, Split
 from mmjax.data.sources.json_records import load_json, unique_keys
 from mmjax.data.sources.webdataset_index import Member
-from mmjax.data.storage.files import MAX_TEXT, check_bytes, file_inside, list_files, one_line
+from mmjax.data.storage.files import MAX_TEXT, check_bytes, file_inside, list_files
 from mmjax.data.storage.spool import PIPE
 from mmjax.errors import UserError
 
@@ -131,14 +130,12 @@ def _inner(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _yaml(path: Path, where: str) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(path.read_text())
+        value = read_yaml(path)
     except OSError as error:
         raise UserError(
             f"{where}={path.parents[1]}: {ENERGON}/{path.name}: {error.strerror}; give a folder that `energon prepare` "
             "has prepared, or the shards themselves"
         ) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not YAML: {one_line(error)}") from None
     return value if isinstance(value, dict) else {}
 
 
