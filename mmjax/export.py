@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import glob
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -90,7 +91,7 @@ def export(
             lines = _write_adapter(exporter, built, list(opened.values()), partial)
         elif len(opened) == 1 and not _modules_without_source(model):
             ((source, modules),) = opened.values()
-            lines = _write_source(exporter, source, modules, partial)
+            lines = [*_write_source(exporter, source, modules, partial), *_how_to_serve(out)]
         else:
             library = "mmjax"
             lines = _write_parts(exporter, list(opened.values()), partial)
@@ -204,6 +205,17 @@ def _write_source(
             if left_out
             else []
         ),
+    ]
+
+
+def _how_to_serve(out: Path) -> list[str]:
+    """Say how transformers serves the folder with OpenAI's API, and how to ask it."""
+    message = {"role": "user", "content": "What is this?"}
+    body = json.dumps({"model": str(out), "messages": [message], "max_tokens": 64})
+    return [
+        f"  serve it: transformers serve {shlex.quote(str(out))} --port 8000",
+        "  ask it:   curl http://localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d "
+        + shlex.quote(body),
     ]
 
 

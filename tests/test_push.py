@@ -94,6 +94,7 @@ def test_a_pushed_export_is_what_is_in_the_folder_with_its_card(tuned, tmp_path,
     ended = run(capsys, export.main, *words)
     assert ended.code == 0, ended.err
     assert "pushed to http://127.0.0.1" in ended.out
+    assert f"serve it: transformers serve {out} --port 8000" in ended.out
     pushed = hub["someone/tuned"]
     assert pushed.pop("private") is True
     files = [path for path in out.rglob("*") if path.is_file()]
