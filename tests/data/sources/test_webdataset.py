@@ -282,7 +282,7 @@ def test_keys_and_members_of_a_shard_that_nothing_reads_are_counted_and_no_image
     }
     members |= {
         "5.png": picture(),
-        "5.json": ask | {"tools": [{}]},
+        "5.json": ask | {"functions": [{}]},
         "6.svg": "<svg/>",
         "6.txt": "six",
     }
@@ -293,7 +293,7 @@ def test_keys_and_members_of_a_shard_that_nothing_reads_are_counted_and_no_image
     for index, reason in {
         3: "has no image, clip or video beside its .txt; its members: npy, txt",
         4: "has both .txt and .caption; keep the one that is meant",
-        5: "has tools, which is not read here",
+        5: "has functions, which is not read here",
         6: "is a bad image file",
     }.items():
         assert reason in reasons.pop(index)
