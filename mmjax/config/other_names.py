@@ -7,13 +7,17 @@ NeMo and Megatron.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import re
 import sys
 from collections.abc import Iterable, Sequence
 
+from mmjax.config import Config
 from mmjax.errors import UserError
 
+CONFIG_KEYS = [field.name for field in dataclasses.fields(Config)]
+SETTING = "--setting"
 STEP_SIZE = "batch.size.count=N is of a whole step, over all devices and microbatches"
 ADAPTERS = "of the config llava_lora, or any with model.lora"
 CHECKPOINT = (
@@ -330,28 +334,71 @@ def name_here(key: str, text: str, fields: Iterable[str] = ()) -> str:
 
 
 def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line of options and settings `key=value`, by default the program's.
+    """Parse a command line of options and settings, by default the program's.
 
-    Raises UserError for an option that is none.
+    Settings are written key=value, --key=value or --key value, in any order with the others. Raises
+    UserError for an option that is none.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    args, unknown = parser.parse_known_intermixed_args(argv)
-    if not unknown:
-        return args
-    option, _, text = unknown[0].partition("=")
-    if not text and (following := argv[argv.index(unknown[0]) + 1 :]) and "=" not in following[0]:
-        text = following[0].partition("--")[0]
     known = sorted(set(re.findall(r"(?<![\w-])--[a-z][\w-]*", parser.format_help())))
+    parser.add_argument(SETTING, action="append", default=[], help=argparse.SUPPRESS)
+    words, places = _mark_settings(argv, known)
+    args, unknown = parser.parse_known_intermixed_args(words)
+    if unknown:
+        raise _no_option(unknown[0], argv, known)
+    name = "words" if "words" in args else "overrides"
+    settings = [*getattr(args, name), *args.setting]
+    settings.sort(key=lambda word: places.get(word, argv.index(word) if word in argv else 0))
+    setattr(args, name, settings)
+    return args
+
+
+def _mark_settings(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], dict[str, int]]:
+    """Write each `--key value` and `--key=value` as one option, `--setting=key=value`; and return the settings' places.
+
+    The parser then takes them for no word of its own.
+    """
+    words = list[str]()
+    places = dict[str, int]()
+    rest = iter(enumerate(argv))
+    for place, word in rest:
+        option, equals, text = word.partition("=")
+        if option == "--":
+            return [*words, *argv[place:]], places
+        if not _is_setting(option, known):
+            words.append(word)
+            continue
+        if not equals:
+            text = next(rest, (0, "--"))[1]
+            if text.startswith("--") or "=" in text:
+                raise UserError(
+                    f"{option} is none of the command's options, and has no value as a setting; write {option}=VALUE"
+                )
+        setting = f"{option.removeprefix('--')}={text}"
+        words.append(f"{SETTING}={setting}")
+        places[setting] = place
+    return words, places
+
+
+def _is_setting(option: str, known: Sequence[str]) -> bool:
+    """Tell whether an option is a key of configs, or may be an argument of one's function."""
+    key = option.removeprefix("--")
+    if key == option or option in known:
+        return False
+    if key.partition(".")[0] in CONFIG_KEYS:
+        return True
+    return not difflib.get_close_matches(option, known, 1, cutoff=0.8) and not name_here(key, "")
+
+
+def _no_option(word: str, argv: Sequence[str], known: Sequence[str]) -> UserError:
+    """Make the error for an option that is none."""
+    option, _, text = word.partition("=")
+    if not text and (following := argv[argv.index(word) + 1 :]) and "=" not in following[0]:
+        text = following[0].partition("--")[0]
     if close := difflib.get_close_matches(option, known, 1, cutoff=0.8):
-        raise UserError(f"{option} is no option: did you mean {close[0]}?")
-    key = option.lstrip("-")
-    if answer := name_here(key, text):
-        raise UserError(f"{option} is no option: {answer}")
-    if "." in key:
-        raise UserError(
-            f"{option} is no option: settings are written key=value: {key}={text or '...'}"
-        )
-    raise UserError(
-        f"{option} is no option; there are {', '.join(known)}, and settings are written key=value, such as "
-        "training.steps=100"
+        return UserError(f"{option} is no option: did you mean {close[0]}?")
+    if answer := name_here(option.lstrip("-"), text):
+        return UserError(f"{option} is no option: {answer}")
+    return UserError(
+        f"{option} is no option; there are {', '.join(known)}, and settings such as --training.steps=100"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 
@@ -11,7 +12,7 @@ from commands import TINY, run
 from mmjax import generate, index, plan, train
 from mmjax.config.codec import key_of
 from mmjax.config.loading import load
-from mmjax.config.other_names import OTHER_NAMES, SETTINGS, name_here
+from mmjax.config.other_names import OTHER_NAMES, SETTINGS, name_here, parse_words
 from mmjax.errors import UserError
 
 LLM = {
@@ -116,8 +117,13 @@ def test_a_name_of_another_stack_is_answered_alike_bare_and_in_any_section():
         (("optimizer.modules.llm.lr=1e-4",), "here it is optimizer.modules.llm.learning_rate=1e-4"),
         (("--learning_rate", "1e-4"), "here it is optimizer.learning_rate=1e-4"),
         (("--learning-rate=1e-4",), "here it is optimizer.learning_rate=1e-4"),
-        (("--training.steps", "10"), "settings are written key=value: training.steps=10"),
-        (("--training.steps=10",), "settings are written key=value: training.steps=10"),
+        (("--training.steps",), "has no value as a setting; write --training.steps=VALUE"),
+        (("--training.steps", "seed=3"), "has no value as a setting; write --training.steps=VALUE"),
+        (("--model.llm.frozen", "--seed", "3"), "write --model.llm.frozen=VALUE"),
+        (("--training.stps", "10"), "unknown key 'training.stps': did you mean 'training.steps'?"),
+        (("--init-from", "runs/a"), "unknown key 'init-from': did you mean 'init_from'?"),
+        (("--optimizer.learning-rate=1e-4",), "here it is optimizer.learning_rate=1e-4"),
+        (("--nonsense", "3"), "unknown key 'nonsense'"),
         (("--training.max_steps=10",), "here it is training.steps=10"),
         (("--bf16",), "here it is training.precision=bfloat16"),
         (("--bf16", "training.steps=3"), "here it is training.precision=bfloat16"),
@@ -129,7 +135,8 @@ def test_a_name_of_another_stack_is_answered_alike_bare_and_in_any_section():
         (("--report_to", "wandb"), "here it is training.wandb=PROJECT"),
         (("--freeze_vision_tower", "false"), "here it is model.encoders.vision.frozen=false"),
         (("--resum",), "did you mean --resume?"),
-        (("--nonsense",), "settings are written key=value, such as training.steps=100"),
+        (("--nonsense",), "is none of the command's options"),
+        (("-nonsense",), "-nonsense is no option; there are --"),
         (("-lr", "3"), "here it is optimizer.learning_rate=3"),
     ],
 )
@@ -139,6 +146,34 @@ def test_a_command_answers_other_stacks_options_in_one_line(words, answer, capsy
         assert ended.code == 2
         assert re.fullmatch(r"error: .*\n", ended.err), ended.err
         assert answer in ended.err
+
+
+SETTINGS_OF_ONE_RUN = (
+    "seed=3 mesh.fsdp=-1 optimizer=adamw optimizer.b2=0.5 data.workers=0 name=mine"
+)
+
+
+@pytest.mark.parametrize("form", ["--{}={}", "--{} {}", "mixed"])
+def test_a_setting_is_written_as_on_other_command_lines_in_any_place(form, capsys):
+    pairs = [word.split("=") for word in SETTINGS_OF_ONE_RUN.split()]
+    forms = ["{}={}", "--{} {}", "--{}={}"] * 2 if form == "mixed" else [form] * len(pairs)
+    words = " ".join(text.format(*pair) for text, pair in zip(forms, pairs, strict=True)).split()
+    expected = run(capsys, train.main, "tiny_vlm", *SETTINGS_OF_ONE_RUN.split(), "--show")
+    assert "= mine" in expected.out
+    for line in (["tiny_vlm", *words, "--show"], ["--show", *words, "tiny_vlm"]):
+        assert run(capsys, train.main, *line).out == expected.out
+
+
+def test_settings_end_the_values_of_an_option_and_take_none_of_its_own():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--lengths", nargs="+")
+    parser.add_argument("--data")
+    line = "--lengths a b --seed 3 x --data f --data.workers 0 --checkpoint c -- --d"
+    args = parse_words(parser, line.split())
+    assert args.lengths == ["a", "b"]
+    assert args.words == ["seed=3", "x", "data.workers=0", "checkpoint=c", "--d"]
+    assert args.data == "f"
 
 
 @pytest.mark.parametrize(
