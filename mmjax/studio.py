@@ -3,7 +3,9 @@
 Prints an address to open in a browser of this machine. The page is the report of `mmjax.report`,
 which grows with the run; questions there are answered by the newest checkpoint, on the CPU unless
 ``--device`` says otherwise, so that a training keeps its GPU's memory. Only who knows the address
-gets an answer, nothing listens beyond this machine, and nothing is written into the run.
+gets an answer, nothing listens beyond this machine, and nothing is written into the run. With
+``--control`` the page also plans the run, goes on with it, starts others from its config and stops
+them.
 """
 
 from __future__ import annotations
@@ -46,12 +48,13 @@ from mmjax.inference.prompts import (
     make_prompt,
     select_usable,
 )
-from mmjax.reporting.live import LiveReport
+from mmjax.reporting.live import LiveReport, sibling_runs
 from mmjax.reporting.page import page_of, render_macro
 from mmjax.reporting.rows import ShownItem, ShownPiece, ShownSample, shown_item
 from mmjax.reporting.run import Run, read_runs
 from mmjax.runtime.checkpoint_metadata import checkpoint_step
 from mmjax.runtime.run_trust import HELP as TRUST_HELP
+from mmjax.training.run_process import Action, RunProcess
 
 HOST = "127.0.0.1"
 # Any other Host header is another site's name for this machine. A tunnel has a port of its own.
@@ -82,11 +85,14 @@ class Asked:
 class Studio:
     """A run's page, and the questions that were asked there. Its methods may be called from any thread."""
 
-    def __init__(self, folder: Path, device: str, trust: bool = False) -> None:
+    def __init__(
+        self, folder: Path, device: str, trust: bool = False, control: bool = False
+    ) -> None:
         """Raise UserError where the folder is no run, or another's whose config would be executed, without trust."""
         (run,) = read_runs([folder], with_metrics=False, trust=trust)
         run.folder.read_config()
         self.live = LiveReport(run)
+        self.control = RunProcess(run.folder) if control else None
         self._overrides = (f"device={device}",)
         self._asking = threading.Lock()  # held while a question is answered
         self._asked: deque[Asked] = deque(maxlen=REMEMBERED)
@@ -98,9 +104,22 @@ class Studio:
         """The run as it was read last."""
         return self.live.run
 
-    def report(self) -> str:
-        """Render the run's whole report. Raises UserError where there is no run any more."""
-        return page_of(read_runs([self.run.folder.path], trust=self.run.folder.trusted))
+    def report(self, other: str = "") -> str:
+        """Render the run's whole report, beside another run. Raises UserError where there is no such run any more."""
+        folder = self.run.folder.path
+        if other and other not in sibling_runs(folder):
+            raise UserError(f"there is no run {other!r} beside this one")
+        paths = [folder, *([folder.with_name(other)] if other else [])]
+        return page_of(read_runs(paths, trust=self.run.folder.trusted))
+
+    def act(self, request: Mapping[str, Any]) -> None:
+        """Plan, start or stop a run as the page says. Raises UserError where it may not, or cannot be."""
+        words = [request.get(key) for key in ("action", "changes", "name")]
+        if self.control is None:
+            raise UserError("this page starts nothing; open it with --control")
+        if not all(isinstance(word, str) for word in words) or words[0] not in get_args(Action):
+            raise UserError("the command is not what the page sends; load the page again")
+        self.control.act(*words)
 
     def changes(self, live_version: int, asked_version: int) -> dict[str, Any]:
         """Return the parts of the page that are newer than these versions, and what cannot be read."""
@@ -108,6 +127,8 @@ class Studio:
         if (number := self._asked_version) != asked_version:
             html = render_macro("asked", list(self._asked)[::-1])
             newer["asked"] = {"version": number, "parts": {"asked": html}}
+        if self.control is not None:
+            newer["output"] = self.control.text()
         return newer
 
     def samples(self) -> str:
@@ -328,7 +349,11 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if address.path == "":
                 nonce = secrets.token_urlsafe()
-                self._send(studio.live.page(nonce), "text/html", script=f"'nonce-{nonce}'")
+                self._send(
+                    studio.live.page(nonce, studio.control is not None),
+                    "text/html",
+                    script=f"'nonce-{nonce}'",
+                )
             elif address.path == "state":
                 known = {name: int(values[0]) for name, values in parse_qs(address.query).items()}
                 self._send(
@@ -338,20 +363,22 @@ class _Handler(BaseHTTPRequestHandler):
             elif address.path == "samples":
                 self._send(studio.samples(), "text/html")
             elif address.path == "report":
-                self._send(studio.report(), "text/html")
+                other = parse_qs(address.query).get("with", [""])[0]
+                self._send(studio.report(other), "text/html")
             else:
                 self._refuse(HTTPStatus.NOT_FOUND)
         except (UserError, OSError, ValueError) as error:
             self._send(f"<p>{escape(str(error))}</p>", "text/html")
 
     def do_POST(self) -> None:
-        """Take a question."""
+        """Take a question, or a command about the run."""
         path = self._permitted()
         if path is None:
             return
         length = self.headers.get("Content-Length", "")
-        if path != "ask" or not length.isdecimal():
-            self._refuse(HTTPStatus.NOT_FOUND if path != "ask" else HTTPStatus.LENGTH_REQUIRED)
+        take = {"ask": self.server.studio.ask, "control": self.server.studio.act}.get(path)
+        if take is None or not length.isdecimal():
+            self._refuse(HTTPStatus.NOT_FOUND if take is None else HTTPStatus.LENGTH_REQUIRED)
             return
         reply = {"error": ""}
         try:
@@ -362,7 +389,7 @@ class _Handler(BaseHTTPRequestHandler):
                     rest -= CHUNK
                 raise UserError(f"the question and its files take more than {MAX_BODY >> 20} MiB")
             request = json.loads(self.rfile.read(int(length)))
-            self.server.studio.ask(request if isinstance(request, dict) else {})
+            take(request if isinstance(request, dict) else {})
         except UserError as error:
             reply["error"] = str(error)
         except (ValueError, RecursionError):
@@ -418,6 +445,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         default="cpu",
         help="which answers questions (cpu)",
     )
+    parser.add_argument(
+        "--control", action="store_true", help="the page may start, plan and stop trainings"
+    )
     parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
     args = parser.parse_args(argv)
     if not 0 <= args.port < 1 << 16:
@@ -426,7 +456,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # else JAX takes most of a GPU's memory with its first array
         jax.config.update("jax_platforms", "cpu")
     sys.dont_write_bytecode = True  # of the run's config file, beside it
-    studio = Studio(args.run, args.device, args.trust)
+    studio = Studio(args.run, args.device, args.trust, args.control)
     try:
         server = StudioServer(args.port, studio)
     except OSError as error:

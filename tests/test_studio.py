@@ -25,7 +25,7 @@ from commands import MEDIA_WORDS, TINY_MEDIA, files, media_run, run
 from PIL import Image
 from started import Ended, finish, start, wait_until
 
-from mmjax import generate, studio
+from mmjax import generate, studio, train
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.prompts import make_prompt
 from mmjax.runtime.run_dir import lock_run
@@ -390,6 +390,83 @@ def test_ctrl_c_ends_it_in_mid_answer_and_nothing_is_written(trained: Path) -> N
     assert files(trained) == before
     with pytest.raises(ConnectionRefusedError):
         request(url)
+
+
+def test_nothing_is_started_that_was_not_allowed_and_is_no_change_of_a_run_here(
+    server: StudioServer,
+) -> None:
+    def commanded(studio: Studio, **words: str) -> str:
+        server.studio = studio
+        command = {"action": "plan", "changes": "", "name": ""} | words
+        return json.loads(request(server.url, "control", command)[1])["error"]
+
+    folder, closed = server.studio.run.folder.path, server.studio
+    assert 'id="control"' not in request(server.url)[1].decode()
+    assert commanded(closed) == "this page starts nothing; open it with --control"
+    opened = Studio(folder, "cpu", control=True)
+    for words, message in (
+        ({"action": "erase"}, "the command is not what the page sends"),
+        ({"action": "stop"}, "nothing that was started here is running"),
+        ({"changes": "--trust"}, "--trust: changes are words such as"),
+        ({"changes": "training.steps"}, "training.steps: changes are words such as"),
+        ({"changes": "'"}, "the changes are no words: No closing quotation"),
+        ({"action": "new", "name": "../other"}, "name the new run, which is beside this one"),
+        ({"action": "new", "name": folder.name}, "is there already; give the new run another name"),
+    ):
+        assert message in commanded(opened, **words)
+    assert 'id="control"' in request(server.url)[1].decode()
+    assert state(server)["output"] == ""
+
+
+def test_a_run_is_compared_with_one_beside_it_and_with_nothing_else(
+    server: StudioServer, trained: Path
+) -> None:
+    page = request(server.url)[1].decode()
+    assert f'href="report?with={trained.name}"' in page
+    both = request(server.url, f"report?with={trained.name}")[1].decode()
+    assert f"<title>{server.studio.run.name}, {trained.name} - mmjax report" in both
+    refused = request(server.url, "report?with=../" + trained.parent.name)[1].decode()
+    assert "there is no run" in refused
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not CHROMIUM, reason="there is no chromium")
+def test_in_a_browser_a_run_is_planned_another_is_started_stopped_and_compared(
+    runs: Path, tmp_path: Path
+) -> None:
+    folder = runs / "controlled"
+    few = ("training.steps=2", "schedule.warmup=1", "training.evaluate_every=0", "device=cpu")
+    train.main(["tiny_vlm", *few, f"run={folder}"])
+    config = (folder / "config.json").read_text()
+    process = start("mmjax.studio", folder, "--port", 0, "--control")
+    url = process.stdout.readline().split()[1]
+    browser = Browser(tmp_path / "profile")
+    browser.call("Page.navigate", url=url)
+    browser.wait("!!document.querySelector('#control')")
+    output = "document.querySelector('#output').innerText"
+
+    def press(action: str, **fields: str) -> None:
+        for name, text in fields.items():
+            browser.value(f"document.querySelector('#{name}').value = {json.dumps(text)}")
+        browser.value(f"document.querySelector('[data-action={action}]').click()")
+
+    press("plan", changes="training.stepz=3")
+    browser.wait(f"/did you mean 'training.steps'[^]*ended with code 2/.test({output})")
+    press("plan", changes="training.steps=100000 training.evaluate_every=0")
+    browser.wait(f"/mmjax.plan[^]*ended with code 0/.test({output})")
+    press("new", name="another")
+    browser.wait(f"/mmjax.train/.test({output})")
+    wait_until(lambda: (runs / "another" / "metrics.jsonl").read_text(), seconds=120)
+    press("new", name="third")
+    browser.wait("/is running/.test(document.querySelector('#control_refusal').innerText)")
+    press("stop")
+    browser.wait(f"/ended with code 0/.test({output})")
+    assert list((runs / "another").glob("checkpoints/*/meta"))
+    browser.call("Page.navigate", url=url)
+    browser.wait("!!document.querySelector('a[href=\"report?with=another\"]')")
+    assert not browser.complaints
+    browser.close()
+    assert (folder / "config.json").read_text() == config
 
 
 @pytest.mark.exhaustive

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from mmjax.errors import UserError
@@ -21,7 +22,7 @@ from mmjax.reporting.page import (
     render_sections,
 )
 from mmjax.reporting.run import MetricsFollower, Run
-from mmjax.runtime.run_dir import is_trained, path_words
+from mmjax.runtime.run_dir import RunFolder, is_trained, path_words
 from mmjax.training.run_data import read_launches
 
 READ_SECONDS = 0.5  # spent on new metrics in one request; a page asks again at once for the rest
@@ -30,6 +31,15 @@ OF_METRICS = ("training", "time")  # sections that are rendered with every step
 # All others take seconds, of which they get a tenth: that is left to the run itself.
 REST_SECONDS = 20.0
 REST_SHARE = 0.1
+SIBLINGS = 20
+
+
+def sibling_runs(folder: Path) -> list[str]:
+    """List the runs beside a run's folder by their names, those written last first."""
+    beside = [RunFolder(path) for path in folder.parent.glob("[!.]*/") if path != folder]
+    runs = [run for run in beside if run.config.is_file() and run.metrics.is_file()]
+    runs.sort(key=lambda run: run.metrics.stat().st_mtime, reverse=True)
+    return [run.path.name for run in runs[:SIBLINGS]]
 
 
 class LiveReport:
@@ -45,9 +55,10 @@ class LiveReport:
         self._rest_state: tuple[object, ...] = ()  # when all sections were rendered last
         self._rest_due = 0.0  # by the monotonic clock
 
-    def page(self, nonce: str) -> str:
-        """Render the page, which fetches its sections."""
-        return render_page([self.run], dict.fromkeys(SECTIONS, ""), nonce)
+    def page(self, nonce: str, control: bool) -> str:
+        """Render the page, which fetches its sections. control: whether it starts and stops the run."""
+        live = {"control": control, "siblings": sibling_runs(self.run.folder.path)}
+        return render_page([self.run], dict.fromkeys(SECTIONS, ""), nonce, **live)
 
     def changes(self, version: int) -> dict[str, Any]:
         """Return what is newer than this version, and what cannot be read."""

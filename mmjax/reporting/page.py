@@ -60,10 +60,17 @@ def page_of(runs: Sequence[Run]) -> str:
     return render_page(runs, render_sections([part_of(run, MEDIA // len(runs)) for run in runs]))
 
 
-def render_page(runs: Sequence[Run], sections: Mapping[str, str], nonce: str = "") -> str:
-    """Render a page of sections by their ids. nonce: of the script that makes a page live."""
+def render_page(
+    runs: Sequence[Run], sections: Mapping[str, str], nonce: str = "", **live: object
+) -> str:
+    """Render a page of sections by their ids.
+
+    nonce: of the script that makes a page live. live: what only such a page shows.
+    """
     template = templates().get_template("page.html")
-    return template.render(runs=runs, sections=sections, nonce=nonce, version=version("mmjax"))
+    return template.render(
+        runs=runs, sections=sections, nonce=nonce, version=version("mmjax"), **live
+    )
 
 
 def render_sections(

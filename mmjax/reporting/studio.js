@@ -1,6 +1,7 @@
 "use strict";
 const at = id => document.getElementById(id);
 const known = {live: 0, asked: 0};
+const control = at("control");
 
 async function poll() {
   let pause = 1000;
@@ -15,6 +16,7 @@ async function poll() {
         known[kind] = state[kind].version;
         for (const part in state[kind].parts) at(part).innerHTML = state[kind].parts[part];
       }
+      if (control) at("output").textContent = state.output;
       if (state.more) pause = 50;
     }
   } catch (error) {
@@ -32,6 +34,17 @@ async function ask(question) {
     at("refusal").textContent = (await reply.json()).error;
   } catch (error) {
     at("refusal").textContent = "The question did not arrive.";
+  }
+}
+
+async function act(action) {
+  at("control_refusal").textContent = "";
+  const body = {action, changes: at("changes").value, name: at("name").value};
+  try {
+    const reply = await fetch("control", {method: "POST", body: JSON.stringify(body)});
+    at("control_refusal").textContent = (await reply.json()).error;
+  } catch (error) {
+    at("control_refusal").textContent = "The command did not arrive.";
   }
 }
 
@@ -61,5 +74,8 @@ at("samples").onclick = async event => {
     document.forms[0].media.files = files.files;
     document.forms[0].question.focus();
   }
+};
+if (control) control.onclick = event => {
+  if (event.target.dataset.action) act(event.target.dataset.action);
 };
 poll();
