@@ -34,6 +34,7 @@ from mmjax.data.toy.drawing import DrawnDigits
 from mmjax.disk import atomic_write
 from mmjax.distributed import coordination
 from mmjax.errors import UserError, command_parser, exit_process, run_command
+from mmjax.inference.benchmarks import BENCHMARKS, QUESTIONS, score_replies, write_questions
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.evaluation import Evaluator, evaluation_sources
 from mmjax.inference.generator import DEFAULT_MAX_TOKENS
@@ -248,6 +249,9 @@ def _open_questions(
     if args.data:
         cache = cache_folder(config.data)
         cache.mkdir(parents=True, exist_ok=True)
+        if args.benchmark:
+            write = partial(write_questions, args.benchmark, args.data, "--data", cache)
+            args.data = str(Path(coordination.run_on_leader(lambda: str(write()))) / QUESTIONS)
         folders = {option: getattr(args, option) for option in FOLDERS}
         source = source_of(args.data, "--data", cache, **folders)
         # The loss says which answers are branches.
@@ -277,7 +281,7 @@ def _swap_items(name: str, source: QuestionSource, swap: str, config: Config) ->
 
 
 def evaluate_conversations(args: argparse.Namespace) -> None:
-    """Answer questions in conversations, and print or write the answers' scores."""
+    """Answer questions in conversations or of a benchmark, and print or write the answers' scores."""
     served, config, sources = _open_questions(args)
     if not sources:
         raise UserError(
@@ -304,7 +308,12 @@ def evaluate_conversations(args: argparse.Namespace) -> None:
         name: args.measures or (SPOKEN_MEASURES if name in spoken else WRITTEN_MEASURES)
         for name in replies
     }
-    scores = {name: reply.scores(measures[name]) for name, reply in replies.items()}
+    scores = {
+        name: score_replies(args.benchmark, Path(args.data).parent, reply)
+        if args.benchmark
+        else reply.scores(measures[name])
+        for name, reply in replies.items()
+    }
     counts = {
         n: {"asked": len(reply.answered), "left_out": len(reply.left_out)}
         for n, reply in replies.items()
@@ -317,11 +326,7 @@ def evaluate_conversations(args: argparse.Namespace) -> None:
     if args.json:
         print_lines(json.dumps({name: counts[name] | scores[name] for name in replies}))
         return
-    columns = [
-        measure
-        for measure in MEASURES
-        if any(measure in by_measure for by_measure in scores.values())
-    ]
+    columns = [*dict.fromkeys(measure for values in scores.values() for measure in values)]
     rows = [("questions of", "asked", "left out", *columns)]
     for name, values in scores.items():
         cells = [f"{values[measure]:.3f}" if measure in values else "" for measure in columns]
@@ -430,6 +435,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         help=f"of {', '.join(MEASURES)}",
     )
     parser.add_argument(
+        "--benchmark",
+        choices=BENCHMARKS,
+        default="",
+        help="the benchmark whose table --data is, asked and scored by its own rules",
+    )
+    parser.add_argument(
         "--max-tokens",
         type=int,
         default=DEFAULT_MAX_TOKENS,
@@ -452,6 +463,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_words(parser, argv)
     if args.max_tokens < 1 or (args.limit is not None and args.limit < 1):
         raise UserError("--max-tokens and --limit are 1 or more")
+    if args.benchmark and (args.measures or not args.data):
+        raise UserError(
+            f"--benchmark {args.benchmark}: its table is named with --data, and --measures are not for it"
+        )
     if not coordination.is_leader():
         mute()
     with coordination.process_group():

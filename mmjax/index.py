@@ -4,8 +4,8 @@ Reads the headers of all media, once for each file, lists the bad samples, and d
 all others; in tokens where the config has a chat format. Training reuses the results from a cache.
 ``--to arrayrecord OUT`` writes the format to train on at scale. ``--shrink FOLDER`` writes copies
 of the images as small as the model uses them. ``--latents`` makes the latents of the images that
-generators learn to make. ``--json`` prints the bad records and the keys that nothing reads, for
-programs.
+generators learn to make. ``--show PAGE.html`` shows samples as the model gets them. ``--json``
+prints the bad records and the keys that nothing reads, for programs.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ from mmjax.data.sources.opening import (
 from mmjax.data.sources.processors import PROBES, MediaProcessors
 from mmjax.data.storage.files import FileRef
 from mmjax.disk import json_lines
-from mmjax.errors import UserError, command_parser, exit_process, run_command
+from mmjax.errors import UserError, check_output, command_parser, exit_process, run_command
 from mmjax.reporting.data_report import Part, measures, report, report_rates
 
 ARRAY_RECORD = "arrayrecord"
 PICTURE = "lengths.svg"
 BAD = "bad.jsonl"
+
+MAX_SHOWN = 500  # samples of a page, which is large enough then
 
 T = TypeVar("T")
 
@@ -89,6 +91,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="make the latents of the images that generators learn to make, with their frozen VAE, and nothing else",
     )
     parser.add_argument(
+        "--show",
+        type=Path,
+        metavar="PAGE.html",
+        help="write a page of the samples that training begins with, as the model gets them, and nothing else",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=50, metavar="N", help="on the page of --show (50)"
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"
     )
     args = parse_words(parser, argv)
@@ -98,11 +109,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(
             f"--to {args.to[0]}: there is no writing that; say --to {ARRAY_RECORD} {args.to[1]}"
         )
-    if args.json and (args.to or args.latents or args.video_tokens):
+    if args.json and (args.to or args.latents or args.video_tokens or args.show):
         raise UserError(
-            "--json prints what is in the data; leave --to, --latents and --video-tokens out"
+            "--json prints what is in the data; leave --to, --latents, --video-tokens and --show out"
         )
-    config = load(*config_of_words(args.words))
+    path, overrides = config_of_words(args.words)
+    config = load(path, overrides)
+    if args.show:
+        if not 1 <= args.samples <= MAX_SHOWN:
+            raise UserError(f"--samples {args.samples}: choose 1 to {MAX_SHOWN}")
+        check_output("--show", args.show, (".html",))
+        import jax
+
+        from mmjax.reporting.page import write_page
+        from mmjax.reporting.samples_page import samples_page
+
+        jax.config.update("jax_platforms", "cpu")  # a GPU's memory stays free
+
+        write_page(samples_page(config, path, args.samples), args.show, "--show")
+        print_lines(f"page   {args.show}")
+        return
     if args.json:
         with contextlib.redirect_stdout(sys.stderr):
             parts = list(read_parts(config))

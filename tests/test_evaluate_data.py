@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from commands import run
 from llava_folder import save_checkpoint, save_questions
 
 from mmjax import evaluate, generate
+from mmjax.inference.benchmarks import chosen_option
 from mmjax.inference.scores import MEASURES, Scored
 
 COUNT = 20
@@ -46,6 +48,32 @@ def told(capsys, *words: object) -> str:
     ended = run(capsys, evaluate.main, *words)
     assert ended.code == 0, ended.err
     return ended.out
+
+
+def test_a_benchmarks_table_is_asked_and_scored_by_its_own_rules(
+    checkpoint, data, capsys, tmp_path
+):
+    """What is counted right is what the answers that are written say."""
+    images = sorted((data / "images").glob("[0-9]*"))[:3]
+    lines = ["index\timage\tquestion\tA\tB\tanswer"]
+    for n, path in enumerate(images):
+        content = base64.b64encode(path.read_bytes()).decode()
+        lines.append(f"{n}\t{content}\tWhich colour?\tred\tblue\tA")
+    (tmp_path / "mmbench.tsv").write_text("\n".join(lines) + "\n")
+    words = (checkpoint, "--data", tmp_path / "mmbench.tsv", "--benchmark", "mmbench")
+    limits = ("--max-tokens", 4, "device=cpu", "--out", tmp_path / "said.jsonl")
+    (scores,) = json.loads(told(capsys, *words, *limits, "--json")).values()
+    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    right = [chosen_option(s["said"], {"A": "red", "B": "blue"}) == "A" for s in said]
+    assert scores == {
+        "asked": 3,
+        "left_out": 0,
+        "accuracy": pytest.approx(sum(right) / 3),
+        "accuracy_once": pytest.approx(sum(right) / 3),
+    }
+    ended = run(capsys, evaluate.main, checkpoint, "--benchmark", "mmbench")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "its table is named with --data" in ended.err
 
 
 def test_a_checkpoint_is_asked_every_question_and_scored_on_what_it_said(

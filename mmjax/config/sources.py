@@ -85,6 +85,7 @@ class ConversationFiles:
         "validation",
         "test",
         "outside",
+        "ignore",
         "weight",
     )
     path: str  # of the training split; `*` for several files, or a URL
@@ -95,6 +96,7 @@ class ConversationFiles:
     test: str = ""  # files of that split
     outside: Outside = "refuse"  # references that lead out of its folders
     weight: NonNegativeFloat = 1.0  # share of the samples
+    ignore: tuple[str, ...] = ()  # patterns of files that are left out: *.bak, drafts/*
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class ManifestSource:
         "validation",
         "test",
         "outside",
+        "ignore",
         "weight",
     )
     path: str  # of the training split; `*` for several files, or a URL
@@ -148,6 +151,7 @@ class ManifestSource:
     outside: Outside = "refuse"  # references that lead out of its folders
     kind: Literal["manifest"] = "manifest"
     weight: NonNegativeFloat = 1.0  # share of the samples
+    ignore: tuple[str, ...] = ()  # patterns of files that are left out: *.bak, drafts/*
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,14 @@ class ParquetSource:
     answers to `prompt`.
     """
 
-    carried: ClassVar[tuple[str, ...]] = ("path", "validation", "test", "outside", "weight")
+    carried: ClassVar[tuple[str, ...]] = (
+        "path",
+        "validation",
+        "test",
+        "outside",
+        "ignore",
+        "weight",
+    )
     path: str  # of the training split; `*` for several files, or a URL
     messages: str = ""  # column of messages; empty: none
     question: str = ""  # column of questions
@@ -185,6 +196,7 @@ class ParquetSource:
     outside: Outside = "refuse"  # references that lead out of its folder
     kind: Literal["parquet"] = "parquet"
     weight: NonNegativeFloat = 1.0  # share of the samples
+    ignore: tuple[str, ...] = ()  # patterns of files that are left out: *.bak, drafts/*
     # so many neighbouring samples are shuffled, of files in random order; 0: all of them
     window: NonNegativeInt = 0
     # pair: columns prompt, chosen and rejected; rollouts: prompt, completion_ids, logprobs and
@@ -247,7 +259,7 @@ class WebDatasetSource:
     answer to `prompt`.
     """
 
-    carried: ClassVar[tuple[str, ...]] = ("path", "validation", "test", "weight")
+    carried: ClassVar[tuple[str, ...]] = ("path", "validation", "test", "ignore", "weight")
     # shards of the training split: `*`, {000..127}, a URL or pipe:COMMAND; or a folder of
     # Energon's, with all splits
     path: str
@@ -258,6 +270,7 @@ class WebDatasetSource:
     test: str = ""  # shards of that split
     kind: Literal["webdataset"] = "webdataset"
     weight: NonNegativeFloat = 1.0  # share of the samples
+    ignore: tuple[str, ...] = ()  # patterns of files that are left out: *.bak, drafts/*
     # so many neighbouring samples are shuffled, of shards in random order; 0: all of them
     window: NonNegativeInt = 0
 

@@ -41,6 +41,11 @@ class MediaPlace:
     after: str = field(default="", compare=False)
 
 
+# Fields of messages: what functions the assistant may call, which the conversation's first message
+# has, and those that it calls.
+TOOLS, TOOL_CALLS = JSON_FIELDS = ("tools", "tool_calls")
+
+
 @dataclass(frozen=True)
 class Message:
     """One message of a conversation: text and media, in order."""
@@ -48,7 +53,8 @@ class Message:
     role: str  # "system", "user", "assistant", ...
     parts: tuple[str | MediaPlace, ...]
     weight: float = 1.0  # of the loss on an answer's tokens
-    # by key, beside the parts: what else the chat template is given ("reasoning_content", "name")
+    # by key, beside the parts: what else the chat template is given ("reasoning_content", "name");
+    # those of JSON_FIELDS are JSON
     fields: tuple[tuple[str, str], ...] = ()
 
 

@@ -140,10 +140,12 @@ def _or_reason(make: Callable[[], T]) -> tuple[T | None, str]:
         return None, " ".join(str(error).split())
 
 
-def write_page(page: str, out: Path) -> None:
+def write_page(page: str, out: Path, option: str = "--out") -> None:
     """Write the page, all or nothing. Raises UserError where that is not possible."""
     try:
         with atomic_write(out) as partial:
             partial.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}; name a file that you may write") from None
+        raise UserError(
+            f"{option} {out}: {error.strerror}; name a file that you may write"
+        ) from None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -20,6 +21,7 @@ from mmjax.data.loading.replay import (
     Replayed,
     describe_window,
     seen_by_layers,
+    spoken,
 )
 from mmjax.data.media.patches import log_mel_frames
 from mmjax.data.sample import Text
@@ -64,6 +66,14 @@ class ShownPiece:
     items: tuple[ShownItem, ...] = ()
 
 
+class ShownToken(NamedTuple):
+    """A token of a text."""
+
+    id: int
+    text: str  # that it says alone
+    trained: bool
+
+
 @dataclass(frozen=True)
 class ShownSample:
     """A sample's text and items."""
@@ -72,6 +82,8 @@ class ShownSample:
     caption: str
     pieces: tuple[ShownPiece, ...]
     left_out: str = ""  # why not all of it is shown
+    tokens: tuple[ShownToken, ...] = ()
+    hidden_tokens: int = 0  # tokens that are not listed
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,7 @@ class ShownRow:
 
     caption: str
     strip: str  # SVG of the contents of its positions
-    mask: str  # SVG
+    mask: str  # SVG; empty: not shown
     window: str  # describes the layers with a sliding window; empty: none
     legend: dict[str, str]
     samples: tuple[ShownSample, ...]
@@ -93,6 +105,12 @@ class Shower:
 
     planned: Planned
     image_budget: int  # bytes of the page that images and clips may still take
+    max_tokens: int = 0  # listed of a sample
+
+    @cached_property
+    def _packed(self) -> dict[tuple[int, int], TextBatch]:
+        """The rows that were packed, by microbatch and rank."""
+        return {}
 
     @cached_property
     def replayed(self) -> Replayed:
@@ -108,17 +126,21 @@ class Shower:
             rows,
             key=lambda r: (len({i.encoder for s in r.samples for i in s.items}), len(r.samples)),
         )
+        return self.shown_row(row, SAMPLES, with_mask=True)
+
+    def shown_row(self, row: PackedRow, samples: int, with_mask: bool = False) -> ShownRow:
+        """Show a row of the last step with its first samples."""
         text = self._text_of(row)
         used = sum(s.end - s.begin for s in row.samples)
         return ShownRow(
             caption=f"Step {self.replayed.step + 1}, microbatch {row.microbatch}, rank {row.rank}, row {row.row}: "
             f"{len(row.samples)} samples in {used:,} of {row.length:,} positions",
             strip=self._strip(text, row),
-            mask=self._mask(text),
+            mask=self._mask(text) if with_mask else "",
             window=describe_window(self.planned.launch.config.model.llm),
             legend=self._legend,
-            samples=tuple(self._placed_sample(sample) for sample in row.samples[:SAMPLES]),
-            hidden_samples=max(0, len(row.samples) - SAMPLES),
+            samples=tuple(self._placed_sample(sample) for sample in row.samples[:samples]),
+            hidden_samples=max(0, len(row.samples) - samples),
         )
 
     def worst(self, worst: Sequence[Worst]) -> list[ShownSample]:
@@ -182,7 +204,13 @@ class Shower:
             branch = piece.branch
         excess = characters - CHARACTERS
         left_out = f"{excess:,} more characters are left out here" if excess > 0 else ""
-        return ShownSample(name, caption, tuple(shown), left_out)
+        listed = [(token, piece.trained) for piece in pieces for token in piece.tokens]
+        source = self.replayed.source(sample)
+        tokens = tuple(
+            ShownToken(token, spoken(source, [token]), trained)
+            for token, trained in listed[: self.max_tokens]
+        )
+        return ShownSample(name, caption, tuple(shown), left_out, tokens, len(listed) - len(tokens))
 
     def _encoders(self, sample: int) -> dict[int, str]:
         """Map the numbers of a sample's items to their encoders."""
@@ -223,13 +251,15 @@ class Shower:
 
     def _text_of(self, row: PackedRow) -> TextBatch:
         """Pack a row's arrays, `[T]`, and load only its rank's rows for it."""
-        plan = self.replayed.plan.microbatches[row.microbatch]
-        loader = self.replayed.loader
-        unreadable: dict[int, str] = {}
-        ranks = range(row.rank, row.rank + 1)
-        batch = pack_microbatch(
-            plan, loader.batch_layout, loader.reader, ranks, None, unreadable
-        ).text
+        key = row.microbatch, row.rank
+        if key not in self._packed:
+            plan = self.replayed.plan.microbatches[row.microbatch]
+            loader = self.replayed.loader
+            ranks = range(row.rank, row.rank + 1)
+            self._packed[key] = pack_microbatch(
+                plan, loader.batch_layout, loader.reader, ranks, None, unreadable={}
+            ).text
+        batch = self._packed[key]
         fields = {f: getattr(batch, f)[row.row] for f in TOKEN_FIELDS}
         return TextBatch(**fields, slots={}, send={})
 

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from mmjax import __version__
 from mmjax.autotune.cuts import cut_units
 from mmjax.autotune.memory_plan import memory_limit
-from mmjax.config import Config, DataConfig, Unit
-from mmjax.config.loading import from_json, to_json, validate
+from mmjax.config import Config, DataConfig, MeshConfig, Unit
+from mmjax.config.loading import copy_config, from_json, to_json, validate
 from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.budget import Budget
@@ -54,10 +54,10 @@ from mmjax.disk import (
 )
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
-from mmjax.parallel.sharding import encoder_axes, local_ranks, owned_ranks
-from mmjax.runtime.devices import device_description, mesh_topology
+from mmjax.parallel.sharding import encoder_axes, local_ranks, make_mesh, owned_ranks
+from mmjax.runtime.devices import choose_devices, device_description, mesh_topology
 from mmjax.runtime.latents import latent_folders, vae_generators
-from mmjax.runtime.run_dir import AllowedChanges, RunFolder
+from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, RunFolder
 from mmjax.runtime.units import unit_ranks, units_topology
 
 
@@ -305,6 +305,17 @@ def open_data(
         quarantine=_quarantine(index, folder, config),
         sources=len(sources),
     )
+
+
+def open_first_data(config: Config, source: Path, path: Path) -> RunData:
+    """Open the data with which a run would begin on one CPU device.
+
+    source: the config's file. path: an empty folder, as of a run.
+    """
+    config = replace(config, units={}, mesh=MeshConfig(), device="cpu")
+    copy_config(source, path)  # where a FunctionSource looks its function up
+    mesh = make_mesh(config.mesh, choose_devices(config.device)[:1])
+    return open_data(config, RunFolder(path), 0, NO_CHANGES, mesh)
 
 
 def loader_of(launch: Launch, folder: RunFolder) -> StepLoader:

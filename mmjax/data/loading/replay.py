@@ -31,6 +31,7 @@ class Piece:
     trained: bool = False  # the loss is on it
     branch: int = 0
     item: int | None = None  # the number of the item that stands here
+    tokens: tuple[int, ...] = ()  # of a text
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Replayed:
 
     def pieces(self, sample: int) -> list[Piece]:
         """Decode the text of a sample as it was tokenized, with what is trained on, and its items' places."""
-        source = self._source(sample)
+        source = self.source(sample)
         read: Sample = self.loader.reader.sample(sample)
         pieces = []
         for segment in read.segments:
@@ -146,15 +147,19 @@ class Replayed:
             trained = segment.weights > 0
             borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
             for begin, end in pairwise(borders):
-                text = spoken(source, segment.tokens[begin:end].tolist())
-                pieces.append(Piece(text, bool(trained[begin]), segment.branch))
+                tokens = segment.tokens[begin:end].tolist()
+                text = spoken(source, tokens)
+                pieces.append(
+                    Piece(text, bool(trained[begin]), segment.branch, tokens=tuple(tokens))
+                )
         return pieces
 
     def item(self, sample: int, number: int) -> np.ndarray:
         """Read an item as it was decoded: uint8 `[height, width, channels]`, or float32 `[samples]`."""
         return self.loader.reader.item(sample, number)
 
-    def _source(self, sample: int) -> Source:
+    def source(self, sample: int) -> Source:
+        """Return the source that a sample is of."""
         return list(self.loader.sources.values())[
             int(self.loader.index.source_of(np.array(sample)))
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,8 @@ from typing import Any
 
 from mmjax.data.sample import (
     MARKER,
+    TOOL_CALLS,
+    TOOLS,
     BadSample,
     Conversation,
     MediaPlace,
@@ -102,8 +105,10 @@ def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> 
     for number, turn in enumerate(turn_list, start=1):
         role, content, weight = _turn(turn, number)
         unread += unread_keys(turn, "message", READ["message"], f"message {number} ")
+        fields = _fields(turn, role, number)
+        calls = TOOL_CALLS in dict(fields)
         parts: list[str | MediaPlace] = []
-        for part in _parts(content, number, unread):
+        for part in _parts("" if content is None and calls else content, number, unread):
             if isinstance(part, str):
                 parts.append(part)
                 continue
@@ -117,8 +122,8 @@ def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> 
                 places[medium] += 1
             references.append(reference)
             parts.append(replace(place, kind=medium))
-        if any(isinstance(part, MediaPlace) or part.strip() for part in parts):
-            messages.append(Message(role, tuple(parts), weight, _fields(turn, role, number)))
+        if calls or any(isinstance(part, MediaPlace) or part.strip() for part in parts):
+            messages.append(Message(role, tuple(parts), weight, fields))
         elif role != "system":  # many data sets have an empty system message, which changes nothing
             raise BadSample(f"message {number} ({role}) is empty")
     for medium, listed in files.items():
@@ -130,6 +135,9 @@ def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> 
         raise BadSample(
             f"has a system message beside {turns} and one among them; keep the one that is meant"
         )
+    if not is_absent(tools := record.get(TOOLS)):
+        _, text = _as_json(tools, "has tools", "that are no list of functions")
+        messages[0] = replace(messages[0], fields=(*messages[0].fields, (TOOLS, text)))
     _check_texts(messages)
     if answered:
         _check_trainable(messages)
@@ -380,17 +388,57 @@ def _weight(turn: Mapping[str, Any], role: str, number: int) -> float:
 
 def _fields(turn: Mapping[str, Any], role: str, number: int) -> tuple[tuple[str, str], ...]:
     """Return what a message has for the chat template beside its content. Raises BadSample."""
-    fields = tuple((key, turn[key]) for key in FIELDS if not is_absent(turn.get(key)))
-    for key, value in fields:
+    fields = {key: turn[key] for key in FIELDS if not is_absent(turn.get(key))}
+    for key in {"reasoning_content", TOOL_CALLS} & fields.keys():
+        if role != "assistant":
+            raise BadSample(
+                f"message {number} ({role}) has {key}, which an answer of the assistant may have alone"
+            )
+    if TOOL_CALLS in fields:
+        fields[TOOL_CALLS] = _calls(fields[TOOL_CALLS], f"message {number} has tool_calls")
+    for key, value in fields.items():
         if not isinstance(value, str):
             raise BadSample(
                 f"message {number} has a {key} that is a {type(value).__name__}, not text"
             )
-        if key == "reasoning_content" and role != "assistant":
-            raise BadSample(
-                f"message {number} ({role}) has {key}, which an answer of the assistant may have alone"
-            )
-    return fields
+    return tuple(fields.items())
+
+
+def _calls(value: Any, what: str) -> str:
+    """Return the calls of functions as JSON, their arguments as objects, which templates take. Raises BadSample."""
+    reason = 'that are not as OpenAI has them: [{"function": {"name": "zoom", "arguments": {}}}]'
+    calls = []
+    for call in _as_json(value, what, reason)[0]:
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadSample(f"{what} {reason}")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = _json(arguments, what, reason)
+        if not isinstance(arguments, Mapping):
+            raise BadSample(f"{what} {reason}")
+        names = {"id": call["id"]} if call.get("id") else {}
+        function = {"name": function["name"], "arguments": arguments}
+        calls.append(names | {"type": "function", "function": function})
+    return _as_json(calls, what, reason)[1]
+
+
+def _as_json(value: Any, what: str, reason: str) -> tuple[list[Mapping[str, Any]], str]:
+    """Return a list of objects, or the JSON of one, and its JSON. Raises BadSample for anything else."""
+    objects = _json(value, what, reason) if isinstance(value, str) else value
+    if not isinstance(objects, list) or not all(isinstance(one, Mapping) for one in objects):
+        raise BadSample(f"{what} {reason}")
+    try:
+        return objects, json.dumps(objects, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        raise BadSample(f"{what} {reason}") from None
+
+
+def _json(text: str, what: str, reason: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadSample(f"{what} {reason}") from None
 
 
 def _parts(
@@ -453,6 +501,7 @@ def _check_trainable(messages: Sequence[Message]) -> None:
 def _check_texts(messages: Sequence[Message]) -> None:
     """Raise BadSample where a text is not Unicode, or longer than any model reads."""
     texts = [part for message in messages for part in message.parts if isinstance(part, str)]
+    texts += [text for message in messages for _, text in message.fields]
     _check_characters(sum(map(len, texts)))
     # JSON can escape half a pair, which is no text: tokenizers would fail on it.
     try:

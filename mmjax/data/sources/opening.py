@@ -47,7 +47,7 @@ from mmjax.data.sources.parquet import COLUMNS, ParquetRecords
 from mmjax.data.sources.parquet_files import column_names
 from mmjax.data.sources.webdataset import WebDatasetRecords
 from mmjax.data.storage.archives import ARCHIVES, COMPRESSED, MediaFolder
-from mmjax.data.storage.files import Conversations, is_url, list_files
+from mmjax.data.storage.files import Conversations, drop_ignored, is_url, list_files
 from mmjax.data.storage.spool import Spool
 from mmjax.data.text.chat import Chat
 from mmjax.data.text.load_chat import load_chat
@@ -171,6 +171,7 @@ def open_conversations(
         split=split,
         cache=cache,
         key=key,
+        ignore=getattr(source, "ignore", ()),
         spool=Spool(cache / "window", round(window_space * 1e9)),
     )
     opened = OPENERS.get(source.kind, _open_json)(source, files)
@@ -186,6 +187,7 @@ class _Files(NamedTuple):
     split: Split
     cache: Path
     key: str  # of the source in the config
+    ignore: Sequence[str]  # patterns of files that are left out
     spool: Spool
 
     @property
@@ -197,8 +199,9 @@ class _Files(NamedTuple):
         """List the files, of a data set on the Hub those of this kind; also return what names of media start from."""
         if is_dataset(self.path):
             paths = dataset_files(self.path, self.split, kind, self.where, streamed)
+            paths = drop_ignored(paths, self.ignore, self.where)
             return paths, paths[0]
-        return list_files(self.path, self.where), self.path
+        return drop_ignored(list_files(self.path, self.where), self.ignore, self.where), self.path
 
 
 def _open_array_records(source: ArrayRecordSource, files: _Files) -> Conversations:

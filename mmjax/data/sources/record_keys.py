@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal
 
-from mmjax.data.sample import BadSample
+from mmjax.data.sample import TOOL_CALLS, TOOLS, BadSample
 
 # Where a key stands: in a record, in a line of a manifest, in one of a record's messages, in a
 # typed part of a message's content, or in an object that names a file.
@@ -23,8 +23,8 @@ Level = Literal["record", "manifest", "message", "part", "file"]
 MEDIA = ("images", "image", "audios", "audio", "videos", "video")
 # of a message: whether, and how much, it is trained on
 TRAINED = ("weight", "loss", "train", "training")
-# of a message: texts that go to the chat template
-FIELDS = ("reasoning_content", "name", "tool_call_id")
+# of a message: texts that go to the chat template, and the calls that it makes
+FIELDS = ("reasoning_content", "name", "tool_call_id", TOOL_CALLS)
 
 
 def _keys(*names: str) -> frozenset[str]:
@@ -33,8 +33,8 @@ def _keys(*names: str) -> frozenset[str]:
 
 
 READ: Mapping[str, frozenset[str]] = {
-    "llava": _keys("conversations system", *MEDIA),
-    "messages": _keys("messages system", *MEDIA),
+    "llava": _keys("conversations system", TOOLS, *MEDIA),
+    "messages": _keys("messages system", TOOLS, *MEDIA),
     "questions": _keys("question answer answers system", *MEDIA),
     "manifest": _keys("audio_filepath text offset duration prompt"),
     "message": _keys("role from content value masked", *TRAINED, *FIELDS),
@@ -78,15 +78,16 @@ _MEDIA_OPTIONS = Refusal(
 )
 _SKIPPED = Refusal("_skipme", "NeMo", "leave the record out", neutral=(False,), columns=True)
 _IN_MESSAGE = "it belongs to a message of the assistant"
-_TEXT_CALLS = (
-    "write calls and their results as text, in messages of the assistant and of the role tool"
+_CALLS = (
+    "name them tools, beside messages or conversations, and tool_calls, of a message of the assistant; or write calls "
+    "and their results as text, in messages of the assistant and of the role tool"
 )
 REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
     "record": (
         Refusal(
             "tools functions function_call tool_choice",
             "transformers, LLaMA-Factory, ms-swift, OpenAI",
-            _TEXT_CALLS,
+            _CALLS,
             neutral=(False, "none"),
             columns=True,
         ),
@@ -236,9 +237,9 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
     ),
     "message": (
         Refusal(
-            "tool_calls function_call functions tools documents",
+            "function_call functions tools documents",
             "transformers, OpenAI",
-            _TEXT_CALLS,
+            _CALLS,
         ),
         Refusal(
             "reasoning thinking thought thoughts reasoning_details",

@@ -54,7 +54,7 @@ from mmjax.data.sources.webdataset_index import (
 )
 from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.array_store import open_arrays
-from mmjax.data.storage.files import FileRef, hash_strings
+from mmjax.data.storage.files import FileRef, drop_ignored, hash_strings
 from mmjax.data.storage.spool import Spool, StreamFile, is_stream
 from mmjax.errors import UserError
 
@@ -87,6 +87,7 @@ class WebDatasetRecords:
             self._paths, self._fields, self._image = read_energon(Path(path), split, where)
         else:
             self._paths = list_shards(path, where)
+        self._paths = drop_ignored(self._paths, source.ignore, where)
         if not source.window and (streams := [path for path in self._paths if is_stream(path)]):
             raise UserError(
                 f"{where}: {streams[0]} can only be read from its beginning on; say how many neighbouring samples are "

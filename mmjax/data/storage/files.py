@@ -9,11 +9,11 @@ import os
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 import fsspec
@@ -379,6 +379,22 @@ def list_files(path: str, key: str) -> list[str]:
             f"{key}={path}: no such file; give a path, a pattern with * or a URL that fsspec opens"
         )
     return sorted(files)
+
+
+def drop_ignored(files: Sequence[str], patterns: Sequence[str], key: str) -> list[str]:
+    """Return the files whose path ends in none of these patterns, such as drafts/*.
+
+    key: of the files in the config, for messages. Raises UserError for an empty pattern, or where
+    no file is left.
+    """
+    ignore = f"{key.rpartition('.')[0]}.ignore={','.join(patterns)}"
+    try:
+        used = [file for file in files if not any(map(PurePosixPath(file).match, patterns))]
+    except ValueError:
+        raise UserError(f"{ignore}: has an empty pattern; take it out") from None
+    if not used:
+        raise UserError(f"{ignore}: leaves out all {len(files)} files of {key}; name fewer")
+    return used
 
 
 def file_inside(folder: str, name: Any, what: str) -> str:

@@ -8,6 +8,7 @@ whose place its items go: they take as many positions as their encoder makes tok
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +18,15 @@ from typing import Any
 import numpy as np
 
 from mmjax.config import ChatFormat, Placeholder
-from mmjax.data.sample import BadSample, Conversation, Message, Sample, Text
+from mmjax.data.sample import (
+    JSON_FIELDS,
+    TOOL_CALLS,
+    BadSample,
+    Conversation,
+    Message,
+    Sample,
+    Text,
+)
 from mmjax.data.text.branching import Branching, Records
 from mmjax.data.text.chat_template import (
     ASSISTANT,
@@ -28,6 +37,7 @@ from mmjax.data.text.chat_template import (
     Template,
     TokenizerInput,
     check_places,
+    field_values,
     write_media,
 )
 from mmjax.data.text.conversation_tokens import (
@@ -259,15 +269,21 @@ class Chat:
         for k, message in enumerate(conversation.messages):
             text = "".join(part for part in message.parts if isinstance(part, str))
             media = any(not isinstance(part, str) for part in message.parts)
-            if not (text.strip() or media or message.role == "system"):
+            fields = field_values(message)
+            if not (text.strip() or media or message.role == "system" or TOOL_CALLS in fields):
                 raise BadSample(f"message {k} ({message.role}) is empty")
-            fields = dict(message.fields)
-            if REASONING in fields and REASONING not in self.template.source:
+            for key in (REASONING, *JSON_FIELDS):
+                if key not in fields or key in self.template.source:
+                    continue
                 raise BadSample(
-                    f"message {k} ({message.role}) has {REASONING}, which the chat template {self.template.where} does "
+                    f"message {k} ({message.role}) has {key}, which the chat template {self.template.where} does "
                     "not write; write it into the content as the model has it, or leave the key out"
                 )
-            text = "\n".join((text, *fields.values()))
+            written = (
+                x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
+                for x in fields.values()
+            )
+            text = "\n".join((text, *written))
             # A user's "<|im_end|>" would end the turn, and its "<image>" would stand for a medium.
             if match := self.control.search(text):
                 raise BadSample(

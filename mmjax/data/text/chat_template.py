@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,15 @@ import jinja2
 from jinja2 import meta
 
 from mmjax.config import ChatFormat, Placeholder
-from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message, with_line_breaks
+from mmjax.data.sample import (
+    JSON_FIELDS,
+    TOOLS,
+    BadSample,
+    Conversation,
+    MediaPlace,
+    Message,
+    with_line_breaks,
+)
 from mmjax.data.text.placeholders import folder_families
 from mmjax.data.text.template_sandbox import (
     BEGIN,
@@ -164,7 +173,7 @@ class Template:
         return [self._message(message, written) for message in conversation.messages]
 
     def _message(self, message: Message, written: Mapping[str, str]) -> dict[str, Any]:
-        beside = {"role": message.role, **dict(message.fields)}
+        beside = {"role": message.role, **field_values(message)}
         own_parts = with_line_breaks(message.parts) if self.line_breaks else message.parts
         if (message.role if message.role in ROLES else "user") not in self.lists:
             if self.line_breaks:
@@ -187,11 +196,16 @@ class Template:
         Raises BadSample where the template refuses the messages, fails on them or exceeds the
         limits.
         """
+        tools = None
+        if messages and TOOLS in messages[0]:
+            tools = messages[0][TOOLS]
+            first = {key: value for key, value in messages[0].items() if key != TOOLS}
+            messages = [first, *messages[1:]]
         try:
             text = render_source(
                 self.source,
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=prompt,
                 **self.variables,
@@ -326,6 +340,14 @@ class Template:
         # generate.
         answer = text[begin:end].rstrip()
         return begin, begin + len(answer) if answer.endswith(self.special) else end
+
+
+def field_values(message: Message) -> dict[str, Any]:
+    """Return what a message has beside its parts, as a template takes it. Raises BadSample for what is no JSON."""
+    try:
+        return {key: json.loads(x) if key in JSON_FIELDS else x for key, x in message.fields}
+    except (ValueError, RecursionError):
+        raise BadSample("has tools or calls that are no JSON") from None
 
 
 def _other_prompt(prompt: str) -> BadSample:

@@ -64,6 +64,23 @@ def test_llava_as_one_array_and_as_lines_say_the_same(tmp_path: Path) -> None:
         assert [got.media(1)[k].read() for k in (0, 1)] == [picture(colour=2), picture(colour=1)]
 
 
+def test_files_that_a_pattern_ignores_are_left_out_and_never_all_of_them(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.bak.jsonl", "drafts/b.jsonl", "more/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        lines(tmp_path / name, [asked("What?")])
+
+    def names(*ignore: str) -> list[str]:
+        source = LlavaSource(f"{tmp_path}/**/*.jsonl", ignore=ignore)
+        files = opened(source, tmp_path).files()
+        return [str(Path(file).relative_to(tmp_path)) for file, _ in files]
+
+    assert names("drafts/*", "*.bak.jsonl") == ["a.jsonl", "more/c.jsonl"]
+    assert len(names()) == 4
+    for ignore, message in (("*.jsonl", "leaves out all 4 files"), ("", "has an empty pattern")):
+        with pytest.raises(UserError, match=rf"data\.sources\.mine\.ignore=.*: {message}"):
+            names(ignore)
+
+
 def test_sharegpt_has_images_and_clips_in_the_order_of_their_places(tmp_path: Path) -> None:
     write(tmp_path, {"a.png": picture(colour=1), "b.png": picture(colour=2), "c.wav": clip()})
     record = {
@@ -217,8 +234,8 @@ def test_questions_have_one_answer_or_several_that_are_right(tmp_path: Path) -> 
             "has both images and image; keep the one that is meant",
         ),
         (
-            asked("What?", tools=[{"name": "search"}]),
-            "has tools, which is not read here (transformers, ",
+            asked("What?", tools='[{"name": "search"'),
+            "has tools that are no list of functions",
         ),
         (
             asked("What?", system={"text": "Be kind."}),
@@ -238,7 +255,7 @@ def test_questions_have_one_answer_or_several_that_are_right(tmp_path: Path) -> 
         ),
         (
             {"conversations": [{"from": "gpt", "value": "x", "tool_calls": [{}]}]},
-            "message 1 has tool_calls, which",
+            "message 1 has tool_calls that are not as OpenAI has them",
         ),
         (
             {

@@ -259,7 +259,7 @@ def test_captions_alone_answer_one_prompt_and_unread_columns_are_named(tmp_path:
         "caption": ["one", "two"],
         "url": ["x", "y"],
         "id": [1, 2],
-        "tools": [None, "[{}]"],
+        "functions": [None, "[{}]"],
     }
     path = parquet(tmp_path / "d.parquet", columns)
     got = opened(
@@ -268,7 +268,7 @@ def test_captions_alone_answer_one_prompt_and_unread_columns_are_named(tmp_path:
     assert [m.parts for m in got.conversation(0).messages] == [(IMAGE, "Describe it."), ("one",)]
     assert got.media(0)[0].read() == picture(colour=0)
     assert got.conversation(0).unread == ("url",)
-    with pytest.raises(BadSample, match="has tools, which is not read here"):
+    with pytest.raises(BadSample, match="has functions, which is not read here"):
         got.conversation(1)
 
 

@@ -59,8 +59,6 @@ def part(**keys: Any) -> dict[str, Any]:
 
 ORDERS: list[tuple[Callable[[Any], Record], dict[str, Any], str]] = [
     # of a record
-    (MESSAGES, said(tools=[{"type": "function"}]), "tools"),
-    (MESSAGES, said(tools='[{"name": "zoom"}]'), "tools"),
     (MESSAGES, said(functions=[{"name": "zoom"}]), "functions"),
     (MESSAGES, said(documents=[{"text": "x"}]), "documents"),
     (MESSAGES, said(chat_template_kwargs={"enable_thinking": False}), "chat_template_kwargs"),
@@ -96,7 +94,6 @@ ORDERS: list[tuple[Callable[[Any], Record], dict[str, Any], str]] = [
     (LLAVA, asked("What?", conversation=[{"from": "human", "value": "x"}]), "conversation"),
     (LLAVA, asked("What?", sytem="Be brief."), "sytem"),
     # of a message
-    (MESSAGES, said(assistant={"tool_calls": [{"function": {"name": "zoom"}}]}), "tool_calls"),
     (MESSAGES, said(assistant={"function_call": {"name": "zoom"}}), "function_call"),
     (MESSAGES, said(assistant={"thinking": "because"}), "thinking"),
     (MESSAGES, said({"reasoning_content": "because"}), "reasoning_content"),
@@ -316,7 +313,8 @@ def page() -> str:
     )
     text += (
         "\nOf a message `loss`, `train` and `training` are `true` or `false`: whether it is trained on; `masked` says "
-        "the opposite. `reasoning_content`, `name` and `tool_call_id` go to the chat template.\n"
+        "the opposite. `reasoning_content`, `name`, `tool_call_id` and `tool_calls` go to the chat template, and so do "
+        "`tools` of a record: lists, or their JSON.\n"
     )
     for level, refusals in REFUSED.items():
         text += f"\n## Refused in a {level}\n\n| keys | obeyed by | what to do |\n|---|---|---|\n"

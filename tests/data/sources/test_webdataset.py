@@ -70,6 +70,13 @@ def test_images_with_captions_over_many_shards_one_of_them_empty(tmp_path: Path)
             assert file.name.endswith(f"::{index:04d}.jpg")
 
 
+def test_shards_that_a_pattern_ignores_are_left_out(tmp_path: Path) -> None:
+    for k in range(3):
+        shard(tmp_path / f"d-{k:03d}.tar", captions(2 * k, 2))
+    got = opened(tmp_path / "d-{000..002}.tar", tmp_path, ignore=("*-001.tar",))
+    assert [Path(file).name for file, _ in got.files()] == ["d-000.tar", "d-002.tar"]
+
+
 def test_a_json_is_a_conversation_or_a_question_and_its_media_are_the_members_in_order(
     tmp_path: Path,
 ) -> None:
@@ -282,7 +289,7 @@ def test_keys_and_members_of_a_shard_that_nothing_reads_are_counted_and_no_image
     }
     members |= {
         "5.png": picture(),
-        "5.json": ask | {"tools": [{}]},
+        "5.json": ask | {"functions": [{}]},
         "6.svg": "<svg/>",
         "6.txt": "six",
     }
@@ -293,7 +300,7 @@ def test_keys_and_members_of_a_shard_that_nothing_reads_are_counted_and_no_image
     for index, reason in {
         3: "has no image, clip or video beside its .txt; its members: npy, txt",
         4: "has both .txt and .caption; keep the one that is meant",
-        5: "has tools, which is not read here",
+        5: "has functions, which is not read here",
         6: "is a bad image file",
     }.items():
         assert reason in reasons.pop(index)

@@ -1140,6 +1140,73 @@ def test_what_was_thought_reaches_the_template_in_training_and_in_what_is_asked(
     )
 
 
+# As Qwen2.5's: what may be called, calls, and their results as a user's.
+CALLS = """{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}
+{{- tool | tojson + '\\n' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- for m in messages %}{%- if m.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}{%- else %}
+{{- '<|im_start|>' + m.role }}{%- if m.content %}{{- '\\n' + m.content }}{%- endif %}
+{%- for call in m.tool_calls or [] %}{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson + '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def called(arguments: Any, **record: Any) -> Conversation:
+    """A conversation in which the assistant calls a function."""
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "How warm is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "20"},
+        {"role": "assistant", "content": "It is 20."},
+    ]
+    return parse_chat({"messages": messages, **record}, "messages").conversation
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_calls_of_functions_are_tokens_as_in_transformers_and_their_results_are_not_trained_on(
+    as_text: bool, tmp_path: Path
+) -> None:
+    chat = qwen(tmp_path, CALLS)
+    arguments = {"town": "Köln", "days": [1, 2]}
+    spell = json.dumps if as_text else lambda value: value
+    talk = called(spell(arguments), tools=spell([WEATHER]))
+    sample = chat.sample(talk)
+    messages = [
+        {"role": "user", "content": "How warm is it?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}],
+        },
+        {"role": "tool", "content": "20"},
+        {"role": "assistant", "content": "It is 20."},
+    ]
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert flat(sample)[0] == theirs.apply_chat_template(
+        messages, tools=[WEATHER], return_dict=False
+    )
+    call = '{"name": "weather", "arguments": {"town": "Köln", "days": [1, 2]}}'
+    assert trained(chat, sample) == [
+        f"<tool_call>\n{call}\n</tool_call><|im_end|>",
+        "It is 20.<|im_end|>",
+    ]
+
+
+def test_calls_that_the_template_does_not_write_or_that_hold_its_tokens_are_refused(
+    tmp_path: Path,
+) -> None:
+    plain, chat = qwen(tmp_path / "plain"), qwen(tmp_path / "calls", CALLS)
+    with pytest.raises(BadSample, match=r"message 0 .user. has tools, which the chat template"):
+        plain.sample(called({}, tools=[WEATHER]))
+    with pytest.raises(BadSample, match=r"message 1 .assistant. has tool_calls, which the chat"):
+        plain.sample(called({}))
+    for arguments in ({"town": "<|im_end|>"}, '{"town": "\\u003c|im_end|>"}'):
+        with pytest.raises(BadSample, match=r"message 1 .assistant. says '<\|im_end\|>'"):
+            chat.sample(called(arguments))
+
+
 def test_a_template_that_drops_earlier_thinking_offers_what_keeps_it_or_the_last_answer_alone(
     tmp_path: Path,
 ) -> None:
