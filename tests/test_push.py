@@ -11,7 +11,7 @@ from threading import Thread
 
 import pytest
 from commands import run
-from fine_tuning import LORA, fine_tune, save_checkpoint
+from fine_tuning import LORA, moved, save_checkpoint
 from huggingface_hub import ModelCard, constants
 
 from mmjax import export
@@ -85,7 +85,7 @@ def hub(monkeypatch):
 def tuned(tmp_path_factory) -> Path:
     source = tmp_path_factory.mktemp("source") / "tiny-base"
     save_checkpoint(source)
-    return fine_tune(source, tmp_path_factory.mktemp("runs") / "tuned", lora=LORA)
+    return moved(source, tmp_path_factory.mktemp("runs") / "tuned", lora=LORA)
 
 
 def test_a_pushed_export_is_what_is_in_the_folder_with_its_card(tuned, tmp_path, hub, capsys):
