@@ -23,8 +23,8 @@ from mmjax.startup import end_loading, start_clock, use_huge_pages
 
 # In the order of --help, which describes each with the first line of its module's docstring.
 COMMANDS = (
-    "train", "generate", "chat", "evaluate", "export", "report", "studio", "inspect", "index", "plan", "rehearse",
-    "verify", "supervise", "families", "bench", "doctor",
+    "init", "train", "generate", "chat", "evaluate", "export", "report", "studio", "inspect", "index", "plan",
+    "rehearse", "verify", "supervise", "families", "bench", "doctor",
 )  # fmt: skip
 WITHOUT_LIBRARIES = ("supervise", "doctor")  # nothing to wait for before their first line
 HELP = ("-h", "--help", "help")

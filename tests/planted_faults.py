@@ -35,6 +35,46 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a conversation without what was answered",
+        "chat.py",
+        "self._earlier = prompt.followed_by(UserPrompt(Conversation((message,))))",
+        "self._earlier = prompt",
+        (
+            "test_chat_command.py::"
+            "test_each_turn_is_answered_as_generate_answers_the_conversation_that_training_would_see",
+        ),
+    ),
+    Fault(
+        "steps dropped by a tracker and counted by nobody",
+        "training/trackers.py",
+        "self._dropped += 1",
+        "self._dropped += 0",
+        (
+            "training/test_metrics_log.py::"
+            "test_a_tracker_that_fails_and_hangs_is_one_warning_and_the_log_goes_on",
+        ),
+    ),
+    Fault(
+        "a sample's text taken for markup",
+        "reporting/page.py",
+        "autoescape=True,",
+        "autoescape=False,",
+        (
+            "reporting/test_samples_page.py::"
+            "test_a_page_has_the_tokens_and_images_that_the_model_gets_and_no_text_is_markup",
+        ),
+    ),
+    Fault(
+        "control tokens in the arguments of a call",
+        "data/text/chat.py",
+        'text = "\\n".join((text, *written))',
+        'text = "\\n".join((text, *dict(message.fields)))',
+        (
+            "data/text/test_chat.py::"
+            "test_calls_that_the_template_does_not_write_or_that_hold_its_tokens_are_refused",
+        ),
+    ),
+    Fault(
         "a dictionary of Parquet that is unpacked whole",
         "data/sources/parquet_files.py",
         "if size + total <= MAX_UNPACKED:",

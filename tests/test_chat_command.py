@@ -37,7 +37,8 @@ def talked(capsys, monkeypatch, lines: list[str], *words: object) -> list[dict]:
 def test_each_turn_is_answered_as_generate_answers_the_conversation_that_training_would_see(
     tmp_path, capsys, monkeypatch
 ):
-    folder = save_checkpoint(tmp_path / "llava", seed=3)
+    # Of seeds, one whose second answer is another where the first is left out of its prompt.
+    folder = save_checkpoint(tmp_path / "llava", seed=5)
     rng = np.random.default_rng(0)
     for name, size in {"tall": (50, 21), "wide": (16, 80)}.items():
         Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).save(tmp_path / f"{name}.png")

@@ -47,6 +47,11 @@ ELSEWHERE: dict[str, dict[str, list[str]]] = {
             "python -m mmjax.bench peer",
         ],
     },
+    "tests/config/test_yaml_files.py": {
+        "test_a_run_of_a_file_is_resumed_by_it_and_by_its_folder": [
+            "python -m mmjax.train mine.yaml",
+        ],
+    },
     "tests/data/loading/test_ray_pool.py": {
         "test_20_random_kills_in_300_steps_change_no_byte": [
             "python -m mmjax.train my_config.py data.pool",
@@ -116,6 +121,11 @@ ELSEWHERE: dict[str, dict[str, list[str]]] = {
     "tests/test_export.py": {
         "test_the_command_takes_a_step_and_a_moved_source_and_never_overwrites_unasked": [
             "python -m mmjax.export",
+        ],
+    },
+    "tests/test_init.py": {
+        "test_what_is_written_trains": [
+            "python -m mmjax.init",
         ],
     },
     "tests/test_latents_command.py": {

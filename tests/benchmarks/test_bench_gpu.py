@@ -141,6 +141,7 @@ def test_products_of_a_step_are_those_of_all_parameters():
     assert vision == pytest.approx(counted["vision"], rel=0.01)  # its MLP is padded by 1 %
 
 
+@pytest.mark.exhaustive
 def test_a_delta_rule_is_compared_with_a_loop_over_tokens_and_one_that_leaks_is_seen(monkeypatch):
     exact = {name: value for name, value in delta_net(TINY).items() if "error" in name}
     assert len(exact) == 24

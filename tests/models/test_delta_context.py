@@ -190,6 +190,7 @@ def test_a_prompts_state_and_last_inputs_are_those_of_one_device():
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.exhaustive
 def test_kernels_compute_each_devices_part(monkeypatch):
     monkeypatch.setattr(gated_delta_net, "_kernel_reason", lambda *_: None)
     layer = GatedDeltaNet(NET, 32, 1e-6, "silu", nnx.Rngs(0))

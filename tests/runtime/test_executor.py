@@ -334,7 +334,7 @@ def test_gradients_of_an_llm_with_convolutions_are_those_of_one_program(units, t
     assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path)
 
 
-@pytest.mark.default_cases("context")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("units", ["experts, all axes", "context", "tensor parallel"])
 def test_gradients_of_sinks_and_biased_experts_are_those_of_one_program(units, tmp_path):
     config = with_experts(config_of(units))
@@ -438,7 +438,7 @@ def test_parallel_mlps_and_layers_without_rope_have_the_gradients_of_one_program
     assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path, "auto")
 
 
-@pytest.mark.default_cases("one stage")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("units", ["one stage", "context of four", "context, several ranks"])
 def test_shared_keys_and_vectors_of_tokens_have_the_gradients_of_one_program(units, tmp_path):
     config = config_of(units)
@@ -502,7 +502,7 @@ def test_connectors_that_read_several_layers_have_the_gradients_of_one_program(u
     assert_same_gradients(config, tmp_path, "auto")
 
 
-@pytest.mark.default_cases("all in stages-none")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize(
     "units", ["all in stages", "tokens of encoders divided", "unequal ranks", "tensor parallel"]
@@ -516,7 +516,7 @@ def test_a_merger_inside_a_tower_has_the_gradients_of_one_program(units, remat, 
     assert_same_gradients(config, tmp_path, "auto")
 
 
-@pytest.mark.default_cases("all in stages-none")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize(
     "units", ["all in stages", "tokens of encoders divided", "unequal ranks", "tensor parallel"]

@@ -69,6 +69,7 @@ def test_losses_are_to_the_bit_those_of_a_run_that_stores_nothing(first, runs, c
     assert losses(folder) == losses(first)
 
 
+@pytest.mark.exhaustive
 def test_losses_are_those_of_encoding_in_every_step(first, runs, capsys):
     folder = runs / "encoded_in_steps"
     ended = run(capsys, train.main, TINY_MEDIA, *SETTINGS, f"run={folder}")
