@@ -104,12 +104,12 @@ class Studio:
         """The run as it was read last."""
         return self.live.run
 
-    def report(self, other: str = "") -> str:
+    def report(self, sibling: str = "") -> str:
         """Render the run's whole report, beside another run. Raises UserError where there is no such run any more."""
         folder = self.run.folder.path
-        if other and other not in sibling_runs(folder):
-            raise UserError(f"there is no run {other!r} beside this one")
-        paths = [folder, *([folder.with_name(other)] if other else [])]
+        if sibling and sibling not in sibling_runs(folder):
+            raise UserError(f"there is no run {sibling!r} beside this one")
+        paths = [folder, *([folder.with_name(sibling)] if sibling else [])]
         return page_of(read_runs(paths, trust=self.run.folder.trusted))
 
     def act(self, request: Mapping[str, Any]) -> None:
@@ -363,8 +363,8 @@ class _Handler(BaseHTTPRequestHandler):
             elif address.path == "samples":
                 self._send(studio.samples(), "text/html")
             elif address.path == "report":
-                other = parse_qs(address.query).get("with", [""])[0]
-                self._send(studio.report(other), "text/html")
+                sibling = parse_qs(address.query).get("with", [""])[0]
+                self._send(studio.report(sibling), "text/html")
             else:
                 self._refuse(HTTPStatus.NOT_FOUND)
         except (UserError, OSError, ValueError) as error:

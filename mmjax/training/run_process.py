@@ -71,7 +71,8 @@ class RunProcess:
         config = self._scratch / f"{self._folder.path.name}.json"
         config.write_text(self._folder.config.read_text())
         if action == "plan":
-            return ["mmjax.plan", str(config), *words]
+            here = [] if any(word.startswith("cluster=") for word in words) else ["cluster=here"]
+            return ["mmjax.plan", str(config), *here, *words]
         if not name or Path(name).name != name or name.startswith("."):
             raise UserError(f"{name!r}: name the new run, which is beside this one, by one word")
         run = self._folder.path.with_name(name)
