@@ -161,6 +161,11 @@ ELSEWHERE: dict[str, dict[str, list[str]]] = {
             "python -m mmjax.train tiny_video",
         ],
     },
+    "tests/test_rehearse.py": {
+        "test_the_report_sets_steps_and_waits_of_every_balance_beside_the_plan": [
+            "python -m mmjax.rehearse",
+        ],
+    },
     "tests/test_studio.py": {
         "test_in_a_browser_curves_move_while_a_run_trains_and_a_question_is_answered": [
             "python -m mmjax.studio",
@@ -250,6 +255,7 @@ SHORT = [
     "schedule.warmup=1",
     "training.evaluate_every=0",
     "training.evaluate_samples=4",
+    "--overwrite",  # another command of the document may have trained the same config
 ]
 SMALL = [
     "training.precision=float32",
