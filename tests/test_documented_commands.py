@@ -79,6 +79,11 @@ ELSEWHERE: dict[str, dict[str, list[str]]] = {
             "python -m mmjax.train my.py units.vision",
         ],
     },
+    "tests/models/test_float8.py": {
+        "test_ranks_round_by_the_largest_values_of_all": [
+            "python -m mmjax.train llava_style checkpoint=FOLDER",
+        ],
+    },
     "tests/test_bench.py": {
         "test_coordination_measures_process_0_with_a_real_client_for_each_process": [
             "python -m mmjax.bench coordination",
