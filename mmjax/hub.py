@@ -150,7 +150,7 @@ def check_push(name: str) -> None:
     """Check that a folder can be pushed. Raises UserError where `name` is no repository's, or nobody is logged in."""
     if not HUB_ID.fullmatch(name):
         raise UserError(f"--push {name}: name a repository of the Hugging Face Hub, owner/name")
-    _call_hub(f"--push {name}", lambda hub: hub.HfApi().whoami())
+    _call_for_push(f"--push {name}", lambda hub: hub.HfApi().whoami())
 
 
 def push(folder: Path, name: str, private: bool) -> str:
@@ -161,25 +161,7 @@ def push(folder: Path, name: str, private: bool) -> str:
         api.create_repo(name, private=private, exist_ok=True)
         return str(api.upload_folder(repo_id=name, folder_path=folder))
 
-    return _call_hub(f"{folder} is written, and was not pushed to {name}", upload)
-
-
-def _call_hub(where: str, call: Callable[[ModuleType], T]) -> T:
-    """Call `call` with huggingface_hub. Raises UserError, which begins with `where`, for whatever goes wrong."""
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise UserError(f'{where}: pip install "mmjax[hub]"') from None
-    try:
-        return call(huggingface_hub)
-    except Exception as error:  # of the network, of the disk, of the Hub itself: there are many
-        raise UserError(
-            f"{where}: {_reason(error)}; log in with hf auth login, or set HF_TOKEN, and see that the network is there"
-        ) from None
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return _call_for_push(f"{folder} is written, and was not pushed to {name}", upload)
 
 
 def repository_of(folder: str) -> str:
@@ -309,15 +291,37 @@ def _ask_hub(kind: Repository, name: str, where: str, ask: Callable[[ModuleType]
     )
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise UserError(f"{missing}; HF_HUB_OFFLINE forbids to download it: {remedy}")
+    return _call_hub(
+        ask,
+        f'{missing}; pip install "mmjax[hub]" to have it downloaded, or {remedy}',
+        lambda reason: f"{missing}; it cannot be downloaded ({reason}): {remedy}",
+    )
+
+
+def _call_hub(
+    call: Callable[[ModuleType], T], uninstalled: str, describe: Callable[[str], str]
+) -> T:
+    """Call `call` with huggingface_hub.
+
+    Raises UserError: `uninstalled` where the library is missing, and what `describe` makes of the
+    reason where the call fails.
+    """
     try:
         import huggingface_hub
     except ImportError:
-        raise UserError(
-            f'{missing}; pip install "mmjax[hub]" to have it downloaded, or {remedy}'
-        ) from None
+        raise UserError(uninstalled) from None
     try:
-        return ask(huggingface_hub)
+        return call(huggingface_hub)
     except Exception as error:  # of the network, of the disk, of the Hub itself: there are many
-        raise UserError(
-            f"{missing}; it cannot be downloaded ({_reason(error)}): {remedy}"
-        ) from None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(describe(reason)) from None
+
+
+def _call_for_push(where: str, call: Callable[[ModuleType], T]) -> T:
+    return _call_hub(
+        call,
+        f'{where}: pip install "mmjax[hub]"',
+        lambda reason: (
+            f"{where}: {reason}; log in with hf auth login, or set HF_TOKEN, and see that the network is there"
+        ),
+    )
