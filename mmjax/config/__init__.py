@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mmjax.config.clips import AudioPreparation, LogMel, UsmMel, WhisperMel
+from mmjax.config.clips import AudioPreparation, LogMel, UsmMel, Waveform, WhisperMel
 from mmjax.config.data import (
     BatchConfig,
     ChatFormat,

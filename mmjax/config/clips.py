@@ -179,4 +179,26 @@ class UsmMel(ClipKind):
         )
 
 
-AudioPreparation = LogMel | WhisperMel | UsmMel
+@dataclass(frozen=True)
+class Waveform(ClipKind):
+    """Frames of a clip's samples as they are, the last with zeros behind them (Gemma 4 Unified)."""
+
+    samples: PositiveInt = 640  # of a frame
+    sample_rate: PositiveInt = 16_000  # Hz
+    kind: Literal["waveform"] = "waveform"
+
+    @property
+    def mels(self) -> int:
+        """Return the width of a frame."""
+        return self.samples
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> Waveform:
+        """Read Gemma 4 Unified's extractor. Raises UserError, naming file and field, for what is not known."""
+        for name, known in (("padding_value", 0), ("padding_side", "right")):
+            if fields.value(name, known) != known:
+                raise fields.refused(name, f"only {known} is known")
+        return cls(fields.count("audio_samples_per_token"), fields.count("sampling_rate"))
+
+
+AudioPreparation = LogMel | WhisperMel | UsmMel | Waveform

@@ -309,8 +309,11 @@ class DecoderConfig(TowerFacts):
     delta_net: DeltaNetConfig | None = None
     tied: bool = True  # the embedding is the output table too
     # How the tokens of an image or clip attend; prefix: as all before the first answer, which
-    # attends both ways; in_windows: both ways in layers with a window, causal in others.
-    items: Literal["causal", "bidirectional", "isolated", "prefix", "in_windows"] = "causal"
+    # attends both ways; images: those both ways, clips causal; in_windows: so in layers with a
+    # window, causal in others.
+    items: Literal["causal", "bidirectional", "isolated", "prefix", "images", "in_windows"] = (
+        "causal"
+    )
     # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
     attention: Attention = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer

@@ -29,6 +29,7 @@ from mmjax.config.towers import (
     TowerRemat,
     check_encode,
     check_layer_numbers,
+    check_norms,
     check_remat,
     check_windows,
 )
@@ -211,7 +212,8 @@ class VisionConfig(TowerFacts):
     layers: LayerCount  # number of layers
     width: PositiveInt  # of the residual stream
     heads: PositiveInt  # attention heads
-    mlp_width: PositiveInt  # of the MLP's hidden layer
+    # of the MLP's hidden layer; 0: layers are norms alone, without attention
+    mlp_width: NonNegativeInt
     patch: PositiveInt  # pixels per side
     channels: PositiveInt = 3  # of an image; 3: red, green and blue
     frames: PositiveInt = 1  # temporal patch size; a still image is repeated
@@ -231,6 +233,7 @@ class VisionConfig(TowerFacts):
     deepstack: tuple[int, ...] = ()
     # a learned token beside the patches of every image; the LLM does not see it
     class_token: bool = False
+    patch_norm: bool = False  # LayerNorm of a patch's pixels, before their projection
     embed_bias: bool = True  # of the projection of patches
     embed_norm: bool = False  # before the first layer
     head_norm: bool = True  # after the last layer
@@ -398,10 +401,12 @@ class VisionConfig(TowerFacts):
         check_encode(where, self)
         divides(where, self.width, "width", self.heads, "heads")
         divides(where, self.heads, "heads", self.key_heads, "kv_heads")
+        others = ("windowed", "merge_after", "layer_scale", "value_norm", "clipped_linears")
+        check_norms(where, self, (*others, "gated", "relative_side", "dropout"))
         head_width = self.width // self.heads
         unit = self.positions.head_unit
         check(
-            head_width % unit == 0,
+            head_width % unit == 0 or not self.attends,
             f"{where}: width={self.width} over heads={self.heads} is {head_width} per head; 2D RoPE turns "
             f"pairs along two axes, so make width a multiple of {unit * self.heads}",
         )
@@ -562,7 +567,8 @@ class AudioConfig(TowerFacts):
     layers: LayerCount  # number of layers
     width: PositiveInt  # of the residual stream
     heads: PositiveInt  # attention heads
-    mlp_width: PositiveInt  # of the MLP's hidden layer
+    # of the MLP's hidden layer; 0: layers are RMSNorms alone, without scales, of frames as they are
+    mlp_width: NonNegativeInt
     clips: AudioPreparation = LogMel()
     positions: Sinusoids | StoredTable | RotaryTime = Sinusoids()
     norm_eps: PositiveFloat = 1e-5  # of LayerNorm
@@ -668,7 +674,7 @@ class AudioConfig(TowerFacts):
     @property
     def stride(self) -> int:
         """Return the frames of a position of the layers."""
-        return 2 ** (len(self.stem_channels) or 1)
+        return 2 ** (len(self.stem_channels) or 1) if self.attends else 1
 
     @property
     def stem_bins(self) -> tuple[int, ...]:
@@ -707,6 +713,12 @@ class AudioConfig(TowerFacts):
                 f"{where}.callbacks.{name}={function}: it is called for images, and this encoder takes clips; "
                 "leave it out",
             )
+        others = ("conformer", "chunk", "stem_width", "key_bias", "clipped_linears", "dropout")
+        check_norms(where, self, others)
+        check(
+            self.attends or self.width == self.mels,
+            f"{where}.width={self.width}: layers of frames as they are are as wide as these, {self.mels}",
+        )
         if not self.chunk:
             check(
                 self.attended_chunks == 1,
@@ -747,7 +759,7 @@ class AudioConfig(TowerFacts):
             "it turns pairs of them",
         )
         check(
-            rotary or self.width % 2 == 0,
+            rotary or self.width % 2 == 0 or not self.attends,
             f"{where}.width={self.width}: sinusoidal positions come in pairs; make it even",
         )
         if isinstance(positions, StoredTable):

@@ -691,7 +691,7 @@ class PatchBudget(ImageKind):
     filter: Filter = "bicubic"  # of resizing
     kind: Literal["patch_budget"] = "patch_budget"
 
-    hf_processors = ("Gemma4ImageProcessor",)
+    hf_processors = ("Gemma4ImageProcessor", "Gemma4UnifiedImageProcessor")
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> PatchBudget:

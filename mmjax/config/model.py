@@ -317,11 +317,12 @@ def linear_layers(model: ModelConfig) -> Sizes:
     for name, encoder in model.encoders.items():
         width = encoder.width
         keys = encoder.key_heads * encoder.head_width
-        sizes |= (
-            _conformer_sizes(name, width, encoder.mlp_width)
-            if encoder.conformer
-            else _layer_sizes(name, width, width, keys, encoder.mlp_width, gated=encoder.gated)
-        )
+        if encoder.attends:
+            sizes |= (
+                _conformer_sizes(name, width, encoder.mlp_width)
+                if encoder.conformer
+                else _layer_sizes(name, width, width, keys, encoder.mlp_width, gated=encoder.gated)
+            )
         connector = connector_sizes(encoder.connector, merged_width(encoder), llm.width)
         sizes |= {f"{name}.connector.{layer}": size for layer, size in connector.items()}
     for name, generator in model.generators.items():

@@ -81,6 +81,15 @@ def check_windows(where: str, tower: Any) -> None:
     check(complete, f"{where}.windowed names layers, but window=0; say how many they see")
 
 
+def check_norms(where: str, encoder: Any, others: Sequence[str]) -> None:
+    """Check that layers that are norms alone are given none of these fields."""
+    given = [name for name in others if getattr(encoder, name) and not encoder.attends]
+    check(
+        not given,
+        f"{where}.mlp_width=0: layers are norms alone, without {(given or [''])[0]}; leave that out",
+    )
+
+
 class TowerFacts:
     """Facts that data, planning and inference ask of a tower beside its fields; each class states those that differ."""
 
@@ -117,6 +126,11 @@ class TowerFacts:
     def key_heads(self) -> Any:
         """Return how many heads of keys and values there are; by default as many as of queries."""
         return getattr(self, "kv_heads", 0) or self.heads
+
+    @property
+    def attends(self) -> bool:
+        """Tell whether layers attend; those without an MLP are norms alone."""
+        return getattr(self, "mlp_width", 1) > 0
 
     @property
     def value_width(self) -> Any:

@@ -206,7 +206,7 @@ def _check_item_layout(
 ) -> None:
     """Check what tensor parallelism cuts of encoders and generators."""
     for name, tower in model.item_modules.items():
-        if name in towers and tower.is_stack:
+        if name in towers and tower.is_stack and tower.attends:
             kind = "encoders" if name in model.encoders else "generators"
             for key, count in (("heads", tower.heads), ("kv_heads", tower.key_heads)):
                 check(

@@ -36,7 +36,7 @@ PART_KINDS = {
 }
 FLAT = ("glm4v", "glm46v")
 # Whose configs say by layer what those without a window have, and are read so.
-PER_LAYER = ("gemma4_text",)
+PER_LAYER = ("gemma4_text", "gemma4_unified_text")
 
 
 @cache

@@ -440,12 +440,12 @@ def _gemma4(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
         )
     same = fields.get("attention_k_eq_v", bool)
     head_width, kv_heads = _full_heads(fields, full, same)
-    width = fields.get("hidden_size_per_layer_input", int)
+    width = fields.get("hidden_size_per_layer_input", int, 0)
     if width:
         fields.allow_only("pad_token_id", 0)
     doubled = shared and fields.get("use_double_wide_mlp", bool)
     experts = None
-    if fields.get("enable_moe_block", bool):
+    if fields.get("enable_moe_block", bool, False):
         experts = ExpertsConfig(
             layers=tuple(range(layers)),
             count=fields.size("num_experts"),
@@ -615,11 +615,14 @@ FAMILIES = {
     "exaone4": Family(_exaone4),
     "gemma": Family(_gemma),
     "gemma2": Family(_gemma2, activation="hidden_activation"),
-    "gemma4_text": Family(
-        _gemma4,
-        activation="hidden_activation",
-        local_rope=True,
-        bidirectional=("vision",),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"),
+        Family(
+            _gemma4,
+            activation="hidden_activation",
+            local_rope=True,
+            bidirectional=("vision",),
+        ),
     ),
     "gemma3_text": Family(_gemma3, activation="hidden_activation", local_rope=True),
 }

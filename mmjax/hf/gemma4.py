@@ -1,4 +1,4 @@
-"""Gemma 4 with its towers of images and of clips; videos are not read."""
+"""Gemma 4 with its towers of images and of clips, or without (`gemma4_unified`); videos are not read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mmjax.config import (
     AudioConfig,
+    AxisTables,
     ConformerConfig,
     ConnectorConfig,
     DecoderConfig,
@@ -13,6 +14,7 @@ from mmjax.config import (
     PatchBudget,
     UsmMel,
     VisionConfig,
+    Waveform,
 )
 from mmjax.errors import UserError
 from mmjax.hf.decoder_tensors import decoder_layout
@@ -34,28 +36,35 @@ from mmjax.hf.vision import vision_of, with_images
 from mmjax.hf.vision_tensors import clippable_linears
 
 PROJECTOR = "model.embed_vision."
+EYES = "model.vision_embedder."  # of those without towers
 STANDARD = "model.vision_tower.std_"  # what a tower's numbers of every channel begin with
 EARS, EARS_PROJECTOR = "model.audio_tower.", "model.embed_audio."
 EARS_OUTPUT = f"{EARS}output_proj"
 MLP_OF_WIDTH = 4  # times the width, as its class has it
 BINS_OF_WIDTH = 4  # channels of the first convolution of a bin behind both
+LAYER_NORM_EPS = 1e-5  # of PyTorch's LayerNorm; no config says it
 EXTRACTOR = "Gemma4AudioFeatureExtractor"
+UNIFIED_EXTRACTOR = "Gemma4UnifiedAudioFeatureExtractor"
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that reads images, clips and texts of a Gemma 4. Raises UserError for a text of another family."""
     text = fields.inner("text_config")
-    text.allow_only("model_type", "gemma4_text")
+    unified = fields.get("model_type", str) == "gemma4_unified"
+    text.allow_only("model_type", "gemma4_unified_text" if unified else "gemma4_text")
     llm = decoder_of(text, tables_are_tied(fields))
     note(f"{fields.where}: videos are not supported")
     encoders: dict[str, VisionConfig | AudioConfig] = {}
     if fields.values.get("vision_config") is not None:
-        encoders["vision"] = vision = _vision(folder, fields.inner("vision_config"))
+        read_vision = _patches if unified else _vision
+        encoders["vision"] = vision = read_vision(folder, fields.inner("vision_config"))
         if text.values.get("use_bidirectional_attention") == "vision":
             _check_window(fields, llm, vision)
-            llm = replace(llm, items="in_windows")
+            # Its class lets images attend both ways in layers without a window too.
+            llm = replace(llm, items="images" if unified else "in_windows")
     if fields.values.get("audio_config") is not None:
-        encoders["audio"] = _audio(folder, fields.inner("audio_config"))
+        read_audio = _frames if unified else _audio
+        encoders["audio"] = read_audio(folder, fields.inner("audio_config"))
     return ModelConfig(llm, encoders)
 
 
@@ -145,6 +154,88 @@ def _audio(folder: HfFolder, fields: Fields) -> AudioConfig:
             biases=(),
         ),
     )
+
+
+def _patches(folder: HfFolder, fields: Fields) -> VisionConfig:
+    """Read how a matrix and norms make tokens of squares of pixels. Raises UserError for widths that differ."""
+    width = fields.size("mm_embed_dim")
+    fields.allow_only("output_proj_dims", width)
+    patch = fields.size("patch_size") * fields.size("pooling_kernel_size")
+    fields.allow_only("model_patch_size", patch)
+    vision = VisionConfig(
+        layers=1,
+        width=width,
+        heads=1,
+        mlp_width=0,
+        patch=patch,
+        mean=(0.0,),
+        std=(1.0,),
+        positions=AxisTables(fields.size("mm_posemb_size")),
+        patch_norm=True,
+        embed_norm=True,
+        embed_norm_first=True,
+        head_norm=False,
+        norm_eps=LAYER_NORM_EPS,
+        connector=ConnectorConfig(
+            merge=1,
+            norm="unscaled",
+            norm_eps=fields.get("rms_norm_eps", float),
+            mlp_width=0,
+            biases=(),
+        ),
+    )
+    return with_images(folder, vision)
+
+
+def _frames(folder: HfFolder, fields: Fields) -> AudioConfig:
+    """Read how a norm and a matrix make tokens of samples. Raises UserError for an extractor of other frames."""
+    width = fields.size("audio_embed_dim")
+    for name in ("hidden_size", "output_proj_dims", "audio_samples_per_token"):
+        fields.allow_only(name, width)
+    clips = Waveform(width)
+    if says_clips(folder.path):
+        clips = read_audio_processing(folder.path, UNIFIED_EXTRACTOR, Waveform)
+    if clips.samples != width:
+        raise UserError(
+            f"{fields.where}: audio_embed_dim={width}, but the folder's extractor says "
+            f"audio_samples_per_token={clips.samples}; make them the same"
+        )
+    return AudioConfig(
+        layers=1,
+        width=width,
+        heads=1,
+        mlp_width=0,
+        clips=clips,
+        norm_eps=fields.get("rms_norm_eps", float),
+        connector=ConnectorConfig(merge=1, norm="none", mlp_width=0, biases=()),
+    )
+
+
+def unified_layout(folder: HfFolder, model: ModelConfig) -> Layout:
+    """Locate the tensors of texts, images and clips without towers."""
+    patches = {
+        "embed.patch_norm": norm(f"{EYES}patch_ln1"),
+        "embed.patches": linear(f"{EYES}patch_dense"),
+        "embed.norm": norm(f"{EYES}patch_ln2"),
+        # Stored `[side, 2, width]`: of each column, then row.
+        "embed.positions": array(f"{EYES}pos_embedding", (1, 0, 2)),
+        "layers.*.norm": norm(f"{EYES}pos_norm"),
+    }
+    whole = decoder_layout(folder, model)
+    for name, parts, *prefixes in (
+        ("vision", patches, EYES, PROJECTOR),
+        ("audio", {}, EARS, EARS_PROJECTOR),
+    ):
+        connector = {"linear": linear(f"{prefixes[1]}embedding_projection")}
+        modules = {name: TensorNames(parts), f"{name}.connector": TensorNames(connector)}
+        begins = {key: (prefix,) for key, prefix in zip(modules, prefixes, strict=True)}
+        if name not in model.encoders:
+            whole = replace(whole, unused=(*whole.unused, *(f"{prefix}*" for prefix in prefixes)))
+            continue
+        whole = replace(
+            whole, modules={**whole.modules, **modules}, prefixes={**whole.prefixes, **begins}
+        )
+    return whole
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:

@@ -21,6 +21,7 @@ from mmjax.config import (
     UsmMel,
     VideoPreparation,
     VisionConfig,
+    Waveform,
     WhisperMel,
 )
 from mmjax.config.processor_fields import ProcessorFields
@@ -39,7 +40,7 @@ RENAMED = {
 }
 # models whose processor is that one whatever files say
 CALLERS = {"internvl": "InternVLProcessor", "aya_vision": "AyaVisionProcessor"}
-Clips = TypeVar("Clips", WhisperMel, UsmMel)
+Clips = TypeVar("Clips", WhisperMel, UsmMel, Waveform)
 IMAGE_KINDS = {name: kind for kind in get_args(ImagePreparation) for name in kind.hf_processors}
 
 

@@ -17,7 +17,9 @@ from mmjax.models.layers import (
     ACTIVATIONS,
     Context,
     FixedTable,
+    HeadNorm,
     LayerNorm,
+    NormLayer,
     TransformerLayer,
     encoder_layer_config,
 )
@@ -150,8 +152,19 @@ class ConformerStem(nnx.Module):
         return convolved(x, item)
 
 
+class Frames(nnx.Module):
+    """Frames themselves as positions, of layers that do not attend."""
+
+    def __call__(
+        self, x: Float[Array, "r l f"], item: Int[Array, "r l"], time: Int[Array, "r m"]
+    ) -> Float[Array, "r m d"]:
+        return x
+
+
 def _make_stem(config: AudioConfig, rngs: nnx.Rngs) -> nnx.Module:
     """Build what makes positions of frames."""
+    if not config.attends:
+        return Frames()
     if config.conformer:
         return ConformerStem(config, rngs)
     return AudioStem2d(config, rngs) if config.stem_width else AudioStem(config, rngs)
@@ -173,9 +186,10 @@ class AudioEncoder(nnx.Module):
         self.embed = _make_stem(c, rngs)
         make = partial(TransformerLayer, encoder_layer_config(c))
         make = partial(ConformerLayer, c) if c.conformer else make
+        make = make if c.attends else lambda _: NormLayer(HeadNorm(c.norm_eps))
         self.layers = LayerStacks(lambda _, rngs: make(rngs), plan, rngs)
         # A Conformer's last layer ends with a norm of its own.
-        self.head = None if c.conformer else LayerNorm(c.width, c.norm_eps)
+        self.head = LayerNorm(c.width, c.norm_eps) if c.attends and not c.conformer else None
         self.config = c
         self.pool = c.pool
         self.dropout = c.dropout
@@ -206,7 +220,7 @@ class AudioEncoder(nnx.Module):
                 item, time, jnp.arange(item.shape[1]), c.chunk_positions * c.attended_chunks
             )
         context = Context(encoder_mask(item))
-        if c.conformer:  # whose attention needs no plan
+        if c.conformer or not c.attends:  # which need no plan
             return context
         context = context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype)
         if not isinstance(c.positions, RotaryTime):

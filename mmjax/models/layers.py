@@ -542,6 +542,18 @@ class LayerOutput(NamedTuple):
     routing: Routing | None  # of a mixture of experts
 
 
+class NormLayer(nnx.Module):
+    """A norm as the layer of a tower that does not attend (Gemma 4 Unified)."""
+
+    def __init__(self, norm: nnx.Module):
+        self.norm = norm
+
+    def __call__(
+        self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
+    ) -> LayerOutput:
+        return LayerOutput(self.norm(x), None, None)
+
+
 class TransformerLayer(nnx.Module):
     """Attention, a delta net or a convolution, then an MLP or experts, each between its norms added to the stream.
 

@@ -101,7 +101,8 @@ def apply_stack(
         graphs[name], *params[name] = nnx.split(
             module, lambda path, _, paths=accumulated: path in paths, ...
         )
-    scanned = len(run.parts[next(iter(stored))]) > 1
+    steps = len(run.parts[next(iter(stored))])
+    scanned = steps > 1
     # Where all layers of each part are alike, their masks are chosen here; a scan over both kinds
     # takes one of two by index.
     kinds = {name: {i in windowed for i in layers} for name, layers in run.parts.items()}
@@ -179,7 +180,9 @@ def apply_stack(
     # The carry is the residual stream; parameters, numbers and caches are sliced along their
     # leading axis. What a cache keeps comes out stacked, and so does routing.
     xs = {name: (params[name], inputs[name]) for name in stored}
-    (x, accumulators), (cache, routings) = jax.lax.scan(body, (x, accumulators), xs)
+    (x, accumulators), (cache, routings) = jax.lax.scan(
+        body, (x, accumulators), xs, length=steps  # of layers that may have no parameters
+    )
     return x, cache, accumulators, routings
 
 

@@ -30,6 +30,7 @@ from mmjax.models.layers import (
     NORMS,
     Context,
     LayerNorm,
+    NormLayer,
     PositionTable,
     SelfAttention,
     TransformerLayer,
@@ -51,9 +52,9 @@ class PatchEmbedding(nnx.Module):
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
         c = config
-        self.patches = Linear(
-            c.frames * c.patch**2 * c.channels, c.width, (None, "embed"), rngs, bias=c.embed_bias
-        )
+        values = c.frames * c.patch**2 * c.channels
+        self.patch_norm = LayerNorm(values, c.norm_eps) if c.patch_norm else None
+        self.patches = Linear(values, c.width, (None, "embed"), rngs, bias=c.embed_bias)
         self.class_token = PositionTable(1, c.width, rngs) if c.class_token else None
         self.registers = PositionTable(c.registers, c.width, rngs) if c.registers else None
         positions = _learned_positions(c)
@@ -74,7 +75,8 @@ class PatchEmbedding(nnx.Module):
         ).astype(dtype)
         # Where no videos are taken, a batch has one frame of a temporal patch: still images are
         # repeated (Qwen2-VL).
-        x = self.patches(jnp.tile(pixels, c.frames * c.patch**2 * c.channels // pixels.shape[-1]))
+        x = jnp.tile(pixels, c.frames * c.patch**2 * c.channels // pixels.shape[-1])
+        x = self.patches(x if self.patch_norm is None else self.patch_norm(x))
         if self.class_token is not None:
             x = jnp.where((row < 0)[..., None], self.class_token(jnp.zeros_like(row), dtype), x)
         if c.embed_norm_first and self.norm is not None:
@@ -349,7 +351,9 @@ class VisionEncoder(nnx.Module):
         plain = encoder_layer_config(c)
         merger = partial(QueryMerger if c.query_layers else WindowMerger, c)
 
-        def make(number: int, rngs: nnx.Rngs) -> TransformerLayer:
+        def make(number: int, rngs: nnx.Rngs) -> nnx.Module:
+            if not c.attends:
+                return NormLayer(NORMS[c.norm](c.width, c.norm_eps))
             if c.query_layers and number >= c.merge_after:
                 return TransformerLayer(query_layer_config(c), rngs)
             windowed = number in c.windowed
@@ -389,6 +393,8 @@ class VisionEncoder(nnx.Module):
         c = self.config
         ordered = self._window_ordered(items)
         context = Context(encoder_mask(ordered.item))
+        if not c.attends:
+            return context
         if c.windowed:
             window = jnp.repeat(self._windows(items).number(), c.connector.merge**2, axis=1)
             # A query that sees no kind attends its span alone, here the window.

@@ -60,6 +60,7 @@ WHOLE = (
         "gemma2",
         "gemma3_text",
         "gemma4_text",
+        "gemma4_unified_text",
         "opt",
         "gpt2",
         "cohere",
@@ -84,6 +85,7 @@ WHOLE = (
         "mistral3",
         "gemma3",
         "gemma4",
+        "gemma4_unified",
     ),
     *(
         "llava_next_video",
@@ -155,6 +157,7 @@ IMAGES = {  # by the folder of their model
     "smolvlm": ("SmolVLMImageProcessor",),
     "gemma3": ("Gemma3ImageProcessor",),
     "gemma4": ("Gemma4ImageProcessor",),
+    "gemma4_unified": ("Gemma4UnifiedImageProcessor",),
     "got_ocr2": ("GotOcr2ImageProcessor",),
     "internvl": ("InternVLVideoProcessor",),
     "deepseek_vl": ("DeepseekVLImageProcessor",),
@@ -266,6 +269,7 @@ def table(nulls: bool = True) -> dict[str, Any]:
             transformers.WhisperFeatureExtractor,
             transformers.Qwen3ASRFeatureExtractor,
             transformers.Gemma4AudioFeatureExtractor,
+            transformers.Gemma4UnifiedAudioFeatureExtractor,
         ):
             processors[extractor.__name__] = _signature(extractor)
         generators = {name: _signature(getattr(diffusers, name)) for name in GENERATORS}

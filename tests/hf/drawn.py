@@ -34,6 +34,7 @@ DECODERS = {
     "gemma2": transformers.Gemma2Config,
     "gemma3": transformers.Gemma3TextConfig,
     "gemma4_text": transformers.Gemma4TextConfig,
+    "gemma4_unified_text": transformers.Gemma4UnifiedTextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
     "gpt_oss": transformers.GptOssConfig,
     "lfm2": transformers.Lfm2Config,
@@ -59,7 +60,7 @@ LATENT = ("mistral4", "deepseek_v2", "deepseek_v3")  # attention
 NOT_IN_LLAVA = (
     *LATENT,
     *("ministral3", "qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "glm4_moe"),
-    *("opt", "gpt2", "ernie4_5", "gemma4_text", "gpt_oss", "lfm2", "llama4_text"),
+    *("opt", "gpt2", "ernie4_5", "gemma4_text", "gemma4_unified_text", "gpt_oss", "lfm2", "llama4_text"),
 )
 # as the text of any vision tower
 IN_LLAVA = [name for name in DECODERS if name not in NOT_IN_LLAVA]
@@ -120,6 +121,8 @@ def decoder(
         return transformers.Qwen3_5TextConfig(**qwen3_5_text(rng) | own)
     if family == "gemma4_text":
         return transformers.Gemma4TextConfig(**gemma4_text(rng, vocab) | own)
+    if family == "gemma4_unified_text":
+        return transformers.Gemma4UnifiedTextConfig(**gemma4_unified_text(rng, vocab) | own)
     if family in ("opt", "gpt2"):
         return DECODERS[family](**learned_positions(rng, family, vocab) | own)
     if family == "qwen3_5_moe_text":
@@ -238,6 +241,41 @@ def gemma4_text(rng: np.random.Generator, vocab: int) -> Fields:
         "vocab_size_per_layer_input": vocab,
         **pick(rng, {}, moe),
     }
+
+
+def gemma4_unified_text(rng: np.random.Generator, vocab: int) -> Fields:
+    """Gemma 4 without vectors of tokens and without experts."""
+    others = ("per_layer_input", "moe", "experts")
+    fields = gemma4_text(rng, vocab).items()
+    return {name: value for name, value in fields if not any(map(name.count, others))}
+
+
+def gemma4_unified(
+    rng: np.random.Generator, vocab: int = 97, **tokens: int
+) -> transformers.PreTrainedConfig:
+    """Gemma 4 without towers; images attend both ways in windows that are longer, or not at all."""
+    width = between(rng, 20, 40)
+    vision = {
+        "patch_size": between(rng, 2, 5),
+        "pooling_kernel_size": pick(rng, 1, 2, 3),
+        "mm_embed_dim": width,
+        "output_proj_dims": width,
+        "mm_posemb_size": between(rng, 3, 9),
+        "rms_norm_eps": pick(rng, 1e-6, 1e-3),
+    }
+    audio = {"audio_embed_dim": between(rng, 20, 40), "rms_norm_eps": pick(rng, 1e-6, 1e-3)}
+    text = gemma4_unified_text(rng, vocab)
+    text["hidden_size"] = max(text["hidden_size"], 24)  # fewer channels enlarge rounding
+    text["use_bidirectional_attention"] = pick(rng, None, "vision")
+    if text["use_bidirectional_attention"]:
+        text["sliding_window"] = pick(rng, 9, 12)  # an image of the tests has up to nine tokens
+    return transformers.Gemma4UnifiedConfig(
+        text_config=text,
+        vision_config=vision,
+        audio_config=audio,
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
+    )
 
 
 def gemma4(

@@ -1,4 +1,4 @@
-"""Image processors of LFM2-VL and Llama 4 with Pillow, made of their own code, whose modules want torchvision."""
+"""Image processors of LFM2-VL, Llama 4 and Gemma 4 Unified with Pillow, made of their own code, whose modules want torchvision."""
 
 from __future__ import annotations
 import __future__
@@ -70,6 +70,14 @@ def pad(images: torch.Tensor, padding: Sequence[int], fill: Sequence[int]) -> to
     return torch.nn.functional.pad(images, (left, right, top, bottom), value=value)
 
 
+def resize(
+    image: torch.Tensor, size: Sequence[int], interpolation: int, antialias: bool
+) -> torch.Tensor:
+    """Resize one image as torchvision does where it is told to be as Pillow."""
+    assert antialias
+    return Pillows().resize(image[None], SizeDict(*size), interpolation)[0]
+
+
 def _made(model: str, name: str) -> type:
     path = Path(transformers.__file__).parent / f"models/{model}/image_processing_{model}.py"
     tree = ast.parse(path.read_text())
@@ -77,6 +85,7 @@ def _made(model: str, name: str) -> type:
         node
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
+        or (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple))
         or (isinstance(node, ast.ClassDef) and node.name == name)
     ]
     made = next(node for node in tree.body if isinstance(node, ast.ClassDef))
@@ -88,7 +97,7 @@ def _made(model: str, name: str) -> type:
     names = vars(image_utils) | vars(image_transforms)
     names |= {"torch": torch, "math": math, "lru_cache": functools.lru_cache}
     names |= {"TorchvisionBackend": Pillows, "BatchFeature": BatchFeature}
-    names |= {"defaultdict": defaultdict, "tvF": SimpleNamespace(pad=pad)}
+    names |= {"defaultdict": defaultdict, "tvF": SimpleNamespace(pad=pad, resize=resize)}
     names |= {"logger": SimpleNamespace(debug=print), f"{name}Kwargs": None}
     flags = __future__.annotations.compiler_flag
     exec(compile(tree, str(path), "exec", flags), names)
@@ -97,3 +106,4 @@ def _made(model: str, name: str) -> type:
 
 Lfm2VlImageProcessor = _made("lfm2_vl", "Lfm2VlImageProcessor")
 Llama4ImageProcessor = _made("llama4", "Llama4ImageProcessor")
+Gemma4UnifiedImageProcessor = _made("gemma4_unified", "Gemma4UnifiedImageProcessor")

@@ -70,8 +70,8 @@ class MaskRules:
         ):  # queries of an image to be made, which attend as text does
             return self.bit(module), self.everyone, 0
         sees = 0 if self.items == "isolated" else self.everyone
-        # In layers with windows images alone attend both ways.
-        causal = ("causal", "prefix", *(("in_windows",) if module in self.clip_names else ()))
+        of_clips = ("images", "in_windows") if module in self.clip_names else ()
+        causal = ("causal", "prefix", *of_clips)
         return self.bit(module), sees, 0 if self.items in causal else group
 
 

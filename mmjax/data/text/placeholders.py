@@ -129,7 +129,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return {
                     "image": Placeholder(begin, token, before=f"\n\n{begin}", after=f"{end}\n\n")
                 }
-            case "gemma4":
+            case "gemma4" | "gemma4unified":
                 token = named.get("image_token", "<|image|>")
                 begin = named.get("boi_token", "<|image>")
                 end = named.get("eoi_token", "<image|>")

@@ -35,6 +35,7 @@ from mmjax.data.media.preparations import (
     tiles_and_square,
     uniform_video,
     usm_mel,
+    waveform,
     whisper_mel,
 )
 
@@ -61,6 +62,7 @@ KINDS = {
         tiles_and_square,
         uniform_video,
         usm_mel,
+        waveform,
         whisper_mel,
     )
 }
