@@ -88,7 +88,7 @@ CHECKPOINTS = {
     "lighton_ocr": Checkpoints(mistral3.read_lighton, mistral3.layout, modules="named"),
     **dict.fromkeys(gemma3.FAMILIES, Checkpoints(gemma3.read, gemma3.layout)),
     "gemma4": Checkpoints(gemma4.read, gemma4.layout, modules="named"),
-    "gemma4_unified": Checkpoints(gemma4.read, gemma4.unified_layout, modules="named"),
+    "gemma4_unified": Checkpoints(gemma4.read, gemma4.unified_layout, modules="unified"),
     "paddleocr_vl": Checkpoints(paddleocr.read, paddleocr.layout),
     "kimi_k25": Checkpoints(kimi.read, kimi.layout),
     "paligemma": Checkpoints(paligemma.read, paligemma.layout),

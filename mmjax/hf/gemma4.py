@@ -48,10 +48,9 @@ UNIFIED_EXTRACTOR = "Gemma4UnifiedAudioFeatureExtractor"
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
-    """The model that reads images, clips and texts of a Gemma 4. Raises UserError for a text of another family."""
+    """The model that reads images, clips and texts of a Gemma 4."""
     text = fields.inner("text_config")
     unified = fields.get("model_type", str) == "gemma4_unified"
-    text.allow_only("model_type", "gemma4_unified_text" if unified else "gemma4_text")
     llm = decoder_of(text, tables_are_tied(fields))
     note(f"{fields.where}: videos are not supported")
     encoders: dict[str, VisionConfig | AudioConfig] = {}
@@ -178,7 +177,7 @@ def _patches(folder: HfFolder, fields: Fields) -> VisionConfig:
         norm_eps=LAYER_NORM_EPS,
         connector=ConnectorConfig(
             merge=1,
-            norm="unscaled",
+            norm="merged_unscaled",
             norm_eps=fields.get("rms_norm_eps", float),
             mlp_width=0,
             biases=(),

@@ -71,6 +71,10 @@ RENAMED = {  # the projections of DINOv2's towers, and of Cosmos 3
     "self_attn.to_v": "self_attn.v_proj",
     "self_attn.to_out": "self_attn.o_proj",
 }
+UNIFIED = {  # of Gemma 4 without towers alone
+    "vision_embedder.": "embed_vision.",
+    "embed_vision.": "embed_vision.multimodal_embedder.",
+}
 MOON = "vision_tower.encoder.blocks."  # of Kimi K2.5's tower, whose modules have other names now
 MOON_MODULES = {
     "norm0": "norm1",
@@ -88,13 +92,14 @@ MOON_BESIDE = {  # its layers
 # that transformers makes other tensors of: experts, and the matrices and positions of Kimi's tower
 NO_MODULES = ("*.experts.*", "vision_tower.*.wqkv", "vision_tower.*.pos_emb")
 WHOLE = "thinker."  # what the tensors of a thinker begin with inside a whole checkpoint
-ModuleNames = Literal["decoder", "named", "wrapped"]  # see `Checkpoints`; a decoder's are named too
+ModuleNames = Literal["decoder", "named", "unified", "wrapped"]  # see `Checkpoints`; a decoder's are named too
 
 
 def module_path(key: str, names: ModuleNames) -> str:
     """The module whose weight this tensor is, in the class that transformers or diffusers loads the checkpoint with."""
     path = key.removesuffix(".weight")
-    path = next((path.replace(old, new) for old, new in RENAMED.items() if old in path), path)
+    renamed = UNIFIED if names == "unified" else RENAMED
+    path = next((path.replace(old, new) for old, new in renamed.items() if old in path), path)
     if names != "wrapped":
         return path
     if path.startswith(WHOLE):

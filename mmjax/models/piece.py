@@ -161,11 +161,14 @@ class Piece:
         runs = {name for run in stacks if self.start <= run.start < self.stop for name in run.parts}
         if self.generates:
             return self._select_generator(params, runs)
-        tower = params["llm"] if self.tower == "llm" else params["encoders"][self.tower]
+        # An encoder may have no parameters of its own, and is not among them then.
+        tower = params["llm"] if self.tower == "llm" else params["encoders"].get(self.tower, {})
         tied = self.tower == "llm" and self.config.llm.tied
         # The same nesting as the full parameters, so that `Model.module` can merge it.
-        part = {"layers": {"runs": {name: tower["layers"]["runs"][name] for name in sorted(runs)}}}
-        if self.first or (self.last and tied):
+        part = {}
+        if "layers" in tower:
+            part["layers"] = {"runs": {name: tower["layers"]["runs"][name] for name in sorted(runs)}}
+        if "embed" in tower and (self.first or (self.last and tied)):
             part["embed"] = tower["embed"]
         if self.first:
             part |= {name: tower[name] for name in ("positions", "token_inputs") if name in tower}

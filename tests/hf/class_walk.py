@@ -387,6 +387,7 @@ INERT_IN = {
     "gemma3_text": {"attn_logit_softcapping", "max_position_embeddings"},
     "gemma4_text": {"max_position_embeddings"},
     "gemma4_vision": {"attention_bias", "max_position_embeddings"},
+    "gemma4_unified_text": {"max_position_embeddings"},
     "qwen3_vl_moe_text": {"tie_word_embeddings"},
     "qwen2_5_omni_text": {"tie_word_embeddings"},
     "qwen2_5_omni_audio_encoder": {"max_source_positions"},

@@ -55,7 +55,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "glm_ocr": {
         "text_config": {"hidden_size": 1536, "head_dim": 128, "partial_rotary_factor": 0.5}
     },
-    "gemma4": {"vision_config": {}, "audio_config": {}},
+    **{kind: {"vision_config": {}, "audio_config": {}} for kind in ("gemma4", "gemma4_unified")},
     # as published: the tower's default widths in transformers do not go with each other
     "llama4": {"vision_config": {"hidden_size": 1408, "vision_output_dim": 4096}},
     "janus": {"vision_config": {"projection_dim": 4096}},

@@ -94,6 +94,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "janus": lambda: drawn.janus(rng(), image_token_id=5),
     "gemma3": lambda: drawn.gemma3(rng(), image_token_index=5),
     "gemma4": lambda: drawn.gemma4(rng(), image_token_id=5, video_token_id=6, audio_token_id=7),
+    "gemma4_unified": lambda: drawn.gemma4_unified(rng(), image_token_id=5, video_token_id=6, audio_token_id=7),
     "shieldgemma2": lambda: drawn.shieldgemma2(rng(), image_token_index=5),
     "paligemma": lambda: drawn.paligemma(rng(), image_token_index=5),
     "video_llava": lambda: around("video_llava", CLIP, video_token_index=6),

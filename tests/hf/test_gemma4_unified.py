@@ -107,3 +107,100 @@ def theirs(model, sample):
 def test_gemma4_without_towers_is_what_transformers_makes_of_it(seed, tmp_path):
     model = made(seed, tmp_path)
     check_samples(model, tmp_path, samples(model), theirs)
+
+
+@pytest.mark.exhaustive
+def test_ten_steps_without_towers_have_the_losses_that_torch_has(tmp_path):
+    model = made(2, tmp_path)
+    check_ten_steps(model, tmp_path, samples(model), theirs)
+
+
+def test_adapters_and_layers_trained_whole_compute_in_peft_what_the_merged_folder_computes(tmp_path):
+    made(0, tmp_path / "source")
+    lora = {"all": LoraConfig(("llm.*.attention.*", "*.connector.*"), 4, 6.0)}
+    # The embedding of images and its norms are no linear layers of layers, and clips have none.
+    encoders = from_hf(tmp_path / "source", freeze=["vision", "audio"]).encoders
+    run = moved(tmp_path / "source", tmp_path / "run", lora=lora, encoders=encoders)
+    export.export(run, tmp_path / "merged")
+    export.export(run, tmp_path / "adapter", adapter=True)
+    kind = transformers.Gemma4UnifiedForConditionalGeneration.from_pretrained
+    merged, source = (kind(tmp_path / name).eval() for name in ("merged", "source"))
+    sample = samples(source)[-1]
+    with torch.no_grad():
+        before, wanted = theirs(source, sample), theirs(merged, sample)
+        found = theirs(peft.PeftModel.from_pretrained(source, tmp_path / "adapter").eval(), sample)
+    assert (before - wanted).abs().max() > 0.01
+    np.testing.assert_allclose(found.numpy(), wanted.numpy(), atol=1e-4)
+
+
+def test_images_are_those_of_the_folders_processor(tmp_path):
+    model = made(0, tmp_path)
+    processor = processor_of(model)
+    processor.save(tmp_path)
+    vision = from_hf(tmp_path).encoders["vision"]
+    assert vision.images == PatchBudget(vision.patch, 70)
+    for size in ((40, 70), (11, 250), (333, 29)):
+        image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+        (item,) = prepare_image(before_encoder(vision.images), image)
+        made_there = processor([Image.fromarray(image)])
+        count = int(made_there["num_soft_tokens_per_image"][0])
+        rows, columns = (side // vision.patch for side in item.shape[:2])
+        assert count == rows * columns
+        places = np.stack(np.unravel_index(np.arange(count), (rows, columns))[::-1], 1)
+        np.testing.assert_array_equal(made_there["image_position_ids"][0, :count], places)
+        ours = patchify(item, vision.patch, 1).reshape(count, -1) / 255
+        np.testing.assert_allclose(made_there["pixel_values"][0, :count], ours, atol=2e-6)
+
+
+def test_clips_are_those_of_the_folders_extractor(tmp_path):
+    frame = made(0, tmp_path).config.audio_config.audio_embed_dim
+    said = {"feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor", "sampling_rate": 8000}
+    path = tmp_path / "processor_config.json"
+    path.write_text(json.dumps({"feature_extractor": said | {"audio_samples_per_token": frame}}))
+    config = json.loads((tmp_path / "config.json").read_text()) | {"vision_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert from_hf(tmp_path).encoders["audio"].clips == Waveform(frame, 8000)
+    for own, message in (
+        ({}, "the folder's extractor says audio_samples_per_token=640; make them the same"),
+        ({"padding_value": 1.0}, "padding_value=1.0: only 0 is known"),
+        ({"padding_side": "left"}, "padding_side='left': only right is known"),
+    ):
+        path.write_text(json.dumps({"feature_extractor": said | own}))
+        with pytest.raises(UserError, match=message):
+            from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "own", "message"),
+    [
+        ("vision_config", {"output_proj_dims": 9}, "output_proj_dims=9 is not supported; known: "),
+        ("vision_config", {"model_patch_size": 9}, "model_patch_size=9 is not supported; known: "),
+        ("audio_config", {"hidden_size": 9}, "hidden_size=9 is not supported; known: "),
+        ("text_config", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+        (
+            "text_config",
+            {"use_bidirectional_attention": "vision", "sliding_window": 69},
+            "sliding_window=69 is less than an image's max_soft_tokens=70",
+        ),
+    ],
+)
+def test_what_would_be_another_model_is_refused(part, own, message, tmp_path):
+    model = made(0, tmp_path)
+    processor_of(model).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config[part] |= own
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("absent", ["vision_config", "audio_config"])
+def test_a_folder_without_images_or_without_clips_is_read_and_its_tensors_left_alone(
+    absent, tmp_path
+):
+    model = made(0, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {absent: None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    axes = 1 if absent == "vision_config" else 3  # of the media that are read
+    read = [x for x in samples(model) if all(is_text(p) or p.ndim == axes for p in x)]
+    check_samples(model, tmp_path, read, theirs)

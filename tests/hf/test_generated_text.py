@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import test_any_res
 import test_gemma4
+import test_gemma4_unified
 import test_glm4v
 import test_kimi
 import test_minicpm
@@ -444,6 +445,18 @@ def test_gemma4_writes_what_it_writes_there_after_images_and_clips(seed, tmp_pat
     model.save_pretrained(tmp_path)
     prompts = [*test_gemma4.samples(model), *test_gemma4.samples(model, seed=1)]
     check(model, tmp_path, prompts, lambda prompt: test_gemma4.inputs(model, prompt))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_gemma4_without_towers_writes_what_it_writes_there_after_images_and_clips(seed, tmp_path):
+    there = test_gemma4_unified
+    model = there.made(seed, tmp_path)
+    with torch.no_grad():  # so that tokens of media are not written
+        model.get_output_embeddings().weight[there.IMAGE - 2 :] = 0
+    model.save_pretrained(tmp_path)
+    prompts = [*there.samples(model), *there.samples(model, seed=1)]
+    check(model, tmp_path, prompts, lambda prompt: there.inputs(model, prompt))
 
 
 @pytest.mark.exhaustive
