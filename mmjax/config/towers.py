@@ -63,6 +63,10 @@ def check_encode(where: str, tower: Any) -> None:
         f"{once}: its outputs change as it is trained; use frozen=true, or encode=step",
     )
     check(
+        tower.attends,
+        f"{once}: norms alone take less time than what is stored takes to read; use encode=step",
+    )
+    check(
         not tower.dropout,
         f"{once}: dropout={tower.dropout} drops others in every step; use dropout=0, or encode=step",
     )

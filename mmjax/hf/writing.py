@@ -92,7 +92,9 @@ MOON_BESIDE = {  # its layers
 # that transformers makes other tensors of: experts, and the matrices and positions of Kimi's tower
 NO_MODULES = ("*.experts.*", "vision_tower.*.wqkv", "vision_tower.*.pos_emb")
 WHOLE = "thinker."  # what the tensors of a thinker begin with inside a whole checkpoint
-ModuleNames = Literal["decoder", "named", "unified", "wrapped"]  # see `Checkpoints`; a decoder's are named too
+ModuleNames = Literal[
+    "decoder", "named", "unified", "wrapped"
+]  # see `Checkpoints`; a decoder's are named too
 
 
 def module_path(key: str, names: ModuleNames) -> str:

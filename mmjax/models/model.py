@@ -284,6 +284,7 @@ def partition(params: Params, frozen: Set[str]) -> tuple[Params, Params]:
     have.
     """
     known = modules_of(params)
+    known |= {name.removesuffix(".connector") for name in known}  # which may have no parameters
     if unknown := frozen - known:
         raise ValueError(
             f"cannot freeze {min(unknown)!r}: the model has {', '.join(sorted(known))}"

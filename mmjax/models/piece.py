@@ -167,7 +167,9 @@ class Piece:
         # The same nesting as the full parameters, so that `Model.module` can merge it.
         part = {}
         if "layers" in tower:
-            part["layers"] = {"runs": {name: tower["layers"]["runs"][name] for name in sorted(runs)}}
+            part["layers"] = {
+                "runs": {name: tower["layers"]["runs"][name] for name in sorted(runs)}
+            }
         if "embed" in tower and (self.first or (self.last and tied)):
             part["embed"] = tower["embed"]
         if self.first:

@@ -181,7 +181,10 @@ def apply_stack(
     # leading axis. What a cache keeps comes out stacked, and so does routing.
     xs = {name: (params[name], inputs[name]) for name in stored}
     (x, accumulators), (cache, routings) = jax.lax.scan(
-        body, (x, accumulators), xs, length=steps  # of layers that may have no parameters
+        body,
+        (x, accumulators),
+        xs,
+        length=steps,  # of layers that may have no parameters
     )
     return x, cache, accumulators, routings
 

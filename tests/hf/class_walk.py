@@ -423,6 +423,7 @@ ENABLED_IN = {
         "moe_intermediate_size": 16,
         "rope_parameters": None,
     },
+    "gemma4_unified_text": {"num_kv_shared_layers": 10, "rope_parameters": None},
     "gemma4_audio": {"attention_context_right": 3},  # of which 0 and 1 are the same
 }
 

@@ -60,7 +60,16 @@ LATENT = ("mistral4", "deepseek_v2", "deepseek_v3")  # attention
 NOT_IN_LLAVA = (
     *LATENT,
     *("ministral3", "qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "glm4_moe"),
-    *("opt", "gpt2", "ernie4_5", "gemma4_text", "gemma4_unified_text", "gpt_oss", "lfm2", "llama4_text"),
+    *(
+        "opt",
+        "gpt2",
+        "ernie4_5",
+        "gemma4_text",
+        "gemma4_unified_text",
+        "gpt_oss",
+        "lfm2",
+        "llama4_text",
+    ),
 )
 # as the text of any vision tower
 IN_LLAVA = [name for name in DECODERS if name not in NOT_IN_LLAVA]

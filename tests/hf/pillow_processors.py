@@ -1,4 +1,4 @@
-"""Image processors of LFM2-VL, Llama 4 and Gemma 4 Unified with Pillow, made of their own code, whose modules want torchvision."""
+"""Image processors of LFM2-VL, Llama 4 and Gemma 4 Unified with Pillow, of their own code, which wants torchvision."""
 
 from __future__ import annotations
 import __future__

@@ -115,7 +115,9 @@ def test_ten_steps_without_towers_have_the_losses_that_torch_has(tmp_path):
     check_ten_steps(model, tmp_path, samples(model), theirs)
 
 
-def test_adapters_and_layers_trained_whole_compute_in_peft_what_the_merged_folder_computes(tmp_path):
+def test_adapters_and_layers_trained_whole_compute_in_peft_what_the_merged_folder_computes(
+    tmp_path,
+):
     made(0, tmp_path / "source")
     lora = {"all": LoraConfig(("llm.*.attention.*", "*.connector.*"), 4, 6.0)}
     # The embedding of images and its norms are no linear layers of layers, and clips have none.
@@ -176,7 +178,11 @@ def test_clips_are_those_of_the_folders_extractor(tmp_path):
         ("vision_config", {"output_proj_dims": 9}, "output_proj_dims=9 is not supported; known: "),
         ("vision_config", {"model_patch_size": 9}, "model_patch_size=9 is not supported; known: "),
         ("audio_config", {"hidden_size": 9}, "hidden_size=9 is not supported; known: "),
-        ("text_config", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+        (
+            "text_config",
+            {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention='all'",
+        ),
         (
             "text_config",
             {"use_bidirectional_attention": "vision", "sliding_window": 69},

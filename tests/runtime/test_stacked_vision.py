@@ -21,7 +21,7 @@ from tiny_run import (
 )
 
 from mmjax.autotune.layer_profile import time_layer
-from mmjax.config import Config, ConformerConfig, StretchedGrid, UsmMel
+from mmjax.config import AxisTables, Config, ConformerConfig, StretchedGrid, UsmMel, Waveform
 from mmjax.data.plan.placement import ONE_RANK
 from mmjax.planning.memory import saved_bytes_per_layer
 from mmjax.runtime.devices import mesh_topology
@@ -53,6 +53,34 @@ def conformer_config() -> Config:
     return replace(made, model=model)
 
 
+def towerless_config() -> Config:
+    """Images and clips as Gemma 4 Unified has them: layers are norms alone, and clips' have no parameters."""
+    made = tiny_config()
+    of_images = {"patch_norm": True, "embed_norm": True, "embed_norm_first": True}
+    encoders = {
+        "vision": replace(
+            made.model.encoders["vision"],
+            layers=1,
+            heads=1,
+            mlp_width=0,
+            positions=AxisTables(9),
+            head_norm=False,
+            **of_images,
+        ),  # fmt: skip
+        "audio": replace(
+            made.model.encoders["audio"],
+            layers=1,
+            heads=1,
+            mlp_width=0,
+            width=64,
+            clips=Waveform(64, 4000),
+            pool=1,
+        ),  # fmt: skip
+    }
+    model = replace(made.model, encoders=encoders)
+    return replace(made, model=model, batch=replace(made.batch, microbatches=1))
+
+
 def folder(parent: Path, name: str) -> Path:
     (parent / name).mkdir()
     return parent / name
@@ -80,6 +108,26 @@ def test_a_mesh_gives_the_gradients_of_one_device(tmp_path):
     with stderr_of() as written:
         found = gradients(executor, state_with(executor, parameters), batches)
     assert "rematerialization" not in "".join(written)
+    off, name = worst_leaf(found.gradients, wanted.gradients)
+    assert off < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    "mesh", ["data=2 x fsdp=2 x tensor=2, encoders=data", "data=2 x fsdp=2 x tensor=2"]
+)
+def test_encoders_of_norms_alone_have_the_gradients_of_one_device_on_a_mesh(mesh, tmp_path):
+    made = towerless_config()
+    one = make_executor(made, MESHES["one device"])
+    parameters = scattered(one)
+    batches = load_steps(made, folder(tmp_path, "one"), 1, ONE_RANK)[0]
+    wanted = gradients(one, state_with(one, parameters), batches)
+    assert set(wanted.gradients["encoders"]) == {"vision"}
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(wanted.gradients["encoders"]))
+    executor = make_executor(made, MESHES[mesh])
+    batches = load_steps(
+        made, folder(tmp_path, "many"), 1, mesh_topology(executor.mesh, MESHES[mesh])
+    )[0]
+    found = gradients(executor, state_with(executor, parameters), batches)
     off, name = worst_leaf(found.gradients, wanted.gradients)
     assert off < 1e-5, name
 

@@ -26,6 +26,8 @@ from transformers import (
     Gemma3Processor,
     Gemma4AudioFeatureExtractor,
     Gemma4Processor,
+    Gemma4UnifiedAudioFeatureExtractor,
+    Gemma4UnifiedProcessor,
     GlmAsrProcessor,
     InternVLProcessor,
     LlavaProcessor,
@@ -52,6 +54,7 @@ from mmjax.config import (
     PanAndScan,
     Placeholder,
     UsmMel,
+    Waveform,
     WhisperMel,
 )
 from mmjax.data.loading.packing import pack_microbatch
@@ -513,7 +516,13 @@ def gemma4_processor() -> tuple[Any, Any]:
     ]
 
 
-def gemma4_processor_of_clips() -> Any:
+def gemma4_unified_processor() -> Any:
+    return gemma4_processor_of_clips(Gemma4UnifiedProcessor, Gemma4UnifiedAudioFeatureExtractor)
+
+
+def gemma4_processor_of_clips(
+    kind: Any = Gemma4Processor, extractor: Any = Gemma4AudioFeatureExtractor
+) -> Any:
     names = ("boi_token", "image_token", "eoi_token", "boa_token", "audio_token", "eoa_token")
     marks = ("<|image>", "<|image|>", "<image|>", "<|audio>", "<|audio|>", "<audio|>")
     extra = {"extra_special_tokens": dict(zip(names, marks, strict=True))}
@@ -522,8 +531,8 @@ def gemma4_processor_of_clips() -> Any:
     template = checkpoints.GEMMA3.replace("<start_of_image>", "<|image|>")
     of_text = "{%- elif item['type'] == 'text' -%}"
     of_clips = "{%- elif item['type'] == 'audio' -%}{{ '<|audio|>' }}"
-    return without_video(Gemma4Processor)(
-        Gemma4AudioFeatureExtractor(),
+    return without_video(kind)(
+        extractor(),
         images,
         text,
         None,
@@ -700,6 +709,7 @@ GLM_ASR = replace(
     connector=ConnectorConfig(merge=4),
 )
 GEMMA4 = replace(HEARS, clips=UsmMel(), conformer=ConformerConfig(past=11))
+GEMMA4_UNIFIED = AudioConfig(1, 640, 1, 0, Waveform(), connector=ConnectorConfig(merge=1))
 # By a processor's class: how one is made, a clip's token, the encoder, and the clips' tenths of
 # seconds. The last two take one clip in a text.
 HEARING = {
@@ -709,6 +719,7 @@ HEARING = {
     "glmasr": (glmasr_processor, "<|pad|>", GLM_ASR, (347,)),
     "glmasr_short": (glmasr_processor, "<|pad|>", GLM_ASR, (3,)),
     "gemma4": (gemma4_processor_of_clips, "<|audio|>", GEMMA4, (7, 23)),
+    "gemma4_unified": (gemma4_unified_processor, "<|audio|>", GEMMA4_UNIFIED, (7, 23)),
 }
 
 
@@ -736,7 +747,7 @@ def test_clips_take_the_positions_that_the_processor_gives_them(kind: str, tmp_p
         flat(sample, positions, chat.tokenizer.id(token))[0]
         == np.array(out["input_ids"]).reshape(-1).tolist()
     )
-    end = "<end_of_turn>" if kind == "gemma4" else "<|im_end|>"
+    end = "<end_of_turn>" if "gemma4" in kind else "<|im_end|>"
     assert trained(chat, sample) == [f"Glass.{end}", f"b{end}"]
 
 
