@@ -401,8 +401,8 @@ class VisionConfig(TowerFacts):
         check_encode(where, self)
         divides(where, self.width, "width", self.heads, "heads")
         divides(where, self.heads, "heads", self.key_heads, "kv_heads")
-        others = ("windowed", "merge_after", "layer_scale", "value_norm", "clipped_linears")
-        check_norms(where, self, (*others, "gated", "relative_side", "dropout"))
+        of_layers = ("windowed", "merge_after", "layer_scale", "value_norm", "clipped_linears")
+        check_norms(where, self, (*of_layers, "gated", "relative_side", "dropout"))
         head_width = self.width // self.heads
         unit = self.positions.head_unit
         check(
@@ -713,8 +713,8 @@ class AudioConfig(TowerFacts):
                 f"{where}.callbacks.{name}={function}: it is called for images, and this encoder takes clips; "
                 "leave it out",
             )
-        others = ("conformer", "chunk", "stem_width", "key_bias", "clipped_linears", "dropout")
-        check_norms(where, self, others)
+        of_layers = ("conformer", "chunk", "stem_width", "key_bias", "clipped_linears", "dropout")
+        check_norms(where, self, of_layers)
         check(
             self.attends or self.width == self.mels,
             f"{where}.width={self.width}: layers of frames as they are are as wide as these, {self.mels}",

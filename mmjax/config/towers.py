@@ -85,13 +85,13 @@ def check_windows(where: str, tower: Any) -> None:
     check(complete, f"{where}.windowed names layers, but window=0; say how many they see")
 
 
-def check_norms(where: str, encoder: Any, others: Sequence[str]) -> None:
+def check_norms(where: str, encoder: Any, fields: Sequence[str]) -> None:
     """Check that layers that are norms alone are given none of these fields."""
-    given = [name for name in others if getattr(encoder, name) and not encoder.attends]
-    check(
-        not given,
-        f"{where}.mlp_width=0: layers are norms alone, without {(given or [''])[0]}; leave that out",
-    )
+    for name in fields:
+        check(
+            encoder.attends or not getattr(encoder, name),
+            f"{where}.mlp_width=0: layers are norms alone, without {name}; leave that out",
+        )
 
 
 class TowerFacts:

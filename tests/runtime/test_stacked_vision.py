@@ -75,7 +75,7 @@ def towerless_config() -> Config:
             width=64,
             clips=Waveform(64, 4000),
             pool=1,
-        ),  # fmt: skip
+        ),
     }
     model = replace(made.model, encoders=encoders)
     return replace(made, model=model, batch=replace(made.batch, microbatches=1))
