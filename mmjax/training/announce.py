@@ -230,7 +230,10 @@ def _describe_long_samples(config: Config, loader: StepLoader) -> list[str]:
 
 def describe_zero_rates(config: Config) -> list[str]:
     """Describe which of the trained modules have a learning rate of 0, and so stay as they are."""
-    peak = hyperparameters(config, config.schedule.warmup)
+    schedules = config.optimizer.modules.values()
+    starts = {config.schedule.warmup, *(rates.frozen_until for rates in schedules)}
+    by_start = [hyperparameters(config, step) for step in sorted(starts)]
+    peak = {key: max(hyper[key] for hyper in by_start) for key in by_start[0]}
     rates = {
         key.removeprefix("learning_rate/"): rate
         for key, rate in peak.items()
