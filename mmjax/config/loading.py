@@ -388,15 +388,22 @@ def _read_data_file(path: Path, module: types.ModuleType, modules: Loaded) -> No
             arguments[key_of(line).removeprefix(ARGUMENTS)] = line.partition("=")[2]
             del places[line]
 
-    def config() -> Config:
+    def config(**given: str) -> Config:
         tree = defaults(Config, "")
         if named:
             with _errors_at(place):
-                tree = _config_tree(base, Path(base.__file__), modules, arguments)
+                tree = _config_tree(base, Path(base.__file__), modules, arguments | given)
         _assign_all(tree, list(places), places)
         with _errors_at(str(path)):
             return decode(Config, tree, "")
 
+    # The command line gives the base's arguments too, of which the file may lack any.
+    config.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+            for name in (_parameters(base) if named else ())
+        ]
+    )
     module.config = config
 
 

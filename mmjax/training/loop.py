@@ -218,7 +218,7 @@ class Trainer:
             )
         else:
             print_lines(
-                f"all {self.end_step} steps are done; to go on, resume with a larger training.steps"
+                f"all {self.end_step} steps are done; to go on, resume with a larger training.steps or training.epochs"
             )
         return True
 
