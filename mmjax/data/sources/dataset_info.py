@@ -19,7 +19,7 @@ from mmjax.data.sources.record_keys import MEDIA, is_absent, unread_keys
 from mmjax.data.storage.files import file_inside, list_files
 from mmjax.errors import UserError
 
-_FILE = "dataset_info.json"
+DATASET_INFO = "dataset_info.json"
 _MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
 # By format the columns that are read, with their names where an entry gives none; None: there is
 # none then.
@@ -61,6 +61,17 @@ _MAX_SAMPLES = 100_000_000
 _SPLIT = "train"  # the only one that LLaMA-Factory finds in a file
 
 
+def read_entries(file: Path, where: str) -> dict[str, dict[str, Any]]:
+    """Read the data sets that a dataset_info.json describes, by name. Raises UserError, naming `where`."""
+    try:
+        entries = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where}: {file.name} cannot be read: {error}") from None
+    if not isinstance(entries, dict):
+        raise UserError(f"{where}: {file.name} is no object of data sets by name")
+    return {name: entry for name, entry in entries.items() if isinstance(entry, dict)}
+
+
 @dataclass(frozen=True)
 class DatasetInfo:
     """One entry of a dataset_info.json."""
@@ -80,15 +91,11 @@ class DatasetInfo:
 
         outside: whether its files may be in another folder.
         """
-        file = Path(path) / _FILE if os.path.isdir(path) else Path(path)
-        try:
-            entries = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{where}.path={path}: {file.name} cannot be read: {error}") from None
-        if not isinstance(entries, dict) or not isinstance(entries.get(entry), dict):
-            names = [str(name) for name in entries]
+        file = Path(path) / DATASET_INFO if os.path.isdir(path) else Path(path)
+        entries = read_entries(file, f"{where}.path={path}")
+        if entry not in entries:
             raise UserError(
-                f"{where}: {file} has no data set {entry!r}{did_you_mean(entry, names)}"
+                f"{where}: {file} has no data set {entry!r}{did_you_mean(entry, list(entries))}"
             )
         return cls.parse(entries[entry], file.parent, f"{where}: {entry!r} of {file}", outside)
 

@@ -10,7 +10,7 @@ from files_made import picture
 
 from mmjax.config import DatasetInfoSource
 from mmjax.data.sample import BadSample, MediaPlace
-from mmjax.data.sources.opening import open_conversations
+from mmjax.data.sources.opening import open_conversations, source_of
 from mmjax.errors import UserError
 
 IMAGE = MediaPlace("image")
@@ -50,6 +50,26 @@ def test_sharegpt_by_other_columns_and_tags_with_images_beside_the_file(tmp_path
         ("assistant", ("A cat.",)),
     ]
     assert got.media(0)[0].read() == picture(colour=3)
+
+
+def test_a_file_with_several_data_sets_is_asked_for_one_and_no_file_ends_in_a_traceback(
+    tmp_path: Path,
+) -> None:
+    file, cache = tmp_path / "dataset_info.json", tmp_path / "cache"
+    file.write_text(json.dumps({"one": {"file_name": "a.json"}, "two": {"file_name": "b.json"}}))
+    with pytest.raises(UserError, match=r"^--data .*json#NAME: one, two$"):
+        source_of(str(file), "--data", cache)
+    assert source_of(f"{file}#two", "--data", cache) == DatasetInfoSource(str(file), "two")
+    file.write_text('{"one": {"file_name": "a.json"}}')
+    assert source_of(str(file), "--data", cache) == DatasetInfoSource(str(file), "one")
+    for text in ("{", "[]", "{}"):
+        file.write_text(text)
+        with pytest.raises(UserError, match="^--data "):
+            source_of(str(file), "--data", cache)
+    other = tmp_path / "other.json"
+    other.write_text('{"one":\n{"file_name": "a.json"}\n}')
+    with pytest.raises(UserError, match="^--data .* its first record is not JSON"):
+        source_of(str(other), "--data", cache)
 
 
 @pytest.mark.parametrize(
