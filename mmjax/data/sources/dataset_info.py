@@ -12,9 +12,15 @@ from typing import Any
 
 from mmjax.config import Outside
 from mmjax.config.codec import did_you_mean
-from mmjax.data.sample import BadSample
+from mmjax.data.sample import TOOLS, BadSample
 from mmjax.data.sources.answer_records import REFERENCE, parse_pair
-from mmjax.data.sources.chat_records import KEYS, Record, parse_chat, with_unread
+from mmjax.data.sources.chat_records import (
+    FUNCTION_CALL,
+    KEYS,
+    Record,
+    parse_chat,
+    with_unread,
+)
 from mmjax.data.sources.record_keys import MEDIA, is_absent, unread_keys
 from mmjax.data.storage.files import file_inside, list_files
 from mmjax.errors import UserError
@@ -29,6 +35,7 @@ _COLUMNS: Mapping[str, Mapping[str, str | None]] = {
         "query": "input",
         "response": "output",
         "system": None,
+        "tools": None,
         "history": None,
     },
     "sharegpt": {"messages": "conversations", "system": None, "tools": None},
@@ -40,7 +47,7 @@ _ROLES = {  # tags of roles: what a record calls them by default, and the role
     "user_tag": ("human", "user"),
     "assistant_tag": ("gpt", "assistant"),
     "observation_tag": ("observation", "tool"),
-    "function_tag": ("function_call", "assistant"),
+    "function_tag": (FUNCTION_CALL, FUNCTION_CALL),
     "system_tag": ("system", "system"),
 }
 # Keys of an entry that say where else the data lie, which does not matter where their files are
@@ -184,7 +191,7 @@ class DatasetInfo:
             KEYS[kind][0]: record.get(self.columns[name] or "") for name, kind in _MEDIA.items()
         }
         turns = self._alpaca(record) if self.form == "alpaca" else self._sharegpt(record)
-        media["system"] = self._value(record, "system")
+        media |= {column: self._value(record, column) for column in ("system", TOOLS)}
         if self.ranking:
             chosen, rejected = (self._answer(record, key) for key in ("chosen", "rejected"))
             return with_unread(parse_pair(turns, chosen, rejected, media, record), unread)
@@ -192,8 +199,6 @@ class DatasetInfo:
 
     def _unread(self, record: Mapping[str, Any]) -> list[str]:
         """List the keys that no column names. Raises BadSample for those that say what is trained on."""
-        if not is_absent(tools := self._value(record, "tools")):
-            raise BadSample(f"has {self.columns['tools']}={str(tools)[:40]!r}, which are not read")
         read = frozenset(
             name for name in (*self.columns.values(), *(REFERENCE if self.ranking else ())) if name
         )

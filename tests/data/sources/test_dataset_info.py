@@ -10,6 +10,7 @@ from files_made import picture
 
 from mmjax.config import DatasetInfoSource
 from mmjax.data.sample import BadSample, MediaPlace
+from mmjax.data.sources.chat_records import parse_chat
 from mmjax.data.sources.opening import open_conversations, source_of
 from mmjax.errors import UserError
 
@@ -154,13 +155,39 @@ def test_what_an_entry_says_and_cannot_be_read_is_refused_in_a_line(
         opened(tmp_path, info)
 
 
-def test_a_name_that_is_not_there_and_tools_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "d.json").write_text(json.dumps([{"conversations": [], "tools": "[{}]"}]))
-    info = {"file_name": "d.json", "formatting": "sharegpt", "columns": {"tools": "tools"}}
+def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text("[]")
     with pytest.raises(UserError, match=r"has no data set 'mina': did you mean 'mine'\?"):
-        opened(tmp_path, info, entry="mina")
-    with pytest.raises(BadSample, match="has tools="):
-        opened(tmp_path, info).conversation(0)
+        opened(tmp_path, {"file_name": "d.json"}, entry="mina")
+
+
+def test_tools_and_calls_by_their_column_and_tags_are_those_of_messages(tmp_path: Path) -> None:
+    call, tool = {"name": "zoom", "arguments": {"by": 2}}, {"name": "zoom", "parameters": {}}
+    texts_by_role = {"human": "Zoom", "call": json.dumps(call), "result": "done", "gpt": "Done."}
+    turns = [{"from": role, "value": text} for role, text in texts_by_role.items()]
+    (tmp_path / "d.json").write_text(json.dumps([{"talk": turns, "functions": json.dumps([tool])}]))
+    info = {
+        "file_name": "d.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "talk", "tools": "functions"},
+        "tags": {"function_tag": "call", "observation_tag": "result"},
+    }
+    messages = [
+        {"role": "user", "content": "Zoom"},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "done"},
+        {"role": "assistant", "content": "Done."},
+    ]
+    wrapped = [{"type": "function", "function": tool}]
+    theirs = parse_chat({"messages": messages, "tools": wrapped}, "messages").conversation
+    assert opened(tmp_path, info).conversation(0) == theirs
+    (tmp_path / "d.json").write_text(
+        json.dumps([{"instruction": "Zoom", "output": "Done.", "functions": [tool]}])
+    )
+    alpaca = {"file_name": "d.json", "columns": {"tools": "functions"}}
+    assert opened(tmp_path, alpaca).conversation(0).messages[0].fields == (
+        ("tools", json.dumps(wrapped)),
+    )
 
 
 def test_num_samples_draws_so_many_records_always_the_same_ones_all_before_any_comes_again(
