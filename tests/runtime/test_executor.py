@@ -428,7 +428,7 @@ def test_learned_positions_belong_to_the_first_stage(units, tied, tmp_path):
     assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path, "auto")
 
 
-@pytest.mark.default_cases("tensor parallel")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "units", ["tensor parallel", "tokens divided", "context of four", "context, interleaved"]
 )
@@ -491,7 +491,7 @@ def test_chunks_and_a_tower_with_rope_beside_vectors_have_the_gradients_of_one_p
     assert_same_gradients(replace(config, model=changed), tmp_path, "auto")
 
 
-@pytest.mark.default_cases("all in stages")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("units", ["all in stages", "tokens of encoders divided", "unequal ranks"])
 def test_connectors_that_read_several_layers_have_the_gradients_of_one_program(units, tmp_path):
     config = config_of(units)
