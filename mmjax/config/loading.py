@@ -47,6 +47,7 @@ from mmjax.config.codec import (
     walk,
 )
 from mmjax.config.meanings import first_line, meaning
+from mmjax.config.other_names import name_here
 from mmjax.config.validation import validate
 from mmjax.config.yaml_files import config_lines
 from mmjax.errors import UserError
@@ -453,7 +454,9 @@ def _config_arguments(module: types.ModuleType, lines: Sequence[str]) -> dict[st
     for name in (
         texts.keys() - parameters.keys() - {field.name for field in dataclasses.fields(Config)}
     ):
-        if "." not in name and difflib.get_close_matches(name, parameters, 1):
+        if "." in name or name_here(name, ""):
+            continue
+        if difflib.get_close_matches(name, parameters, 1):
             raise UserError(f"unknown key {name!r}{did_you_mean(name, parameters)}")
     return {name: text for name, text in texts.items() if name in parameters}
 

@@ -326,6 +326,27 @@ SETTINGS = (
     ("", "python -m mmjax.export RUN OUT exports a run", "export_dir"),
     ("", "the command says it: python -m mmjax.train trains", "do_train"),
     ("", "nothing of a checkpoint is executed; leave it out", "trust_remote_code"),
+    ("", "where an encoder takes videos, it is model.encoders.NAME.videos.fps", "video_fps"),
+    (
+        "",
+        "where a family resizes within limits, it is model.encoders.NAME.images.max_pixels",
+        "image_max_pixels",
+    ),
+    (
+        "",
+        "all samples are trained on; num_samples of an entry in dataset_info.json draws some of them",
+        "max_samples",
+    ),
+    ("", "the answers alone are trained on; data.chat.train_on says which", "train_on_prompt"),
+    ("", "rows of an evaluation are filled as those of training", "per_device_eval_batch_size"),
+    ("", "nothing stale is read from a cache; leave it out", "overwrite_cache"),
+    (
+        "",
+        "samples are tokenized as they are read, and counted once; leave it out",
+        "tokenized_path",
+    ),
+    ("training.watch.seconds={}", "that a step may take", "ddp_timeout"),
+    ("", "the loss never holds all logits; leave it out", "enable_liger_kernel use_liger_kernel"),
 )
 OTHER_NAMES = {
     name: (spelling, about) for spelling, about, names in SETTINGS for name in names.split()
