@@ -209,13 +209,16 @@ def _write_source(
 
 
 def _how_to_serve(out: Path) -> list[str]:
-    """Say how transformers serves the folder with OpenAI's API, and how to ask it."""
+    """Say how transformers serves the folder with OpenAI's API, how to ask it, and how another evaluator does."""
     message = {"role": "user", "content": "What is this?"}
     body = json.dumps({"model": str(out), "messages": [message], "max_tokens": 64})
     return [
         f"  serve it: transformers serve {shlex.quote(str(out))} --port 8000",
         "  ask it:   curl http://localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d "
         + shlex.quote(body),
+        "  score it: lmms-eval eval --model openai --model_args "
+        + shlex.quote(f"model_version={out},base_url=http://localhost:8000/v1,api_key=none")
+        + " --tasks mmmu_val",
     ]
 
 

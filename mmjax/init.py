@@ -124,7 +124,9 @@ def make_draft(answers: Mapping[str, str], settings: Sequence[str], name: str) -
     """Edit the shipped config that trains what is wanted. Raises UserError for an answer that is none."""
     checkpoint, data, trained = (answers[key] for key in ("checkpoint", "data", "train"))
     folders = {key: answers[key] for key in FOLDERS.values() if key in answers}
-    base, arguments = TRAINED.get(trained, ""), {"checkpoint": checkpoint, "data": data, **folders}
+    base = TRAINED.get(trained, "")
+    # behind `#` is a data set of a dataset_info.json
+    arguments = {"checkpoint": checkpoint, "data": data.partition("#")[0], **folders}
     if checkpoint in shipped_configs():
         if trained:
             raise UserError(f"train={trained}: {checkpoint} says what it trains; leave it out")
@@ -134,10 +136,10 @@ def make_draft(answers: Mapping[str, str], settings: Sequence[str], name: str) -
     words = [f"{key}={text}" for key, text in arguments.items()]
     original = load(base, [*words, *settings])
     config = replace(original, name=name)
-    if data:
+    first = next(iter(config.data.sources), "chat")
+    if data and f"data.sources.{first}" not in map(key_of, settings):
         source = source_of(data, "data", cache_folder(config.data), **folders)
-        sources = {next(iter(config.data.sources), "chat"): source}
-        config = replace(config, data=replace(config.data, sources=sources))
+        config = replace(config, data=replace(config.data, sources={first: source}))
     freeze = {"all": [], "connector": ["llm", *config.model.encoders]}
     if trained in freeze:
         config = replace(config, model=frozen(config.model, freeze[trained]))

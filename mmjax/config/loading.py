@@ -47,6 +47,7 @@ from mmjax.config.codec import (
     walk,
 )
 from mmjax.config.meanings import first_line, meaning
+from mmjax.config.other_names import name_here
 from mmjax.config.validation import validate
 from mmjax.config.yaml_files import config_lines
 from mmjax.errors import UserError
@@ -388,15 +389,22 @@ def _read_data_file(path: Path, module: types.ModuleType, modules: Loaded) -> No
             arguments[key_of(line).removeprefix(ARGUMENTS)] = line.partition("=")[2]
             del places[line]
 
-    def config() -> Config:
+    def config(**given: str) -> Config:
         tree = defaults(Config, "")
         if named:
             with _errors_at(place):
-                tree = _config_tree(base, Path(base.__file__), modules, arguments)
+                tree = _config_tree(base, Path(base.__file__), modules, arguments | given)
         _assign_all(tree, list(places), places)
         with _errors_at(str(path)):
             return decode(Config, tree, "")
 
+    # The command line gives the base's arguments too, of which the file may lack any.
+    config.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+            for name in (_parameters(base) if named else ())
+        ]
+    )
     module.config = config
 
 
@@ -446,7 +454,9 @@ def _config_arguments(module: types.ModuleType, lines: Sequence[str]) -> dict[st
     for name in (
         texts.keys() - parameters.keys() - {field.name for field in dataclasses.fields(Config)}
     ):
-        if "." not in name and difflib.get_close_matches(name, parameters, 1):
+        if "." in name or name_here(name, ""):
+            continue
+        if difflib.get_close_matches(name, parameters, 1):
             raise UserError(f"unknown key {name!r}{did_you_mean(name, parameters)}")
     return {name: text for name, text in texts.items() if name in parameters}
 

@@ -164,7 +164,7 @@ SETTINGS = (
     (
         "data={}",
         CHECKPOINT,
-        "dataset dataset_path data_path train_file dataset_name train_data data_files train_files",
+        "dataset_path data_path train_file dataset_name train_data data_files train_files",
     ),
     ("images={}", CHECKPOINT, "image_folder image_dir media_dir image_root"),
     ("validation={}", CHECKPOINT, "eval_dataset val_dataset validation_file val_data"),
@@ -293,6 +293,60 @@ SETTINGS = (
     ("training.patience={}", "", "patience early_stopping_patience"),
     ("device={}", "auto, cpu, gpu or tpu", "hardware"),
     ("device=cpu", "", "no_cuda use_cpu"),
+    ("loss=dpo", "or orpo; of pairs of answers", "pref_loss"),
+    (
+        "data.temperature=1",
+        "as concat; by default sources come by their weights alone",
+        "mix_strategy",
+    ),
+    (
+        "",
+        "the config and its loss say it: llava_style is sft, loss=dpo is dpo, loss=kto is kto",
+        "stage",
+    ),
+    (
+        "",
+        "data=FILE, or one source for each name in a dataset_info.json: data.sources.NAME=dataset_info, with path and "
+        "entry",
+        "dataset",
+    ),
+    ("data.sources.NAME.path=FOLDER", "of a source of the kind dataset_info", "dataset_dir"),
+    ("", "python -m mmjax.report RUN draws the curves", "plot_loss"),
+    (
+        "data.chat.train_on=last_assistant",
+        "by default every answer of the assistant is trained on",
+        "mask_history",
+    ),
+    (
+        "data.sources.NAME.validation=FILE",
+        "files of their own; no share of the training data is held out",
+        "val_size",
+    ),
+    ("", "--overwrite replaces a run's folder", "overwrite_output_dir"),
+    ("", "python -m mmjax.export RUN OUT exports a run", "export_dir"),
+    ("", "the command says it: python -m mmjax.train trains", "do_train"),
+    ("", "nothing of a checkpoint is executed; leave it out", "trust_remote_code"),
+    ("", "where an encoder takes videos, it is model.encoders.NAME.videos.fps", "video_fps"),
+    (
+        "",
+        "where a family resizes within limits, it is model.encoders.NAME.images.max_pixels",
+        "image_max_pixels",
+    ),
+    (
+        "",
+        "all samples are trained on; num_samples of an entry in dataset_info.json draws some of them",
+        "max_samples",
+    ),
+    ("", "the answers alone are trained on; data.chat.train_on says which", "train_on_prompt"),
+    ("", "rows of an evaluation are filled as those of training", "per_device_eval_batch_size"),
+    ("", "nothing stale is read from a cache; leave it out", "overwrite_cache"),
+    (
+        "",
+        "samples are tokenized as they are read, and counted once; leave it out",
+        "tokenized_path",
+    ),
+    ("training.watch.seconds={}", "that a step may take", "ddp_timeout"),
+    ("", "the loss never holds all logits; leave it out", "enable_liger_kernel use_liger_kernel"),
 )
 OTHER_NAMES = {
     name: (spelling, about) for spelling, about, names in SETTINGS for name in names.split()

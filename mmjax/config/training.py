@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
@@ -150,9 +151,21 @@ class Rates:
         1.0
     )
     b_ratio: PositiveFloat = 1.0  # learning rate of adapters' b, as a multiple of a's (LoRA+)
+    frozen_until: NonNegativeInt = 0  # number of first steps that leave these parameters unchanged
+    # number of steps after which they do not change any more; 0: none
+    frozen_from: NonNegativeInt = 0
     # Patterns of parameters, `*` for anything: *.norm*, llm.layers.*.attention.*. Where there are
     # any, the rates are of these, under a name of your own.
     parameters: tuple[str, ...] = ()
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Return whether steps, and not the model alone, decide if the parameters are frozen."""
+        return self.frozen_until > 0 or self.frozen_from > 0
+
+    def trains(self, step: int) -> bool:
+        """Return whether update `step`, counted from 0, may change the parameters."""
+        return self.frozen_until <= step < (self.frozen_from or math.inf)
 
 
 def rates_of(modules: Mapping[str, Rates], group: str) -> Rates:

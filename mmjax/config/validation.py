@@ -28,7 +28,7 @@ from mmjax.config.model import (
 )
 from mmjax.config.ranges import check_section
 from mmjax.config.sources import EMBEDDED_NEEDS
-from mmjax.config.training import unit_layout
+from mmjax.config.training import rates_of, unit_layout
 from mmjax.config.unit_validation import check_units, towers_on
 
 EMBEDDED_RATE = 4000  # Hz, of the embedded dataset's clips
@@ -110,6 +110,41 @@ def _check_rates(config: Config) -> None:
         check(
             rates.b_ratio == 1 or f"{name.removesuffix('.lora')}.lora" in modules,
             f"optimizer.modules.{name}.b_ratio={rates.b_ratio}: {name} has no adapters (model.lora); leave it out",
+        )
+    _check_freezing(config)
+
+
+def _check_freezing(config: Config) -> None:
+    """Check that steps freeze only what is trained otherwise, and never everything at once."""
+    rates, steps = config.optimizer.modules, config.training.steps
+    frozen = frozen_modules(config.model)
+    trained = [module for module in rated_modules(config.model) if module not in frozen]
+    for name, r in rates.items():
+        where = f"optimizer.modules.{name}"
+        check(
+            not r.is_scheduled or r.parameters or {name, f"{name}.lora"} & set(trained),
+            f"{where}: {name} is frozen in every step (model), so none freezes or trains it; leave out frozen_until "
+            "and frozen_from",
+        )
+        check(
+            not r.frozen_from or r.frozen_until < r.frozen_from,
+            f"{where}.frozen_from={r.frozen_from}: it is frozen until step {r.frozen_until} already; give more than "
+            "that, or 0 to train it to the end",
+        )
+        check(
+            not steps or r.frozen_until < steps,
+            f"{where}.frozen_until={r.frozen_until} takes all of training.steps={steps}; give less, or freeze it in "
+            "the model",
+        )
+    borders = {0, *(step for r in rates.values() for step in (r.frozen_until, r.frozen_from))}
+    named = any(r.parameters for r in rates.values())
+    for step in sorted(borders):
+        check(
+            named
+            or step >= steps > 0
+            or any(rates_of(rates, module).trains(step) for module in trained),
+            f"optimizer.modules: everything is frozen after {step} steps (frozen_until, frozen_from); leave something "
+            "to train",
         )
 
 

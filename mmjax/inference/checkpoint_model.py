@@ -154,6 +154,11 @@ def _is_run(path: Path) -> bool:
             f"{path} is a model of several folders' parts as mmjax.export writes it, which is no whole checkpoint; "
             "give the run's own folder"
         )
+    if (path / "adapter_config.json").is_file():
+        raise UserError(
+            f"{path} holds adapters without their model; give the run's own folder, or one that mmjax.export writes "
+            "without --adapter"
+        )
     if not (path / "config.json").is_file():
         raise UserError(
             f"{path} holds neither a run nor a Hugging Face checkpoint: it has no config.json"

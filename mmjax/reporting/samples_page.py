@@ -33,8 +33,8 @@ def samples_page(config: Config, source: Path, samples: int) -> str:
             name=config.name,
             seed=config.seed,
             rows=rows,
-            shown=sum(len(row.samples) for row in rows),
-            samples=len(data.index),
+            shown=len({sample.name for row in rows for sample in row.samples}),
+            samples=len(data.index) - len(data.index.bad),
             version=version("mmjax"),
         )
     )

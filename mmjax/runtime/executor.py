@@ -167,7 +167,7 @@ class Executor:
         # Both sides of a transfer derive its number from this count, so no process may walk the
         # passes alone.
         self._walks = 0
-        self.settle = StepSettlement(stages, self.passes, self.mesh, self._meet)
+        self.settle = StepSettlement(stages, self.passes, self.mesh, self._meet, optimizer)
         self._loss_of_text = next(n for n, s in enumerate(stages) if "llm" in s.stage.losses)
         self._sums = [
             self._own(n, program.sums.gradients) for n, program in enumerate(self.programs)
@@ -431,7 +431,7 @@ class Executor:
                 state.stages[0], gradients.sums[0], hyper, *arguments
             )
             return State((updated,)), [cleared], report
-        report, valid = self.settle(gradients, weighed)
+        report, valid = self.settle(gradients, weighed, hyper)
         states, sums = [], []
         for number, mesh in enumerate(self.meshes):
             if not self.local[number]:
@@ -489,6 +489,7 @@ class Executor:
         self,
         state: Any,
         batches: Sequence[Any],
+        hyper: Hyperparameters,
         noise: np.ndarray | None,
         unreadable: Sequence[int],
     ) -> list[int]:
@@ -509,7 +510,7 @@ class Executor:
             def bad(
                 rows: list[int], single: WeighedBatches = single, numbers: np.ndarray = numbers
             ) -> bool:
-                return not self._is_finite(state, single, np.isin(numbers, rows), noise)
+                return not self._is_finite(state, single, np.isin(numbers, rows), hyper, noise)
 
             rows = bisect_bad(numbers.tolist(), bad, MAX_TRIALS)
             samples += np.unique(owner[rows][owner[rows] >= 0]).tolist()
@@ -532,7 +533,12 @@ class Executor:
         )
 
     def _is_finite(
-        self, state: State, weighed: WeighedBatches, rows: np.ndarray, noise: np.ndarray | None
+        self,
+        state: State,
+        weighed: WeighedBatches,
+        rows: np.ndarray,
+        hyper: Hyperparameters,
+        noise: np.ndarray | None,
     ) -> bool:
         """Return whether the gradients of these rows, bool `[R]`, of the microbatch that is not None are finite."""
         batch = next(batch for batch in weighed.batches if batch is not None)
@@ -544,7 +550,7 @@ class Executor:
         single = [None if batch is None else isolated for batch in weighed.batches]
         noise = noise if self.model.is_random else None
         gradients = self.gradients(state, self.zeros(), single, weighed.weights, noise)
-        report, _ = self.settle(gradients, weighed)
+        report, _ = self.settle(gradients, weighed, hyper)
         return bool(report.finite)
 
     def compile(
@@ -592,7 +598,7 @@ class Executor:
             weighed = self.weigh_batches([put] * count)
             gradients = self.gradients(state, self.zeros(), weighed.batches, weighed.weights, noise)
         # The update is lowered and not run, which would give the state's buffers away.
-        self.settle(gradients, weighed)
+        self.settle(gradients, weighed, hyper)
         for number, mesh in enumerate(self.meshes):
             if not self.local[number]:
                 continue

@@ -31,6 +31,7 @@ from mmjax.disk import atomic_write
 from mmjax.runtime.devices import count_cached_program
 
 LIBRARIES = "jax", "jaxlib", "flax", "optax", "numpy"  # that programs are traced through
+FORMAT = 2  # of the files; those of other formats are not read
 SUM = 32  # bytes of a file's checksum, which it begins with
 FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 
@@ -85,7 +86,7 @@ class CachedProgram:
         ]
         environment = _environment(self._devices[0].client)
         context = (
-            f"{self._context} {jax.process_index()} {_shapes(args)} {described} {_settings()} "
+            f"{FORMAT} {self._context} {jax.process_index()} {_shapes(args)} {described} {_settings()} "
             f"{environment}"
         )
         # The default repr of an object, as of a function, names its address, which differs by
@@ -108,7 +109,7 @@ class CachedProgram:
         if program is None:
             with _jax_cache_off():  # what comes out of it cannot be written again
                 program = lowered.compile()
-            _write(file, _dumped(program))
+            _write(file, _dumped(program, self._devices))
         _write(reference, file.name.encode())
         return program
 
@@ -187,8 +188,12 @@ def _read_program(file: Path, args: Any, devices: list[jax.Device]) -> jax.stage
     return None
 
 
-def _dumped(program: jax.stages.Compiled) -> bytes:
+def _dumped(program: jax.stages.Compiled, devices: list[jax.Device]) -> bytes:
     """Return the content of a program's file; nothing where it cannot be written, as with calls of Python in it."""
+    # What returns nothing JAX compiles for one device, and once read it would run on all.
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    if program.runtime_executable().local_devices() != local:
+        return b""
     try:
         payload, _, tree = serialize_executable.serialize(program)
     except Exception:  # pickle has an own kind for each reason, and JAX others

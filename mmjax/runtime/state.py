@@ -44,8 +44,9 @@ from mmjax.runtime.muon import scale_by_muon
 
 Path = tuple[str, ...]
 # Run-time arguments of one update, float32 []: `clip`, `clip_value` where there is one, and
-# `learning_rate/<group>`, `weight_decay/<group>` by parameter group. They are arguments of the
-# compiled update, so that a schedule compiles nothing.
+# `learning_rate/<group>`, `weight_decay/<group>` by parameter group; bool [] `trained/<group>` of
+# groups that some steps freeze. They are arguments of the compiled update, so that a schedule
+# compiles nothing.
 Hyperparameters = dict[str, Any]
 
 
@@ -62,7 +63,7 @@ class Optimizer:
 
     offloads: its moments are in host memory between updates (`shardings_with_moments`). config:
     what it was made from. multiples: of the group's learning rate, by parameter; of a stack an
-    array.
+    array. scheduled: by parameter that some steps freeze, its group.
     """
 
     direction: optax.GradientTransformation
@@ -71,6 +72,7 @@ class Optimizer:
     offloads: bool = False
     config: OptimizerConfig | None = None
     multiples: Mapping[Path, Any] = field(default_factory=dict)
+    scheduled: Mapping[Path, str] = field(default_factory=dict)
 
     def init(self, params: Params) -> optax.OptState:
         """Return the state before the first update, at which an average is of the parameters alone."""
@@ -95,6 +97,15 @@ class Optimizer:
         """Bring the moments back to host memory, where they are kept there."""
         return jax.device_put(state, shardings) if self.offloads else state
 
+    def mask_frozen(self, gradients: Params, hyper: Hyperparameters) -> Params:
+        """Replace the gradients of parameters that are frozen at this step by zeros."""
+
+        def mask(path: Any, g: jax.Array) -> jax.Array:
+            group = self.scheduled.get(key_names(path))
+            return g if group is None else jnp.where(hyper[f"trained/{group}"], g, 0)
+
+        return jax.tree_util.tree_map_with_path(mask, gradients)
+
     def update(
         self,
         gradients: Params,
@@ -111,13 +122,14 @@ class Optimizer:
         biases, fixed tables), also where the gradient is zero: an encoder that saw nothing in this
         step still decays.
         """
+        gradients = self.mask_frozen(gradients, hyper)
         norm = optax.tree.norm(gradients) if norm is None else norm
         scale = jnp.minimum(1.0, hyper["clip"] / jnp.maximum(norm, 1e-12))
         gradients = jax.tree.map(lambda g: g * scale, gradients)
         if (limit := hyper.get("clip_value")) is not None:
             gradients = jax.tree.map(lambda g: jnp.clip(g, -limit, limit), gradients)
         inner = state.direction if self.ema else state
-        directions, inner = self.direction.update(gradients, inner, params)
+        directions, inner = self.direction.update(gradients, inner, params, hyper=hyper)
 
         def apply(key_path: Any, p: jax.Array, d: jax.Array) -> jax.Array:
             path = key_names(key_path)
@@ -149,13 +161,23 @@ def make_optimizer(config: OptimizerConfig, axes: Params, dtype: Any = jnp.float
         path for path, names in by_path.items() if len(names) >= 2 and "fixed" not in names
     )
     group_of = _group_by_name(config.modules, by_path)
-    made = partial(
-        Optimizer,
-        matrices=matrices,
-        offloads=config.offload,
-        config=config,
-        multiples=_multiples(config.modules, by_path, group_of),
-    )
+    scheduled = {
+        path: group
+        for path in by_path
+        if rates_of(config.modules, group := group_of(path)).is_scheduled
+    }
+
+    def made(direction: optax.GradientTransformation, group_of: Callable[[Path], str]) -> Optimizer:
+        return Optimizer(
+            _by_schedule(direction, scheduled),
+            group_of,
+            matrices=matrices,
+            offloads=config.offload,
+            config=config,
+            multiples=_multiples(config.modules, by_path, group_of),
+            scheduled=scheduled,
+        )
+
     if isinstance(config, Adafactor):
         direction = _by_layer(_scale_by_adafactor(config))
         if config.b1:
@@ -182,6 +204,35 @@ def make_optimizer(config: OptimizerConfig, axes: Params, dtype: Any = jnp.float
     muon = store_moments(scale_by_muon(config.momentum, by_path, dtype), config.moments, matrices)
     direction = optax.partition({"matrix": muon, "other": adam}, labels)
     return made(direction, lambda path: f"{group_of(path)}/{label(path)}")
+
+
+def _by_schedule(
+    direction: optax.GradientTransformation, scheduled: Mapping[Path, str]
+) -> optax.GradientTransformationExtraArgs:
+    """Keep the state of every scheduled group by itself, and leave it as it is at steps that freeze the group.
+
+    A group that starts late thus has moments, and their bias correction, of its own updates alone.
+    """
+    if not scheduled:
+        return optax.with_extra_args_support(direction)
+
+    def of_group(group: str) -> optax.GradientTransformationExtraArgs:
+        def update(
+            gradients: Params, state: Any, params: Params, *, hyper: Hyperparameters
+        ) -> tuple[Params, Any]:
+            directions, new = direction.update(gradients, state, params)
+            keep = partial(jnp.where, hyper[f"trained/{group}"])
+            return directions, jax.tree.map(keep, new, state)
+
+        return optax.GradientTransformationExtraArgs(direction.init, update)
+
+    def label(path: Any, _: Any) -> str:
+        return scheduled.get(key_names(path), "")
+
+    groups = {group: of_group(group) for group in sorted(set(scheduled.values()))}
+    return optax.partition(
+        {"": direction, **groups}, partial(jax.tree_util.tree_map_with_path, label)
+    )
 
 
 def _group_by_name(modules: Mapping[str, Rates], paths: Iterable[Path]) -> Callable[[Path], str]:
@@ -315,6 +366,9 @@ def hyperparameters(config: Config, step: int) -> Hyperparameters:
         override = rates_of(o.modules, module)
         rate = o.learning_rate if override.learning_rate is None else override.learning_rate
         decay = o.weight_decay if override.weight_decay is None else override.weight_decay
+        if override.is_scheduled:
+            hyper[f"trained/{module}"] = np.bool(override.trains(step))
+            rate *= override.trains(step)
         rates = {module: factor * rate}
         if o.has_muon:
             # A module's learning rate scales both of its groups alike; of 0 there is no multiple.

@@ -11,6 +11,7 @@ becomes one array of all devices by shards that lie there already, and one small
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from mmjax.parallel.sharding import AXES, replicated
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.passes import Gradients, Passes, PlacedStage, StagedBatch
 from mmjax.runtime.shared import add_on_mesh
+from mmjax.runtime.state import Hyperparameters, Optimizer
 from mmjax.runtime.step_report import StepReport, is_valid, report_step
 
 UnreadableSamples = tuple[jax.Array, jax.Array]  # ids and number
@@ -48,6 +50,7 @@ class StepSettlement:
         passes: Passes,
         mesh: Mesh,
         meet: Callable[[Any], Any],
+        optimizer: Optimizer,
     ) -> None:
         """mesh: of all devices. meet: waits for arrays, and for all processes."""
         self._passes = passes
@@ -65,12 +68,13 @@ class StepSettlement:
         firsts = {mesh.devices.flat[0] for mesh in self._meshes}
         self._counts = np.array([device in firsts for device in numbers], np.float32)
         self._squares = [
-            jax.jit(_square_norm, out_shardings=replicated(mesh)) for mesh in self._meshes
+            jax.jit(partial(_square_norm, optimizer), out_shardings=replicated(mesh))
+            for mesh in self._meshes
         ]
         self._settle = jax.jit(self._settle_step, out_shardings=replicated(mesh))
 
     def __call__(
-        self, gradients: Gradients, weighed: WeighedBatches
+        self, gradients: Gradients, weighed: WeighedBatches, hyper: Hyperparameters
     ) -> tuple[StepReport, jax.Array]:
         """Report a step to all devices, and whether it may update."""
         passes = self._passes
@@ -82,7 +86,7 @@ class StepSettlement:
         ):
             if not local:
                 continue
-            norm = square(sums.gradients)
+            norm = square(sums.gradients, hyper)
             squares[mesh] = (
                 add_on_mesh(squares[mesh], norm) if mesh in squares else passes.wait(norm)
             )
@@ -141,6 +145,7 @@ class StepSettlement:
         return report, is_valid(report, total.weight.sum() + patches)
 
 
-def _square_norm(sums: Params) -> jax.Array:
-    """Compute the sum of squares of all gradients, float32 `[1]`."""
-    return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(sums)), jnp.float32(0)).reshape(1)
+def _square_norm(optimizer: Optimizer, sums: Params, hyper: Hyperparameters) -> jax.Array:
+    """Compute the sum of squares of all gradients of parameters that this step trains, float32 `[1]`."""
+    gradients = jax.tree.leaves(optimizer.mask_frozen(sums, hyper))
+    return sum((jnp.sum(jnp.square(x)) for x in gradients), jnp.float32(0)).reshape(1)

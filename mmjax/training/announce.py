@@ -12,7 +12,7 @@ import numpy as np
 
 from mmjax import __version__
 from mmjax.balance.parts import LLM
-from mmjax.config import Config
+from mmjax.config import Config, Samples
 from mmjax.config.model import quantized_layers
 from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
@@ -89,6 +89,12 @@ def print_run_summary(
         f"data   {grouper.epoch_samples:,} samples; a step has about {per_step:.4g} samples with {count(tokens)} LLM "
         f"tokens, an epoch {epoch_steps:,} steps; the run has {config.training.steps:,} steps"
     )
+    samples = config.batch.size
+    if isinstance(samples, Samples) and per_step > 1.1 * samples.count:
+        print_lines(
+            f"       batch.size.count={samples.count} sizes the rows, and packing fills them; batch.grouping=none "
+            f"takes {samples.count} samples a step"
+        )
     max_tokens = config.data.max_tokens or np.inf
     capped = int((index.llm_tokens[grouper.oversize] > max_tokens).sum())
     if capped:
@@ -230,7 +236,10 @@ def _describe_long_samples(config: Config, loader: StepLoader) -> list[str]:
 
 def describe_zero_rates(config: Config) -> list[str]:
     """Describe which of the trained modules have a learning rate of 0, and so stay as they are."""
-    peak = hyperparameters(config, config.schedule.warmup)
+    schedules = config.optimizer.modules.values()
+    starts = {config.schedule.warmup, *(rates.frozen_until for rates in schedules)}
+    by_start = [hyperparameters(config, step) for step in sorted(starts)]
+    peak = {key: max(hyper[key] for hyper in by_start) for key in by_start[0]}
     rates = {
         key.removeprefix("learning_rate/"): rate
         for key, rate in peak.items()

@@ -218,7 +218,7 @@ class Trainer:
             )
         else:
             print_lines(
-                f"all {self.end_step} steps are done; to go on, resume with a larger training.steps"
+                f"all {self.end_step} steps are done; to go on, resume with a larger training.steps or training.epochs"
             )
         return True
 
@@ -362,7 +362,7 @@ class Trainer:
 
         noise = np.array([self.config.seed, step], np.uint32)
         unreadable = report.unreadable[report.unreadable >= 0].tolist()
-        find = partial(self.executor.find_bad, state, batches, noise, unreadable)
+        find = partial(self.executor.find_bad, state, batches, hyper, noise, unreadable)
         self.nonfinite.check(step, report, find, loaded.samples.tolist())
         self.checkpoints.warn_of_failure()
         if self.metrics.steps == WARM_STEPS:

@@ -114,6 +114,10 @@ def test_a_base_is_called_with_arguments_and_gives_its_functions(file: Path) -> 
     assert load(file) == load("tiny_dpo", ["seed=3"])
     # which a run's copy of the config then has
     assert list(config_texts(file)) == ["config.yaml", "config.py"]
+    file.write_text("base: llava_style\narguments: {checkpoint: first, data: a.json}")
+    for words, folder in ([], "first"), (["checkpoint=second"], "second"):
+        with pytest.raises(UserError, match=f"{folder} "):
+            load(file, words)
     file.write_text("base: layers\narguments: {layers: 4, heads: 2}")
     file.with_name("layers.yaml").write_text("base: tiny_vlm")
     assert "config() has no argument 'layers'" in message(file, file.read_text())

@@ -116,7 +116,7 @@ def test_a_sample_of_another_copys_microbatch_that_is_not_finite_is_found(tmp_pa
     state, _, report = pipeline.step(state, pipeline.zeros(), put, hyperparameters(config, 0))
     assert not bool(report.finite)
     assert_copies_are_equal(pipeline, state)
-    found = pipeline.find_bad(state, put, None, [])
+    found = pipeline.find_bad(state, put, hyperparameters(config, 0), None, [])
     assert set(found) <= set(batches[2].text.owner.ravel().tolist())
     assert set(found) & set(audio.owner[row].tolist())
 

@@ -43,6 +43,7 @@ from mmjax.config import (
     MeshConfig,
     Muon,
     QueryLayers,
+    Rates,
     TokenInputsConfig,
     Unit,
 )
@@ -292,7 +293,7 @@ def assert_gradients_of_one_mesh(
     gradients = reduce(merge, (unstack_layers(jax.device_get(sums.gradients)) for sums in run.sums))
     difference, leaf = worst_leaf(gradients, unstack_layers(expected.gradients))
     assert difference <= tolerance, leaf
-    norm = pipeline.settle(run, weighed)[0].gradient_norm
+    norm = pipeline.settle(run, weighed, hyperparameters(config, 0))[0].gradient_norm
     np.testing.assert_allclose(norm, optax.tree.norm(expected.gradients), rtol=tolerance)
     losses = {
         tower: run.sums[n].losses
@@ -427,7 +428,7 @@ def test_learned_positions_belong_to_the_first_stage(units, tied, tmp_path):
     assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path, "auto")
 
 
-@pytest.mark.default_cases("tensor parallel")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "units", ["tensor parallel", "tokens divided", "context of four", "context, interleaved"]
 )
@@ -490,7 +491,7 @@ def test_chunks_and_a_tower_with_rope_beside_vectors_have_the_gradients_of_one_p
     assert_same_gradients(replace(config, model=changed), tmp_path, "auto")
 
 
-@pytest.mark.default_cases("all in stages")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("units", ["all in stages", "tokens of encoders divided", "unequal ranks"])
 def test_connectors_that_read_several_layers_have_the_gradients_of_one_program(units, tmp_path):
     config = config_of(units)
@@ -666,9 +667,23 @@ def test_products_in_float8_are_those_of_one_program(tmp_path):
     )
 
 
+SCHEDULED = {
+    "llm": Rates(frozen_until=3, frozen_from=12),
+    "vision": Rates(frozen_from=7),
+    "norms": Rates(parameters=("*.norm*",), frozen_until=5),
+}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "optimizer", [AdamW(offload=True, over_data=True), Muon()], ids=["adamw", "muon"]
+    "optimizer",
+    [
+        AdamW(offload=True, over_data=True),
+        Muon(),
+        AdamW(modules=SCHEDULED),
+        Muon(modules=SCHEDULED),
+    ],
+    ids=["adamw", "muon", "adamw, freezing", "muon, freezing"],
 )
 def test_updates_are_those_of_one_program(optimizer, tmp_path):
     config = config_of("by module", optimizer=optimizer)
@@ -734,7 +749,9 @@ def test_a_step_that_is_not_finite_updates_no_stage_and_its_rows_are_found(spoil
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(after))
 
     owners = np.unique(batches[0].items["audio"].owner[row])
-    assert {*owners[owners >= 0].tolist()} <= {*pipeline.find_bad(after, put, None, [])}
+    assert {*owners[owners >= 0].tolist()} <= {
+        *pipeline.find_bad(after, put, hyperparameters(config, 0), None, [])
+    }
 
 
 @pytest.mark.exhaustive

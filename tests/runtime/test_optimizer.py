@@ -35,6 +35,17 @@ MODULES = ("llm", "vision", "vision.connector")
 NESTED = {"llm": {"layers": {"runs": {"0:3": {"up": ("embed", "mlp")}}}}}
 
 
+AXES_AS_ARRAYS = jax.tree.map(
+    lambda axes: np.zeros((1,) * len(axes)), AXES, is_leaf=lambda x: isinstance(x, tuple)
+)
+
+
+def leaf_of(tree, path: tuple[str, ...]):
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
 def stacked_up(x: np.ndarray) -> dict:
     return {"llm": {"layers": {"runs": {"0:3": {"up": x}}}}}
 
@@ -251,6 +262,94 @@ def test_adapters_b_learns_faster_than_a_as_in_pefts_lora_plus():
     for name, x in matrices.items():
         found = np.asarray(params["llm"]["up"]["lora"][name]).T
         np.testing.assert_allclose(found, x.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+SCHEDULED = {
+    "vision": Rates(frozen_until=5, frozen_from=12),
+    "llm": Rates(frozen_from=9),
+    "biases": Rates(parameters=("*.bias",), frozen_until=3),
+}
+
+
+def is_trained(path: tuple[str, ...], step: int) -> bool:
+    if path[-1] == "bias":
+        return step >= 3
+    return {"encoders": 5 <= step < 12, "llm": step < 9, "connectors": True}[path[0]]
+
+
+def scheduled_hyper(config, step: int) -> dict:
+    whole = tiny_config(optimizer=config, schedule=Schedule(warmup=0, final=1.0))
+    return hyperparameters(whole, step)
+
+
+def test_parameters_that_steps_freeze_are_updated_as_torch_does_where_their_gradient_is_none():
+    config = AdamW(learning_rate=0.1, weight_decay=0.3, modules=SCHEDULED)
+    optimizer = make_optimizer(config, AXES)
+    params = jax.tree.map(jnp.asarray, normal(0))
+    names = {key_names(path): x.ndim for path, x in jax.tree.leaves_with_path(AXES_AS_ARRAYS)}
+    theirs = {
+        key_names(path): torch.nn.Parameter(torch.tensor(x))
+        for path, x in jax.tree.leaves_with_path(params)
+    }
+    decayed = [x for path, x in theirs.items() if names[path] > 1]
+    others = [x for path, x in theirs.items() if names[path] == 1]
+    reference = torch.optim.AdamW(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        lr=0.1,
+        betas=(config.b1, config.b2),
+        eps=config.eps,
+        weight_decay=0.3,
+    )
+    state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
+    for step in range(20):
+        gradients = normal(step + 1, scale=0.1)
+        for path, gradient in jax.tree.leaves_with_path(gradients):
+            name = key_names(path)
+            theirs[name].grad = torch.tensor(gradient) if is_trained(name, step) else None
+        total = torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0)
+        reference.step()
+        params, state, norm = update(gradients, state, params, scheduled_hyper(config, step))
+        np.testing.assert_allclose(norm, total.item(), rtol=1e-6)
+    assert update._cache_size() == 1
+    for path, found in jax.tree.leaves_with_path(params):
+        wanted = theirs[key_names(path)].detach().numpy()
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AdamW(moments="int8", ema=0.9, modules=SCHEDULED),
+        Muon(moments="bfloat16", modules=SCHEDULED),
+        Adafactor(modules=SCHEDULED),
+    ],
+    ids=["adamw", "muon", "adafactor"],
+)
+def test_steps_that_freeze_a_parameter_leave_it_and_its_moments_as_they_are(config):
+    optimizer = make_optimizer(config, AXES)
+    params = normal(0)
+    state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
+    for step in range(13):
+        # What is not finite has no part in it either.
+        gradients = jax.tree_util.tree_map_with_path(
+            lambda path, g, step=step: g if is_trained(key_names(path), step) else g * np.nan,
+            normal(step + 1),
+        )
+        before, after = params, update(gradients, state, params, scheduled_hyper(config, step))
+        params, new, norm = after
+        assert np.isfinite(norm)
+        for path, found in jax.tree.leaves_with_path(params):
+            unchanged = np.array_equal(found, leaf_of(before, key_names(path)))
+            assert unchanged != is_trained(key_names(path), step), (path, step)
+        if step >= 9:
+            for (path, found), (_, old) in zip(
+                jax.tree.leaves_with_path(new), jax.tree.leaves_with_path(state), strict=True
+            ):
+                if "llm" in {getattr(key, "key", "") for key in path} and "average" not in str(
+                    path
+                ):
+                    np.testing.assert_array_equal(found, old)
+        state = new
 
 
 def test_muon_makes_every_layers_matrix_orthogonal_and_gives_adam_the_rest():

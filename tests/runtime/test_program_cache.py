@@ -63,6 +63,13 @@ def test_a_program_that_was_compiled_before_is_read_without_tracing_and_computes
     assert second.result[1] == 4
 
 
+def test_a_program_that_returns_nothing_runs_at_every_start_on_several_devices():
+    mesh = make_mesh(MeshConfig(), jax.devices()[:2])
+    for _ in range(2):
+        program = CachedProgram("a model", mesh, lambda key: ({}, {}), out_shardings=({}, {}))
+        assert program.run(jax.random.key(0)) == ({}, {})
+
+
 def test_another_context_setting_or_kind_of_argument_is_another_program():
     Start()
     assert Start("another model", scale=2.0).compiled == 1

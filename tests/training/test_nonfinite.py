@@ -87,7 +87,7 @@ def test_a_step_without_finite_numbers_updates_nothing_and_its_rows_samples_are_
     else:
         assert count == 0
         assert np.isfinite(np.asarray(told.losses.loss)).all()
-        found = set(executor.find_bad(state, put, None, ()))
+        found = set(executor.find_bad(state, put, hyper, None, ()))
     assert found <= affected
     weighted = {int(k) for b in batches for k in b.text.owner[b.text.weight > 0]}
     assert found >= affected & weighted

@@ -135,11 +135,8 @@ def pools_of(
                     f"data.sources.{index.source_name[s]}: none of its {stop - start} samples can be used; the first: "
                     f"{reason}"
                 )
-            shortest = (
-                f"; the shortest has {index.llm_tokens[start:stop].min()} LLM tokens"
-                if stop > start
-                else ""
-            )
+            tokens = index.llm_tokens[np.setdiff1d(np.arange(start, stop), index.bad)]
+            shortest = f"; the shortest has {tokens.min()} LLM tokens" if len(tokens) else ""
             raise UserError(
                 f"data.sources.{index.source_name[s]}: none of its {stop - start} samples fits the batch{shortest}; "
                 f"{remedy}, or set data.sources.{index.source_name[s]}.weight=0"

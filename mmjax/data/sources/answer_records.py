@@ -97,7 +97,7 @@ def parse_pair(
             f"has a rejected answer with weight={messages[1].weight!r}; a pair has its chosen answer's"
         )
     _check_prompt_weights(parsed.conversation.messages[:-1])
-    if messages[0].parts == messages[1].parts:
+    if len({(message.parts, message.fields) for message in messages}) == 1:
         raise BadSample("has the same chosen and rejected answer: there is nothing to learn")
     pair = replace(parsed.conversation, rejected=messages[1], reference=reference)
     return with_unread(replace(parsed, conversation=pair), worse.conversation.unread)

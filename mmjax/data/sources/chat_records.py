@@ -26,6 +26,7 @@ KEYS: Mapping[Medium, tuple[str, ...]] = {
     "audio": ("audios", "audio"),
     "video": ("videos", "video"),
 }
+FUNCTION_CALL = "function_call"  # LLaMA-Factory's role of an answer that is calls, as JSON
 # Roles as data sets name them: OpenAI's, ShareGPT's ("human", "gpt", "observation"), Gemma's
 # ("model").
 ROLES = {
@@ -37,11 +38,12 @@ ROLES = {
     "chatgpt": "assistant",
     "model": "assistant",
     "assistant": "assistant",
-    "function_call": "assistant",
+    FUNCTION_CALL: "assistant",
     "function": "tool",
     "observation": "tool",
     "tool": "tool",
 }
+_NO_FUNCTIONS = "that are no list of functions"
 MAX_WEIGHT = 1e6  # of a message
 MAX_CHARACTERS = 1 << 22  # of a conversation's text
 # By a part's type: its medium, and the keys under which its file may be named.
@@ -103,7 +105,7 @@ def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> 
     if system := _system(record.get("system")):
         messages.append(Message("system", system))
     for number, turn in enumerate(turn_list, start=1):
-        role, content, weight = _turn(turn, number)
+        turn, role, content, weight = _turn(turn, number)
         unread += unread_keys(turn, "message", READ["message"], f"message {number} ")
         fields = _fields(turn, role, number)
         calls = TOOL_CALLS in dict(fields)
@@ -136,7 +138,8 @@ def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> 
             f"has a system message beside {turns} and one among them; keep the one that is meant"
         )
     if not is_absent(tools := record.get(TOOLS)):
-        _, text = _as_json(tools, "has tools", "that are no list of functions")
+        functions, _ = _as_json(tools, "has tools", _NO_FUNCTIONS)
+        _, text = _as_json([_wrapped(one) for one in functions], "has tools", _NO_FUNCTIONS)
         messages[0] = replace(messages[0], fields=(*messages[0].fields, (TOOLS, text)))
     _check_texts(messages)
     if answered:
@@ -343,8 +346,8 @@ def _system(system: Any) -> tuple[str, ...]:
     )
 
 
-def _turn(turn: Any, number: int) -> tuple[str, Any, float]:
-    """Return the role, content and weight of a message."""
+def _turn(turn: Any, number: int) -> tuple[Mapping[str, Any], str, Any, float]:
+    """Return a message with its role, content and weight; the calls of `function_call` are its tool_calls."""
     if not isinstance(turn, Mapping):
         raise BadSample(f"message {number} is not an object")
     where = f"message {number} "
@@ -354,7 +357,24 @@ def _turn(turn: Any, number: int) -> tuple[str, Any, float]:
         raise BadSample(
             f"message {number} has the unknown role {name!r}; known: {', '.join(ROLES)}"
         )
-    return ROLES[name], content, _weight(turn, ROLES[name], number)
+    if name == FUNCTION_CALL:
+        if not is_absent(turn.get(TOOL_CALLS)):
+            raise BadSample(
+                f"{where}({name}) has {TOOL_CALLS} beside its content; keep the one that is meant"
+            )
+        turn, content = {**turn, TOOL_CALLS: _listed_calls(content, where)}, None
+    return turn, ROLES[name], content, _weight(turn, ROLES[name], number)
+
+
+def _listed_calls(content: Any, where: str) -> list[Any]:
+    """List the calls of a `function_call`: one, or a list, or the JSON of either. Raises BadSample."""
+    what = f"{where}({FUNCTION_CALL})"
+    reason = 'is no JSON of a call: {"name": "zoom", "arguments": {}}, or a list of them'
+    value = _json(content, what, reason) if isinstance(content, str) else content
+    calls = [value] if isinstance(value, Mapping) else value
+    if not isinstance(calls, list) or not calls:
+        raise BadSample(f"{what} {reason}")
+    return calls
 
 
 def _weight(turn: Mapping[str, Any], role: str, number: int) -> float:
@@ -421,6 +441,14 @@ def _calls(value: Any, what: str) -> str:
         function = {"name": function["name"], "arguments": arguments}
         calls.append(names | {"type": "function", "function": function})
     return _as_json(calls, what, reason)[1]
+
+
+def _wrapped(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a function, bare or not, as templates take it: {"type": "function", "function": {"name", ...}}."""
+    if "function" in function or "name" not in function:
+        return function
+    bare = {key: value for key, value in function.items() if key != "type"}
+    return {"type": "function", "function": bare}
 
 
 def _as_json(value: Any, what: str, reason: str) -> tuple[list[Mapping[str, Any]], str]:

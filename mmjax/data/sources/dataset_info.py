@@ -12,14 +12,20 @@ from typing import Any
 
 from mmjax.config import Outside
 from mmjax.config.codec import did_you_mean
-from mmjax.data.sample import BadSample
+from mmjax.data.sample import TOOLS, BadSample
 from mmjax.data.sources.answer_records import REFERENCE, parse_pair
-from mmjax.data.sources.chat_records import KEYS, Record, parse_chat, with_unread
+from mmjax.data.sources.chat_records import (
+    FUNCTION_CALL,
+    KEYS,
+    Record,
+    parse_chat,
+    with_unread,
+)
 from mmjax.data.sources.record_keys import MEDIA, is_absent, unread_keys
 from mmjax.data.storage.files import file_inside, list_files
 from mmjax.errors import UserError
 
-_FILE = "dataset_info.json"
+DATASET_INFO = "dataset_info.json"
 _MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
 # By format the columns that are read, with their names where an entry gives none; None: there is
 # none then.
@@ -29,6 +35,7 @@ _COLUMNS: Mapping[str, Mapping[str, str | None]] = {
         "query": "input",
         "response": "output",
         "system": None,
+        "tools": None,
         "history": None,
     },
     "sharegpt": {"messages": "conversations", "system": None, "tools": None},
@@ -40,7 +47,7 @@ _ROLES = {  # tags of roles: what a record calls them by default, and the role
     "user_tag": ("human", "user"),
     "assistant_tag": ("gpt", "assistant"),
     "observation_tag": ("observation", "tool"),
-    "function_tag": ("function_call", "assistant"),
+    "function_tag": (FUNCTION_CALL, FUNCTION_CALL),
     "system_tag": ("system", "system"),
 }
 # Keys of an entry that say where else the data lie, which does not matter where their files are
@@ -59,6 +66,17 @@ _ELSEWHERE = (
 )
 _MAX_SAMPLES = 100_000_000
 _SPLIT = "train"  # the only one that LLaMA-Factory finds in a file
+
+
+def read_entries(file: Path, where: str) -> dict[str, dict[str, Any]]:
+    """Read the data sets that a dataset_info.json describes, by name. Raises UserError, naming `where`."""
+    try:
+        entries = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where}: {file.name} cannot be read: {error}") from None
+    if not isinstance(entries, dict):
+        raise UserError(f"{where}: {file.name} is no object of data sets by name")
+    return {name: entry for name, entry in entries.items() if isinstance(entry, dict)}
 
 
 @dataclass(frozen=True)
@@ -80,15 +98,11 @@ class DatasetInfo:
 
         outside: whether its files may be in another folder.
         """
-        file = Path(path) / _FILE if os.path.isdir(path) else Path(path)
-        try:
-            entries = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{where}.path={path}: {file.name} cannot be read: {error}") from None
-        if not isinstance(entries, dict) or not isinstance(entries.get(entry), dict):
-            names = [str(name) for name in entries]
+        file = Path(path) / DATASET_INFO if os.path.isdir(path) else Path(path)
+        entries = read_entries(file, f"{where}.path={path}")
+        if entry not in entries:
             raise UserError(
-                f"{where}: {file} has no data set {entry!r}{did_you_mean(entry, names)}"
+                f"{where}: {file} has no data set {entry!r}{did_you_mean(entry, list(entries))}"
             )
         return cls.parse(entries[entry], file.parent, f"{where}: {entry!r} of {file}", outside)
 
@@ -177,7 +191,7 @@ class DatasetInfo:
             KEYS[kind][0]: record.get(self.columns[name] or "") for name, kind in _MEDIA.items()
         }
         turns = self._alpaca(record) if self.form == "alpaca" else self._sharegpt(record)
-        media["system"] = self._value(record, "system")
+        media |= {column: self._value(record, column) for column in ("system", TOOLS)}
         if self.ranking:
             chosen, rejected = (self._answer(record, key) for key in ("chosen", "rejected"))
             return with_unread(parse_pair(turns, chosen, rejected, media, record), unread)
@@ -185,8 +199,6 @@ class DatasetInfo:
 
     def _unread(self, record: Mapping[str, Any]) -> list[str]:
         """List the keys that no column names. Raises BadSample for those that say what is trained on."""
-        if not is_absent(tools := self._value(record, "tools")):
-            raise BadSample(f"has {self.columns['tools']}={str(tools)[:40]!r}, which are not read")
         read = frozenset(
             name for name in (*self.columns.values(), *(REFERENCE if self.ranking else ())) if name
         )

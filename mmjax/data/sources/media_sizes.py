@@ -50,7 +50,7 @@ KINDS = ("image", "audio", "video", SOUND)
 # propagate.
 Progress = Callable[[int], None]  # called with the number of records done
 
-_VERSION = "6"
+_VERSION = "7"
 _THREADS = 96  # files requested at a time where storage is slow
 # seconds; storage is slow once 4 records in a row take longer than this, nearly all of it waiting,
 _SLOW = 0.003

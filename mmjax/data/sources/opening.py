@@ -28,7 +28,7 @@ from mmjax.config import (
     WebDatasetSource,
 )
 from mmjax.config.loading import resolve, resolve_callbacks
-from mmjax.data.sample import Files, Medium, Source, Split
+from mmjax.data.sample import BadSample, Files, Medium, Source, Split
 from mmjax.data.sources.answers import FORMS, parse_answers, with_loss
 from mmjax.data.sources.array_records import INDEX, ArrayRecords
 from mmjax.data.sources.chat_files import ChatFiles
@@ -40,7 +40,7 @@ from mmjax.data.sources.chat_records import (
 )
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.csv_tables import TABLES, to_parquet
-from mmjax.data.sources.dataset_info import DatasetInfo
+from mmjax.data.sources.dataset_info import DATASET_INFO, DatasetInfo, read_entries
 from mmjax.data.sources.energon import list_shards
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.sources.parquet import COLUMNS, ParquetRecords
@@ -70,8 +70,17 @@ KEYS = {  # of a JSON record, by which its file is known
 def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource:
     """Choose the source that a file's name or first record says. folders: `images`, `audio`, `videos`, where given.
 
-    Raises UserError, naming `option`, where neither says what it is.
+    path: of a dataset_info.json with several data sets, `#` and the name of one behind it. Raises
+    UserError, naming `option`, where neither says what it is.
     """
+    file, _, entry = path.partition("#")
+    if os.path.basename(file) == DATASET_INFO:
+        names = list(read_entries(Path(file), f"{option} {file}"))
+        if not entry and len(names) != 1:
+            raise UserError(
+                f"{option} {file}: name one of its data sets behind it, {file}#NAME: {', '.join(names)}"
+            )
+        return DatasetInfoSource(file, entry or names[0])
     if os.path.isfile(os.path.join(path, INDEX)):
         return ArrayRecordSource(path)
     paths = list_shards(path, option)
@@ -82,7 +91,10 @@ def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource
             path, to_parquet(paths[:1], cache)[0], option, folders.get("images", "")
         )
     records = JsonRecords(paths, cache)
-    first: Any = records[0] if len(records) else {}
+    try:
+        first: Any = records[0] if len(records) else {}
+    except BadSample as error:
+        raise UserError(f"{option} {path}: its first record {error}") from None
     kind = next((kind for key, kind in KEYS.items() if key in first), None)
     if kind is None:
         raise UserError(

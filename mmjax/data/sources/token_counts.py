@@ -27,7 +27,7 @@ from mmjax.disk import remove_path
 # Opens the conversations in another process, so it must pickle; open files and locks do not.
 Reopen = Callable[[], Conversations]
 
-_VERSION = "7"
+_VERSION = "8"
 _NAMES = ("tokens", "content", "codes", "outline", "bad", "reason")
 _CHUNK = 8192  # records that a killed run counts again, for each core
 _ALONE = 3 * _CHUNK  # records below which starting worker processes takes longer than counting

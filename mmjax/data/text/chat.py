@@ -295,7 +295,8 @@ class Chat:
             if medium.kind not in self.placeholders:
                 raise UserError(
                     f"the data has media of the kind {medium.kind}, but it is not known how {self.form.folder} writes "
-                    f"them (known: {', '.join(self.placeholders) or 'none'}); say it: chat.placeholders.{medium.kind}"
+                    f"them (known: {', '.join(self.placeholders) or 'none'}); if its template does, say it: "
+                    f"data.chat.placeholders.{medium.kind}.written"
                 )
         return self.template.messages(
             conversation, {kind: p.written for kind, p in self.placeholders.items()}
@@ -326,8 +327,8 @@ class Chat:
         ]
         if any(videos) and not self.placeholders["video"].sound_before:
             raise UserError(
-                f"it is not known how {self.form.folder} marks videos with their sound; say it: "
-                "chat.placeholders.video.sound_before and sound_after, or leave model.encoders.NAME.videos.sound out"
+                f"it is not known how {self.form.folder} marks videos with their sound; say it: data.chat.placeholders."
+                "video.sound_before and sound_after, or leave model.encoders.NAME.videos.sound out"
             )
         return write_media(rendered, self.placeholders, self.written, by_kind, videos)
 

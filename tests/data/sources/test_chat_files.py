@@ -258,6 +258,18 @@ def test_questions_have_one_answer_or_several_that_are_right(tmp_path: Path) -> 
             "message 1 has tool_calls that are not as OpenAI has them",
         ),
         (
+            {"conversations": [{"from": "function_call", "value": "zoom(3)"}]},
+            "message 1 (function_call) is no JSON of a call",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "[]"}]},
+            "message 1 (function_call) is no JSON of a call",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": '{"arguments": {}}'}]},
+            "message 1 has tool_calls that are not as OpenAI has them",
+        ),
+        (
             {
                 "conversations": [
                     {"from": "human", "value": [{"type": "image", "path": "a", "url": "b"}]}

@@ -10,7 +10,8 @@ from files_made import picture
 
 from mmjax.config import DatasetInfoSource
 from mmjax.data.sample import BadSample, MediaPlace
-from mmjax.data.sources.opening import open_conversations
+from mmjax.data.sources.chat_records import parse_chat
+from mmjax.data.sources.opening import open_conversations, source_of
 from mmjax.errors import UserError
 
 IMAGE = MediaPlace("image")
@@ -50,6 +51,26 @@ def test_sharegpt_by_other_columns_and_tags_with_images_beside_the_file(tmp_path
         ("assistant", ("A cat.",)),
     ]
     assert got.media(0)[0].read() == picture(colour=3)
+
+
+def test_a_file_with_several_data_sets_is_asked_for_one_and_no_file_ends_in_a_traceback(
+    tmp_path: Path,
+) -> None:
+    file, cache = tmp_path / "dataset_info.json", tmp_path / "cache"
+    file.write_text(json.dumps({"one": {"file_name": "a.json"}, "two": {"file_name": "b.json"}}))
+    with pytest.raises(UserError, match=r"^--data .*json#NAME: one, two$"):
+        source_of(str(file), "--data", cache)
+    assert source_of(f"{file}#two", "--data", cache) == DatasetInfoSource(str(file), "two")
+    file.write_text('{"one": {"file_name": "a.json"}}')
+    assert source_of(str(file), "--data", cache) == DatasetInfoSource(str(file), "one")
+    for text in ("{", "[]", "{}"):
+        file.write_text(text)
+        with pytest.raises(UserError, match=r"^--data "):
+            source_of(str(file), "--data", cache)
+    other = tmp_path / "other.json"
+    other.write_text('{"one":\n{"file_name": "a.json"}\n}')
+    with pytest.raises(UserError, match=r"^--data .* its first record is not JSON"):
+        source_of(str(other), "--data", cache)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +155,39 @@ def test_what_an_entry_says_and_cannot_be_read_is_refused_in_a_line(
         opened(tmp_path, info)
 
 
-def test_a_name_that_is_not_there_and_tools_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "d.json").write_text(json.dumps([{"conversations": [], "tools": "[{}]"}]))
-    info = {"file_name": "d.json", "formatting": "sharegpt", "columns": {"tools": "tools"}}
+def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text("[]")
     with pytest.raises(UserError, match=r"has no data set 'mina': did you mean 'mine'\?"):
-        opened(tmp_path, info, entry="mina")
-    with pytest.raises(BadSample, match="has tools="):
-        opened(tmp_path, info).conversation(0)
+        opened(tmp_path, {"file_name": "d.json"}, entry="mina")
+
+
+def test_tools_and_calls_by_their_column_and_tags_are_those_of_messages(tmp_path: Path) -> None:
+    call, tool = {"name": "zoom", "arguments": {"by": 2}}, {"name": "zoom", "parameters": {}}
+    texts_by_role = {"human": "Zoom", "call": json.dumps(call), "result": "done", "gpt": "Done."}
+    turns = [{"from": role, "value": text} for role, text in texts_by_role.items()]
+    (tmp_path / "d.json").write_text(json.dumps([{"talk": turns, "functions": json.dumps([tool])}]))
+    info = {
+        "file_name": "d.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "talk", "tools": "functions"},
+        "tags": {"function_tag": "call", "observation_tag": "result"},
+    }
+    messages = [
+        {"role": "user", "content": "Zoom"},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "done"},
+        {"role": "assistant", "content": "Done."},
+    ]
+    wrapped = [{"type": "function", "function": tool}]
+    theirs = parse_chat({"messages": messages, "tools": wrapped}, "messages").conversation
+    assert opened(tmp_path, info).conversation(0) == theirs
+    (tmp_path / "d.json").write_text(
+        json.dumps([{"instruction": "Zoom", "output": "Done.", "functions": [tool]}])
+    )
+    alpaca = {"file_name": "d.json", "columns": {"tools": "functions"}}
+    assert opened(tmp_path, alpaca).conversation(0).messages[0].fields == (
+        ("tools", json.dumps(wrapped)),
+    )
 
 
 def test_num_samples_draws_so_many_records_always_the_same_ones_all_before_any_comes_again(

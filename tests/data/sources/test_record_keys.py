@@ -314,7 +314,8 @@ def page() -> str:
     text += (
         "\nOf a message `loss`, `train` and `training` are `true` or `false`: whether it is trained on; `masked` says "
         "the opposite. `reasoning_content`, `name`, `tool_call_id` and `tool_calls` go to the chat template, and so do "
-        "`tools` of a record: lists, or their JSON.\n"
+        "`tools` of a record: lists, or their JSON. The content of the role `function_call` is `tool_calls`; a "
+        "`dataset_info` names tools in `columns.tools`, and such roles in `function_tag` and `observation_tag`.\n"
     )
     for level, refusals in REFUSED.items():
         text += f"\n## Refused in a {level}\n\n| keys | obeyed by | what to do |\n|---|---|---|\n"

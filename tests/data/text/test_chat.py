@@ -1205,6 +1205,38 @@ def test_calls_of_functions_are_tokens_as_in_transformers_and_their_results_are_
     ]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_llama_factorys_calls_and_bare_tools_are_tokens_as_of_openais_messages_in_transformers(
+    count: int, tmp_path: Path
+) -> None:
+    chat = qwen(tmp_path, CALLS)
+    calls = [{"name": "weather", "arguments": {"town": town}} for town in ("Köln", "Bonn")[:count]]
+    record = {
+        "conversations": [
+            {"from": "human", "value": "How warm is it?"},
+            {"from": "function_call", "value": json.dumps(calls if count > 1 else calls[0])},
+            {"from": "observation", "value": '{"t": 20}'},
+            {"from": "gpt", "value": "It is 20."},
+        ],
+        "tools": json.dumps([WEATHER["function"]]),
+    }
+    sample = chat.sample(parse_chat(record, "conversations").conversation)
+    messages = [
+        {"role": "user", "content": "How warm is it?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": one} for one in calls]},
+        {"role": "tool", "content": '{"t": 20}'},
+        {"role": "assistant", "content": "It is 20."},
+    ]
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert flat(sample)[0] == theirs.apply_chat_template(
+        messages, tools=[WEATHER], return_dict=False
+    )
+    first, last = trained(chat, sample)
+    assert first.count("<tool_call>") == count
+    assert "Köln" in first
+    assert last == "It is 20.<|im_end|>"
+
+
 def test_calls_that_the_template_does_not_write_or_that_hold_its_tokens_are_refused(
     tmp_path: Path,
 ) -> None:
