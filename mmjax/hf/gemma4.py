@@ -220,7 +220,7 @@ def unified_layout(folder: HfFolder, model: ModelConfig) -> Layout:
         "embed.positions": array(f"{EYES}pos_embedding", (1, 0, 2)),
         "layers.*.norm": norm(f"{EYES}pos_norm"),
     }
-    whole = decoder_layout(folder, model)
+    result = decoder_layout(folder, model)
     for name, parts, *prefixes in (
         ("vision", patches, EYES, PROJECTOR),
         ("audio", {}, EARS, EARS_PROJECTOR),
@@ -229,12 +229,14 @@ def unified_layout(folder: HfFolder, model: ModelConfig) -> Layout:
         modules = {name: TensorNames(parts), f"{name}.connector": TensorNames(connector)}
         begins = {key: (prefix,) for key, prefix in zip(modules, prefixes, strict=True)}
         if name not in model.encoders:
-            whole = replace(whole, unused=(*whole.unused, *(f"{prefix}*" for prefix in prefixes)))
+            result = replace(
+                result, unused=(*result.unused, *(f"{prefix}*" for prefix in prefixes))
+            )
             continue
-        whole = replace(
-            whole, modules={**whole.modules, **modules}, prefixes={**whole.prefixes, **begins}
+        result = replace(
+            result, modules={**result.modules, **modules}, prefixes={**result.prefixes, **begins}
         )
-    return whole
+    return result
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
@@ -246,13 +248,13 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
             },
             "linear": linear(f"{PROJECTOR}embedding_projection"),
         }
-        whole = whole_layout(folder, model, TensorNames(parts), PROJECTOR, STANDARD)
+        result = whole_layout(folder, model, TensorNames(parts), PROJECTOR, STANDARD)
     else:
-        whole = decoder_layout(folder, model)
+        result = decoder_layout(folder, model)
         tower = ("model.vision_tower.*", f"{PROJECTOR}*")
-        whole = replace(whole, unused=(*whole.unused, *tower))
+        result = replace(result, unused=(*result.unused, *tower))
     if "audio" not in model.encoders:
-        return replace(whole, unused=(*whole.unused, f"{EARS}*", f"{EARS_PROJECTOR}*"))
+        return replace(result, unused=(*result.unused, f"{EARS}*", f"{EARS_PROJECTOR}*"))
     connector = {
         "merger": linear(EARS_OUTPUT),
         "linear": linear(f"{EARS_PROJECTOR}embedding_projection"),
@@ -263,7 +265,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         "audio.connector": (EARS_OUTPUT, EARS_PROJECTOR),
     }
     return replace(
-        whole, modules={**whole.modules, **modules}, prefixes={**whole.prefixes, **prefixes}
+        result, modules={**result.modules, **modules}, prefixes={**result.prefixes, **prefixes}
     )
 
 

@@ -66,7 +66,7 @@ def towerless_config() -> Config:
             positions=AxisTables(9),
             head_norm=False,
             **of_images,
-        ),  # fmt: skip
+        ),
         "audio": replace(
             made.model.encoders["audio"],
             layers=1,
