@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import SHIPPED, run
+from llava_folder import save_checkpoint, save_parts, save_questions
 
 from mmjax import train
+from mmjax.config import Config
 from mmjax.config.loading import config_texts, load, sibling, to_json
 from mmjax.config.yaml_files import read_yaml
 from mmjax.errors import UserError
@@ -47,9 +49,8 @@ def message(path: Path, text: str | bytes) -> str:
     return said.removeprefix(str(path))
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_config_is_the_same_from_python_yaml_and_json(name: str, tmp_path: Path) -> None:
-    config = load(name)
+def assert_round_trip(config: Config, name: str, tmp_path: Path) -> None:
+    """It is the same from block and flow YAML and from JSON."""
     tree = json.loads(to_json(config))
     if "config:" in to_json(config):  # functions of the Python file
         tree = {"base": name} | tree
@@ -62,6 +63,31 @@ def test_a_config_is_the_same_from_python_yaml_and_json(name: str, tmp_path: Pat
         (tmp_path / file).write_text(text)
         assert load(tmp_path / file) == config
         assert to_json(load(tmp_path / file)) == to_json(config)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_config_is_the_same_from_python_yaml_and_json(name: str, tmp_path: Path) -> None:
+    assert_round_trip(load(name), name, tmp_path)
+
+
+OF_CHECKPOINTS = {
+    "llava_style": "checkpoint={0}/tiny data={0}/data/data.json",
+    "llava_lora": "checkpoint={0}/tiny data={0}/data/data.json model.lora.llm.rank=8",
+    "llava_dpo": "checkpoint={0}/tiny data={0}/data/data.json model.lora.llm.rank=8",
+    "llava_alignment": "tower={0}/tower llm={0}/llm data={0}/data/data.json image=<image>",
+    "internvl": "llm=8b",
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "words"), OF_CHECKPOINTS.items())
+def test_a_config_that_asks_for_a_checkpoint_is_the_same_too(
+    name: str, words: str, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path / "tiny")
+    save_parts(tmp_path)
+    save_questions(tmp_path / "data", 4)
+    assert_round_trip(load(name, words.format(tmp_path).split()), name, tmp_path)
 
 
 def test_values_of_quoted_texts_lists_and_numbers_are_kept(file: Path) -> None:
