@@ -28,7 +28,7 @@ from mmjax.config.loading import apply_overrides, load, shipped_configs
 from mmjax.config.meanings import meaning
 from mmjax.config.other_names import parse_words
 from mmjax.console import print_lines
-from mmjax.data.sources.opening import FOLDERS, cache_folder, source_of
+from mmjax.data.sources.opening import FOLDERS, cache_folder, source_of, split_data_set
 from mmjax.errors import UserError, check_output, command_parser, exit_process, run_command
 from mmjax.hf.families import frozen
 from mmjax.training.describe_plan import describe_plan
@@ -125,8 +125,7 @@ def make_draft(answers: Mapping[str, str], settings: Sequence[str], name: str) -
     checkpoint, data, trained = (answers[key] for key in ("checkpoint", "data", "train"))
     folders = {key: answers[key] for key in FOLDERS.values() if key in answers}
     base = TRAINED.get(trained, "")
-    # behind `#` is a data set of a dataset_info.json
-    arguments = {"checkpoint": checkpoint, "data": data.partition("#")[0], **folders}
+    arguments = {"checkpoint": checkpoint, "data": split_data_set(data)[0], **folders}
     if checkpoint in shipped_configs():
         if trained:
             raise UserError(f"train={trained}: {checkpoint} says what it trains; leave it out")
@@ -136,10 +135,10 @@ def make_draft(answers: Mapping[str, str], settings: Sequence[str], name: str) -
     words = [f"{key}={text}" for key, text in arguments.items()]
     original = load(base, [*words, *settings])
     config = replace(original, name=name)
-    first = next(iter(config.data.sources), "chat")
-    if data and f"data.sources.{first}" not in map(key_of, settings):
+    source_name = next(iter(config.data.sources), "chat")
+    if data and f"data.sources.{source_name}" not in map(key_of, settings):
         source = source_of(data, "data", cache_folder(config.data), **folders)
-        config = replace(config, data=replace(config.data, sources={first: source}))
+        config = replace(config, data=replace(config.data, sources={source_name: source}))
     freeze = {"all": [], "connector": ["llm", *config.model.encoders]}
     if trained in freeze:
         config = replace(config, model=frozen(config.model, freeze[trained]))

@@ -191,8 +191,8 @@ def _read_program(file: Path, args: Any, devices: list[jax.Device]) -> jax.stage
 def _dumped(program: jax.stages.Compiled, devices: list[jax.Device]) -> bytes:
     """Return the content of a program's file; nothing where it cannot be written, as with calls of Python in it."""
     # What returns nothing JAX compiles for one device, and once read it would run on all.
-    local = [device for device in devices if device.process_index == jax.process_index()]
-    if program.runtime_executable().local_devices() != local:
+    local = {device for device in devices if device.process_index == jax.process_index()}
+    if {*program.runtime_executable().local_devices()} != local:
         return b""
     try:
         payload, _, tree = serialize_executable.serialize(program)

@@ -67,13 +67,19 @@ KEYS = {  # of a JSON record, by which its file is known
 }
 
 
+def split_data_set(path: str) -> tuple[str, str]:
+    """Split `FOLDER/dataset_info.json#NAME` into file and data set; the latter is empty for other paths."""
+    file, _, entry = path.partition("#")
+    return (file, entry) if os.path.basename(file) == DATASET_INFO else (path, "")
+
+
 def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource:
     """Choose the source that a file's name or first record says. folders: `images`, `audio`, `videos`, where given.
 
     path: of a dataset_info.json with several data sets, `#` and the name of one behind it. Raises
     UserError, naming `option`, where neither says what it is.
     """
-    file, _, entry = path.partition("#")
+    file, entry = split_data_set(path)
     if os.path.basename(file) == DATASET_INFO:
         names = list(read_entries(Path(file), f"{option} {file}"))
         if not entry and len(names) != 1:

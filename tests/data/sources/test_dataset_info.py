@@ -67,7 +67,7 @@ def test_a_file_with_several_data_sets_is_asked_for_one_and_no_file_ends_in_a_tr
         file.write_text(text)
         with pytest.raises(UserError, match=r"^--data "):
             source_of(str(file), "--data", cache)
-    other = tmp_path / "other.json"
+    other = tmp_path / "of#one.json"
     other.write_text('{"one":\n{"file_name": "a.json"}\n}')
     with pytest.raises(UserError, match=r"^--data .* its first record is not JSON"):
         source_of(str(other), "--data", cache)
