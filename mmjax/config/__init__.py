@@ -75,6 +75,7 @@ from mmjax.config.images import (
     AnyRes,
     AsIs,
     CanvasTiles,
+    CappedGrid,
     DynamicTiles,
     FixedSize,
     ImagePreparation,
@@ -133,6 +134,7 @@ from mmjax.config.training import (
 )
 from mmjax.config.videos import (
     Glm4Video,
+    MuseVideo,
     NoVideo,
     Qwen2Video,
     Qwen3Video,

@@ -289,8 +289,9 @@ class DecoderConfig(TowerFacts):
     norm_offset: float = 0.0  # added to the scales of RMSNorms
     activation: Activation = "silu"  # of the MLP, of its gate where it has one
     biases: tuple[Biased, ...] = ()  # the matrices of a layer that have one
-    # of queries and keys, before RoPE; or without weights behind it, in layers that have it
-    qk_norm: Literal["none", "head", "rotated"] = "none"
+    # of queries and keys, before RoPE, unscaled: without weights; or without weights behind it, in
+    # layers that have it
+    qk_norm: Literal["none", "head", "unscaled", "rotated"] = "none"
     # of the outputs of attention and MLP, before they are added to the residual stream
     post_norms: bool = False
     embedding_scale: float = 1.0  # that embeddings are multiplied by
@@ -364,6 +365,13 @@ class DecoderConfig(TowerFacts):
     token_inputs: TokenInputsConfig | None = None
     # a stored number, not trained, multiplies every layer's output
     output_scales: bool = False
+    post_norm_eps: NonNegativeFloat = 0.0  # of `post_norms`; 0: norm_eps
+    # the scales of the norm behind the last layer are without norm_offset
+    plain_head_norm: bool = False
+    # embeddings of text are divided by their root mean square
+    embedding_norm: bool = False
+    # the projection of attention_gate is a matrix of its own, not beside that of queries
+    separate_gate: bool = False
 
     @property
     def window_inputs(self) -> int:
@@ -517,6 +525,10 @@ class DecoderConfig(TowerFacts):
             f"{where}.biases has {listed(biased)}, and all layers have experts, whose matrices have none; leave it out",
         )
         check_windows(where, self)
+        check(
+            self.attention_gate or not self.separate_gate,
+            f"{where}.separate_gate=true: it is the matrix of attention_gate; set that, or leave it out",
+        )
         check(
             not self.chunked or not self.rope_sections,
             f"{where}.chunked: chunks are of tokens, which positions with rope_sections do not count; leave one out",

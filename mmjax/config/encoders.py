@@ -107,10 +107,14 @@ class StretchedGrid:
     theta: PositiveFloat = 10_000.0  # base of the frequencies
     kind: Literal["stretched"] = "stretched"
     # bilinear, with the corner patches on the corner cells (Qwen3-VL), or bicubic, edge on edge
-    # (GLM-4.1V), or bilinear_edges: bilinear, edge on edge (PaddleOCR-VL)
-    filter: Literal["bilinear", "bicubic", "bilinear_edges"] = "bilinear"
+    # (GLM-4.1V), or bilinear_edges: bilinear, edge on edge (PaddleOCR-VL), or bilinear_zeros: that
+    # with zeros around the grid
+    filter: Literal["bilinear", "bicubic", "bilinear_edges", "bilinear_zeros"] = "bilinear"
     # RoPE turns channels 2i and 2i + 1 of a head together, with x and y in turns (MoonViT)
     neighbours: bool = False
+    # an image's n-th patch has the vector of the n-th one of an image of swapped sides, and columns
+    # turn the first half of RoPE's pairs (Muse Glimmer)
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

@@ -194,11 +194,8 @@ class SmartResize(ImageKind):
         )
 
     def fitted(self, where: str, patch: int, merge: int, positions: str) -> SmartResize:
-        if (self.patch, self.merge) != (patch, merge) and positions in ("rotary", "stretched"):
-            raise UserError(
-                f"{where}: it makes patches of {self.patch} pixels and merges {self.merge} x {self.merge} of them, the "
-                f"tower has patches of {patch} and merges {merge} x {merge}; make patch_size and merge_size the same"
-            )
+        if positions in ("rotary", "stretched"):
+            _check_patches(where, self, patch, merge)
         return self
 
 
@@ -235,11 +232,48 @@ class PaddedResize(ImageKind):
         )
 
     def fitted(self, where: str, patch: int, merge: int, positions: str) -> PaddedResize:
-        if (self.patch, self.merge) != (patch, merge):
-            raise UserError(
-                f"{where}: it makes patches of {self.patch} pixels and merges {self.merge} x {self.merge} of them, the "
-                f"tower has patches of {patch} and merges {merge} x {merge}; make patch_size and merge_size the same"
+        _check_patches(where, self, patch, merge)
+        return self
+
+
+def _check_patches(
+    where: str, how: SmartResize | PaddedResize | CappedGrid, patch: int, merge: int
+) -> None:
+    """Raise UserError where a preparation's patches are not the tower's."""
+    if (how.patch, how.merge) != (patch, merge):
+        raise UserError(
+            f"{where}: it makes patches of {how.patch} pixels and merges {how.merge} x {how.merge} of them, the "
+            f"tower has patches of {patch} and merges {merge} x {merge}; make patch_size and merge_size the same"
+        )
+
+
+@dataclass(frozen=True)
+class CappedGrid(ImageKind):
+    """One item of about its own size in whole tokens, a capped number of them, as for Muse Glimmer."""
+
+    patch: PositiveInt = 14  # pixels per side of the encoder's patches
+    merge: PositiveInt = 2  # patches per side of an LLM token
+    max_tokens: PositiveInt = 4096  # of an image
+    filter: Filter = "lanczos"  # of resizing
+    kind: Literal["capped_grid"] = "capped_grid"
+
+    hf_processors = ("MuseGlimmerImageProcessor",)
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> CappedGrid:
+        if not fields.flag("do_resize"):
+            raise fields.refused(
+                "do_resize", "images that are not whole tokens cannot be patched; set it to true"
             )
+        return cls(
+            patch=fields.count("patch_size"),
+            merge=fields.count("merge_size"),
+            max_tokens=fields.count("max_image_tokens"),
+            filter=fields.filter(),
+        )
+
+    def fitted(self, where: str, patch: int, merge: int, positions: str) -> CappedGrid:
+        _check_patches(where, self, patch, merge)
         return self
 
 
@@ -840,6 +874,7 @@ ImagePreparation = (
     | Slices
     | ResizeOrTiles
     | PatchBudget
+    | CappedGrid
     | CanvasTiles
     | TilesAndSquare
 )

@@ -286,7 +286,9 @@ def linear_layers(model: ModelConfig) -> Sizes:
         }
         attention |= {"query_down": (llm.width, c.query_rank)} if c.query_rank else {}
         sizes |= {f"llm.layers.*.attention.{name}": size for name, size in attention.items()}
-    if llm.attention_gate:
+    if llm.separate_gate:
+        sizes["llm.layers.*.attention.gate"] = (llm.width, query_width)
+    elif llm.attention_gate:
         sizes["llm.layers.*.attention.query"] = (llm.width, 2 * query_width)
     if llm.attention_layers == 0:
         sizes = {name: size for name, size in sizes.items() if ".attention." not in name}
@@ -356,7 +358,7 @@ def connector_sizes(connector: ConnectorConfig, merged: int, outputs: int) -> Si
 def merged_width(encoder: Encoder) -> int:
     """Return the features of a token that a connector has merged, before its MLP."""
     # Neighbours are merged along both axes of an image, or along a clip's one.
-    concatenates = encoder.connector.merging == "concatenate"
+    concatenates = encoder.connector.merging != "mean"
     return encoder.feature_width * (encoder.merged_positions if concatenates else 1)
 
 

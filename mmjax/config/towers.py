@@ -200,15 +200,23 @@ class ConnectorConfig:
     mlp_width: NonNegativeInt = 256  # 0: a single matrix instead of an MLP, whose bias is "down"
     # before they are merged, or after
     # (merged_unscaled: RMSNorm without a learned scale; merger_unscaled: that of what the merger's
-    # matrix makes)
+    # matrix makes; token_unscaled: that of the tokens)
     norm: Literal[
-        "none", "layer", "rms", "merged_layer", "merged_rms", "merged_unscaled", "merger_unscaled"
+        "none",
+        "layer",
+        "rms",
+        "merged_layer",
+        "merged_rms",
+        "merged_unscaled",
+        "merger_unscaled",
+        "token_unscaled",
     ] = "layer"
     norm_eps: float = 0.0  # 0: the encoder's
     norm_offset: float = 0.0  # added to an RMSNorm's scales
     activation: Activation = "gelu_tanh"  # of the MLP
     biases: tuple[Biased, ...] = ("up", "down")  # the matrices that have one
-    merging: Literal["concatenate", "mean"] = "concatenate"  # of the features of merged neighbours
+    # of the features of merged neighbours; interleave: side by side too, channel by channel
+    merging: Literal["concatenate", "interleave", "mean"] = "concatenate"
     # learned positions of merged tokens, up to this row/column/time; 0: none
     position_grid: NonNegativeInt = 0
     # a learned token behind every row of an image whose tokens the LLM sees by rows

@@ -243,4 +243,33 @@ class UniformVideo(VideoKind):
         return replace(self, frames=fields.count("num_frames", self.frames), filter=fields.filter())
 
 
-VideoPreparation = NoVideo | Qwen2Video | Qwen3Video | Glm4Video | UniformVideo
+@dataclass(frozen=True)
+class MuseVideo(VideoKind):
+    """Frames at a rate up to a number, with a bound on the tokens of each, as for Muse Glimmer; their time is text."""
+
+    fps: PositiveFloat = 2.0  # frames taken per second of the video
+    max_frames: PositiveInt = 96  # taken of any video
+    max_tokens: PositiveInt = 144  # of a temporal patch
+    begin: str = "<|vid_start|>"  # text before all of a video
+    between: str = "<|vid_frame_separator|>"  # text between two temporal patches
+    end: str = "<|vid_end|>"  # text behind all of it
+    filter: Filter = "lanczos"  # of resizing
+    kind: Literal["muse_video"] = "muse_video"
+
+    hf_processor = "MuseGlimmerVideoProcessor"
+
+    def from_hf(self, fields: ProcessorFields) -> MuseVideo:
+        if not fields.flag("do_sample_frames"):
+            raise fields.refused("do_sample_frames", "frames are taken by fps; set it to true")
+        if fields.value("frame_timestamp_format") != (known := "Time: {timestamp:.1f}s"):
+            raise fields.refused("frame_timestamp_format", f"only {known!r} is known")
+        return replace(
+            self,
+            fps=fields.number("fps"),
+            max_frames=fields.count("num_frames"),
+            max_tokens=fields.count("max_video_frame_tokens"),
+            filter=fields.filter(),
+        )
+
+
+VideoPreparation = NoVideo | Qwen2Video | Qwen3Video | Glm4Video | UniformVideo | MuseVideo

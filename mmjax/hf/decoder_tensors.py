@@ -132,7 +132,7 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     parts = {
         "embed": table(f"{inner}embed_tokens"),
         "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
-        **linears(ATTENTION, f"{layer}self_attn", **PROJECTIONS, output="o_proj"),
+        **linears(ATTENTION, f"{layer}self_attn", **PROJECTIONS, output="o_proj", gate="gate_proj"),
         ATTENTION: {"sinks": TensorSlice(f"{layer}self_attn.sinks")},
         "layers.*.attention.query_norm": norm(f"{layer}self_attn.q_norm"),
         "layers.*.attention.key_norm": norm(f"{layer}self_attn.k_norm"),

@@ -113,7 +113,7 @@ def _qwen3_5(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
         "full_attention" if (i + 1) % interval == 0 else "linear_attention"
         for i in range(plain.layers)
     ]
-    types = _layer_types(fields, default, {"linear_attention", "full_attention"})
+    types = layer_types(fields, default, {"linear_attention", "full_attention"})
     delta_net = DeltaNetConfig(
         layers=tuple(i for i, kind in enumerate(types) if kind == "linear_attention"),
         key_heads=fields.size("linear_num_key_heads"),
@@ -184,7 +184,7 @@ def _llama4(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     routed = fields.get("moe_layers", list[int], list(range(step - 1, plain.layers, step)))
     chunk = fields.get("attention_chunk_size", int, 0)
     kinds = ["chunked_attention" if rotated[i] and chunk else "full_attention" for i in layers]
-    types = _layer_types(fields, kinds, {"chunked_attention", "full_attention"})
+    types = layer_types(fields, kinds, {"chunked_attention", "full_attention"})
     windowed = tuple(i for i in layers if types[i] == "chunked_attention")
     tuned = fields.get("attn_temperature_tuning", bool)
     experts = _experts(
@@ -430,7 +430,7 @@ def _gemma3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 def _gemma4(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     layers = plain.layers
     default = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)]
-    types = _layer_types(fields, default, LAYER_TYPES)
+    types = layer_types(fields, default, LAYER_TYPES)
     types[-1] = "full_attention"  # whatever the config says, as in transformers
     full = [i for i, kind in enumerate(types) if kind == "full_attention"]
     shared = fields.get("num_kv_shared_layers", int)
@@ -573,11 +573,11 @@ def _late_windows(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 
 def _windowed(fields: Fields, default: list[str]) -> tuple[int, ...]:
-    types = _layer_types(fields, default, LAYER_TYPES)
+    types = layer_types(fields, default, LAYER_TYPES)
     return tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
 
 
-def _layer_types(fields: Fields, default: list[str], known: set[str]) -> list[str]:
+def layer_types(fields: Fields, default: list[str], known: set[str]) -> list[str]:
     """Read the kind of every layer. Raises UserError for another number of them than `default` has, or other kinds."""
     types = fields.get("layer_types", list[str], default)
     if len(types) != len(default) or set(types) - known:

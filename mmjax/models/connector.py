@@ -59,12 +59,11 @@ class Connector(nnx.Module):
         self.merge = c.merge
         # Neighbours along every axis: 2 x 2 patches of an image, or 2 frames of a clip.
         self.group = c.merge ** len(axes)
-        self.mean = c.merging == "mean"
-        merged = inputs if self.mean else self.group * inputs
+        self.merging = c.merging
+        merged = inputs if c.merging == "mean" else self.group * inputs
         eps = c.norm_eps or eps
-        self.norm_merged = c.norm.startswith("merged_")
-        self.norm_made = c.norm.startswith("merger_")
-        width = merged if self.norm_merged else inputs
+        self.norm_place = c.norm.rpartition("_")[0]
+        width = merged if self.norm_place == "merged" else inputs
         norms = {
             "layer": partial(LayerNorm, width, eps),
             "rms": partial(RMSNorm, width, eps, c.norm_offset),
@@ -121,18 +120,17 @@ class Connector(nnx.Module):
             raise ValueError(
                 f"{length} positions do not divide into groups of {self.group} to merge"
             )
-        if self.norm is not None and not (self.norm_merged or self.norm_made):
-            x = self.norm(x)
+        x = self._normed(x, "")
         # With a merge of 2 x 2, [R, L, W] -> [R, L / 4, 4, W] -> [R, L / 4, 4 W], or the mean [R, L
         # / 4, W]. Masked after the norm, whose bias would make padding nonzero.
         x = jnp.where((item >= 0)[..., None], x, 0).reshape(
             rows, length // self.group, self.group, width
         )
-        x = x.mean(2) if self.mean else x.reshape(*x.shape[:2], self.group * width)
-        x = self._standardized(x)
-        x = self.norm(x) if self.norm_merged else x
+        x = x.swapaxes(2, 3) if self.merging == "interleave" else x
+        x = x.mean(2) if self.merging == "mean" else x.reshape(*x.shape[:2], self.group * width)
+        x = self._normed(self._standardized(x), "merged")
         x = x if self.merger is None else self.merger(x)
-        x = self.norm(x) if self.norm_made else x
+        x = self._normed(x, "merger")
         x = (
             x
             if self.projection is None
@@ -140,12 +138,17 @@ class Connector(nnx.Module):
         )
         x = self.linear(x) if self.mlp is None else self.mlp(x)
         x = x if self.output is None else self._output(x)
+        x = self._normed(x, "token")
         # The first member of a group is its top left one, which an image that reaches into the
         # group always has: patch (y, x) = (6, 4) is of the token (3, 2).
         corner = coordinates[:, :: self.group] // self.merge
         for name, table in self.positions.items():
             x = x + table(corner[..., AXES.index(name)], x.dtype)
         return constrain(x, "rows", "length", "width")
+
+    def _normed(self, x: Float[Array, "r _ f"], place: str) -> Float[Array, "r _ f"]:
+        """Apply the connector's norm, if it stands in this place."""
+        return x if self.norm is None or place != self.norm_place else self.norm(x)
 
     def _output(self, made: Float[Array, "r m f"]) -> Float[Array, "r m e"]:
         """Make tokens of what the MLP makes."""

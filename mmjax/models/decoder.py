@@ -156,10 +156,10 @@ def scaled(x: Float[Array, "*b d"], scale: float) -> Float[Array, "*b d"]:
     return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
 
-def norm_of(config: DecoderConfig) -> Callable[[int], nnx.Module]:
-    """Return the constructor of the residual stream's norms, which takes a width."""
+def norm_of(config: DecoderConfig, eps: float = 0.0) -> Callable[[int], nnx.Module]:
+    """Return the constructor of the residual stream's norms, which takes a width. eps: 0: that of most."""
     offset = {"offset": config.norm_offset} if config.norm == "rms" else {}
-    return partial(NORMS[config.norm], eps=config.norm_eps, **offset)
+    return partial(NORMS[config.norm], eps=eps or config.norm_eps, **offset)
 
 
 def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
@@ -168,6 +168,10 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
     delta_net = partial(GatedDeltaNet, c.delta_net, c.width, c.norm_eps, c.activation)
     head_width, (heads, kv_heads) = c.heads_of(not kind.is_full)
     latent = partial(LatentAttention, c.latent, 2 * c.rotary_pairs)
+    head_norms = {
+        "head": partial(RMSNorm, eps=c.norm_eps, offset=c.norm_offset),
+        "unscaled": lambda _: HeadNorm(c.norm_eps),
+    }
     return LayerConfig(
         width=c.width,
         heads=heads,
@@ -179,10 +183,9 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         activation=c.activation,
         gated=c.gated,
         biases=c.biases,
-        head_norm=partial(RMSNorm, eps=c.norm_eps, offset=c.norm_offset)
-        if c.qk_norm == "head"
-        else None,
-        attention_gate=c.attention_gate,
+        head_norm=head_norms.get(c.qk_norm),
+        attention_gate=c.attention_gate and not c.separate_gate,
+        separate_gate=c.separate_gate,
         attention=latent if c.latent else None,
         delta_net=delta_net if kind.has_delta_net else None,
         convolution=partial(GatedConvolution, c.convolution, c.width)
@@ -192,7 +195,7 @@ def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
         experts_beside=kind.has_experts and c.experts.beside_mlp,
         norm_eps=c.norm_eps,
         pre_norms=c.pre_norms,
-        post_norms=c.post_norms,
+        post_norm=norm_of(c, c.post_norm_eps) if c.post_norms else None,
         residual_scale=c.residual_scale,
         parallel_mlp=c.parallel_mlp,
         scoring=Scoring(c.attention_scale, c.attention_cap),
@@ -239,7 +242,8 @@ class DecoderHead(nnx.Module):
     """The final norm, and the output table if it is not the input's."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.norm = norm_of(config)(config.width)
+        plain = replace(config, norm_offset=0.0)
+        self.norm = norm_of(plain if config.plain_head_norm else config)(config.width)
         self.table = None if config.tied else TokenTable(config.vocab, config.width, rngs)
 
 
@@ -250,6 +254,7 @@ class Decoder(nnx.Module):
         self, config: DecoderConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs
     ):
         self.embed = TokenTable(config.vocab, config.width, rngs)
+        self.embed_norm = HeadNorm(config.norm_eps) if config.embedding_norm else None
         learned = config.learned_positions
         self.positions = PositionTable(learned, config.width, rngs) if learned else None
         self.token_inputs = TokenInputs(config, rngs) if config.token_inputs else None
@@ -270,6 +275,7 @@ class Decoder(nnx.Module):
     def embedded(self, token: Int[Array, "r t"]) -> Float[Array, "r t d"]:
         c = self.config
         x = self.embed.embed(token, self.dtype)
+        x = x if self.embed_norm is None else self.embed_norm(x)
         # Gemma's sqrt(width), rounded to the activations' precision as in HF.
         return x if c.scaled_items else scaled(x, c.embedding_scale)
 

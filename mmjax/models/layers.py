@@ -325,6 +325,7 @@ class LayerConfig:
     # of the concatenated queries, or keys, of all heads
     width_norm: Callable[[int], nnx.Module] | None = None
     attention_gate: bool = False  # beside the queries of each head
+    separate_gate: bool = False  # the same, of a matrix of its own
     # makes attention of another kind of a layer's config
     attention: Callable[[LayerConfig, nnx.Rngs], nnx.Module] | None = None
     # makes what takes the place of attention
@@ -339,7 +340,8 @@ class LayerConfig:
         None  # makes what merges its output's positions
     )
     pre_norms: bool = True  # of the inputs of attention and MLP
-    post_norms: bool = False  # of the outputs of attention and MLP
+    # makes norms of the outputs of attention and MLP
+    post_norm: Callable[[int], nnx.Module] | None = None
     parallel_mlp: bool = False  # the MLP reads what attention reads
     layer_scale: bool = False  # learned per-channel scales of the same outputs
     residual_scale: float = 1.0  # that the same outputs are multiplied by
@@ -373,6 +375,7 @@ class SelfAttention(nnx.Module):
         q_outputs = (1 + b.attention_gate) * q_width
         linear = partial(Linear, rngs=rngs, clipped=b.clipped_linears)
         self.query = linear(b.width, q_outputs, ("embed", "heads"), bias="query" in b.biases)
+        self.gate = linear(b.width, q_width, ("embed", "heads")) if b.separate_gate else None
         kv = partial(linear, b.width, kv_width, ("embed", "kv_heads"))
         self.key = None if b.shares_keys else kv(bias="key" in b.biases)
         has_values = not (b.shares_keys or b.keys_as_values)
@@ -409,13 +412,14 @@ class SelfAttention(nnx.Module):
 
         Those of another layer, which `context` has, are complete, and none are returned.
         """
-        linears = [y for y in (self.query, self.key, self.value) if y is not None]
+        linears = [y for y in (self.query, self.key, self.value, self.gate) if y is not None]
         q, *own = apply_linears(x, *linears)
+        gate = None if self.gate is None else own.pop()
         if self.query_norm is not None and not self.norm_heads:
             q = self.query_norm(q)
         # A rank may have no rows, where no dimension can be left to be inferred.
         q = q.reshape(*x.shape[:2], self.heads, q.shape[-1] // self.heads)
-        q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
+        q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, gate)
         if self.query_norm is not None and self.norm_heads:
             q = self.query_norm(q)
         if context.rotation is not None and self.has_rope:
@@ -454,7 +458,7 @@ class SelfAttention(nnx.Module):
         @keep_inputs
         def output(attn_out: Array, gate: Array) -> Array:
             return self.output(
-                (attn_out * jax.nn.sigmoid(gate)).reshape(
+                (attn_out * jax.nn.sigmoid(gate).reshape(attn_out.shape)).reshape(
                     *x.shape[:2], self.heads * self.head_width
                 )
             )
@@ -499,8 +503,8 @@ class LayerScale(nnx.Module):
 
 def _post_module(block: LayerConfig) -> nnx.Module | None:
     """Build the module between attention or MLP and the residual sum, if the layer has one."""
-    if block.post_norms:
-        return block.norm(block.width)
+    if block.post_norm is not None:
+        return block.post_norm(block.width)
     return LayerScale(block.width) if block.layer_scale else None
 
 
@@ -677,6 +681,7 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
     if c.width % c.heads:
         raise ValueError(f"a width of {c.width} does not divide into {c.heads} heads")
     qk_norm = partial(RMSNorm, eps=c.qk_norm_eps) if c.qk_norm != "none" else None
+    norm = partial(NORMS[c.norm], eps=c.norm_eps)
     return LayerConfig(
         width=c.width,
         heads=c.heads,
@@ -684,7 +689,7 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
         head_width=c.head_width,
         mlp_width=c.mlp_width,
         backend=c.attention,
-        norm=partial(NORMS[c.norm], eps=c.norm_eps),
+        norm=norm,
         activation=c.activation,
         gated=c.gated,
         biases=c.biases,
@@ -692,7 +697,7 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
         width_norm=qk_norm if c.qk_norm == "width" else None,
         layer_scale=c.layer_scale,
         pre_norms=c.norm_place != "after",
-        post_norms=c.norm_place != "before",
+        post_norm=norm if c.norm_place != "before" else None,
         scoring=Scoring(c.attention_scale, 0.0),
         value_norm=partial(HeadNorm, c.norm_eps) if c.value_norm else None,
         clipped_linears=c.clipped_linears,

@@ -141,10 +141,15 @@ def interpolate_positions(
     Bilinear, the grid's corners are aligned with those of each image: with side 4, patch column 3
     of 7 lies at 3 * (4 - 1) / (7 - 1) = 1.5, half of column 1 and half of column 2. With the other
     filters its edges are: the centre of patch column 3 of 7 lies at 3.5 / 7 * 4 - 0.5 = 1.5 too,
-    where, bicubic, columns 0 to 3 have their shares.
+    where, bicubic, columns 0 to 3 have their shares. Transposed, patch (1, 0) of 2 x 3, its number
+    3, lies where number 3 of 3 x 2 does, (1, 1).
     """
     patch = jnp.maximum(items.coordinates[..., ROW:], 0)
     largest = max_in_item(patch, items.item)
+    if grid.transposed:
+        number = patch[..., 0] * (largest[..., 1] + 1) + patch[..., 1]
+        patch = jnp.stack(jnp.divmod(number, largest[..., 0] + 1), axis=-1)
+        largest = largest[..., ::-1]
     bicubic = grid.filter == "bicubic"
     if grid.filter != "bilinear":
         point = (patch.astype(jnp.float32) + 0.5) / (largest + 1) * grid.side - 0.5
@@ -156,6 +161,8 @@ def interpolate_positions(
         cell = jnp.floor(point) + jnp.array(step, jnp.float32)
         distance = jnp.abs(point - cell)
         share = _cubic(distance, -0.75) if bicubic else 1 - distance
+        if grid.filter == "bilinear_zeros":
+            share = jnp.where((cell >= 0) & (cell < grid.side), share, 0)
         # Beyond the grid a share is the nearest cell's; with corners aligned it is 0.
         row, column = jnp.moveaxis(jnp.clip(cell.astype(jnp.int32), 0, grid.side - 1), -1, 0)
         vectors = vectors + jnp.prod(share, axis=-1, keepdims=True) * table(
@@ -421,7 +428,9 @@ class VisionEncoder(nnx.Module):
         # Beside learned vectors patches count from 1: the class token, in row and column -1, is at 0.
         patch = jnp.maximum(ordered.coordinates[..., ROW:] + is_learned, 0)
         # Of tables by axis, and there, columns turn the first half.
-        patch = patch[..., ::-1] if isinstance(c.positions, AxisTables | LearnedGrid) else patch
+        by_column = isinstance(c.positions, AxisTables | LearnedGrid)
+        by_column = by_column or getattr(c.positions, "transposed", False)
+        patch = patch[..., ::-1] if by_column else patch
         alternating = isinstance(c.positions, AlternatingGrid)
         turns = c.rope_neighbours and not is_learned
         return context._replace(

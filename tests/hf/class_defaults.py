@@ -109,6 +109,7 @@ WHOLE = (
         "deepseek_v2",
         "deepseek_v3",
         "kimi_k25",
+        "muse_glimmer",
         "deepseek_ocr2",
     ),
     *(
@@ -150,6 +151,7 @@ IMAGES = {  # by the folder of their model
     "qwen3_vl": ("Qwen3VLVideoProcessor",),
     "pixtral": ("PixtralImageProcessor",),
     "kimi_k25": ("Kimi_K25ImageProcessor",),
+    "muse_glimmer": ("MuseGlimmerImageProcessor", "MuseGlimmerVideoProcessor"),
     "glm4v": ("Glm4vImageProcessor", "Glm4vVideoProcessor"),
     "glm46v": ("Glm46VImageProcessor",),
     "glmga": ("GlmgaImageProcessor",),

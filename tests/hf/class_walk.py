@@ -401,6 +401,8 @@ INERT_IN = {
     "glmasr_encoder": {"max_position_embeddings"},
     **{kind: {"image_size"} for kind in ("pixtral", "glm_ocr_vision")},  # images are of any size
     "kimi_k25_vision": {"pos_emb_time"},  # of videos
+    "muse_glimmer_text": {"tie_word_embeddings"},  # the class around it has the word on the tables
+    "muse_glimmer_vision": {"max_position_embeddings"},  # which its class does not read
     "janus_vision_model": {"num_image_tokens"},  # that it makes
     "clip": {"projection_dim"},
     "clip_vision_model": {"projection_dim"},

@@ -1416,6 +1416,62 @@ def kimi_k25(rng: np.random.Generator, **own: int) -> transformers.PreTrainedCon
     )
 
 
+def muse_glimmer(
+    rng: np.random.Generator, vocab: int = 97, **tokens: int
+) -> transformers.PreTrainedConfig:
+    """Muse Glimmer: a tower with windows as large as its table of positions, and a Gemma 2 with gates."""
+    heads, merge = pick(rng, 1, 2, 3), pick(rng, 1, 2, 2, 3)
+    width, side, layers = (
+        heads * 4 * between(rng, 2, 5),
+        merge * between(rng, 1, 3),
+        between(rng, 1, 5),
+    )
+    vision = {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": between(rng, 20, 60),
+        "num_attention_heads": heads,
+        "patch_size": between(rng, 3, 6),
+        "patch_temporal": pick(rng, 1, 2, 2, 3),
+        "pos_emb_height": side,
+        "pos_emb_width": side,
+        "merge_size": merge,
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "rope_parameters": {"rope_type": "axial", "rope_theta": pick(rng, 1e4, 100.0)},
+    }
+    if rng.integers(2):
+        kinds = ("window_attention", "full_attention")
+        vision["layer_types"] = [pick(rng, *kinds) for _ in range(layers)]
+    sizes, head_width = text_sizes(rng, vocab)
+    text = sizes | rope(rng, head_width // 2)
+    # as its class wants it, whatever heads are wide
+    text["hidden_size"] = text["num_attention_heads"] * -(-24 // text["num_attention_heads"])
+    text |= {
+        "hidden_activation": pick(rng, *ACTIVATIONS),
+        "attention_bias": pick(rng, False, True),
+        "sliding_window": pick(rng, 3, 6),
+        "final_logit_softcapping": pick(rng, 3.0, 20.0),
+        "qk_scale_factor": pick(rng, 0.7, 1.5, 3.87),
+        "output_multiplier": pick(rng, 0.2, 1.3),
+        "post_norm_eps": pick(rng, 1e-8, 1e-6, 1e-2),
+        "pad_token_id": 0,
+    }
+    if rng.integers(2):
+        text["layer_types"] = layer_types(rng, text["num_hidden_layers"])
+    if rng.integers(2):
+        theta = text["rope_parameters"]["rope_theta"]
+        text["layer_rope_theta"] = [pick(rng, 0, theta) for _ in range(text["num_hidden_layers"])]
+    return transformers.MuseGlimmerConfig(
+        text_config=text,
+        vision_config=vision,
+        out_hidden_size=merge**2 * width,
+        projector_hidden_size=between(rng, 20, 60),
+        projector_hidden_act=pick(rng, *ACTIVATIONS),
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
+    )
+
+
 def audio_tower(rng: np.random.Generator) -> Fields:
     """Whisper's encoder, and Qwen2-Audio's, for windows of one or two seconds."""
     heads = pick(rng, 1, 2, 3, 4)

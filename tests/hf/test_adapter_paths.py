@@ -83,6 +83,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "mistral3": lambda: around("mistral3", PIXTRAL, TEXT | {"model_type": "mistral"}),
     "lighton_ocr": lambda: drawn.lighton_ocr(rng(), image_token_id=5),
     "kimi_k25": lambda: drawn.kimi_k25(rng(), image_token_id=5),
+    "muse_glimmer": lambda: drawn.muse_glimmer(rng(), image_token_id=5, video_token_id=6),
     "deepseek_vl": lambda: drawn.deepseek_vl(rng(), image_token_id=5),
     "deepseek_ocr2": lambda: drawn.deepseek_ocr2(rng(), image_token_id=5),
     "paddleocr_vl": lambda: drawn.paddleocr_vl(rng(), image_token_id=5),

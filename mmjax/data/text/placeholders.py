@@ -47,6 +47,11 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>"))}
             case "llama4":
                 return {"image": Placeholder(named.get("image_token", "<|image|>"), "<|patch|>")}
+            case "museglimmer":
+                return {
+                    "image": Placeholder("<|patch|>", "", "<|image_start|>", "<|image_end|>"),
+                    "video": Placeholder("<|video|>"),
+                }
             case "kimik25":
                 return {"image": Placeholder(named.get("image_token", "<|media_pad|>"))}
             case (
