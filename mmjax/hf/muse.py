@@ -85,13 +85,14 @@ def _llm(fields: Fields) -> DecoderConfig:
         if (value := text.get(name, float)) <= 0:
             raise UserError(f"{text.where}: {name}={value} must be above 0")
     layers = text.size("num_hidden_layers")
-    full = [(layers - 1 - i) % 4 == 0 for i in range(layers)]
+    # Counted from the last layer.
+    windowed = [(layers - 1 - i) % 4 > 0 for i in range(layers)]
+    kinds = ["sliding_attention" if window else "full_attention" for window in windowed]
     own = {"model_type": "gemma2", "attn_logit_softcapping": None, "query_pre_attn_scalar": 1}
-    kinds = ["full_attention" if is_full else "sliding_attention" for is_full in full]
     own["layer_types"] = text.get("layer_types", list[str], kinds)
     gemma = decoder_of(replace(text, values={**text.values, **own}), tables_are_tied(fields))
     base = gemma.rope_theta
-    thetas = text.get("layer_rope_theta", list[float], [0 if is_full else base for is_full in full])
+    thetas = text.get("layer_rope_theta", list[float], [base * window for window in windowed])
     # transformers reads of them only which are 0, and takes the others' angles from `base`.
     if len(thetas) != layers or set(thetas) - {0, base}:
         raise UserError(

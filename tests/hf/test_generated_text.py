@@ -17,6 +17,7 @@ import test_gemma4_unified
 import test_glm4v
 import test_kimi
 import test_minicpm
+import test_muse
 import test_paddleocr
 import test_pixtral
 import test_qwen_vl
@@ -467,6 +468,18 @@ def test_kimi_writes_what_it_writes_there_after_images_of_several_sizes(tmp_path
     prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
     prompts = [prompt if is_text(prompt[-1]) else [*prompt, np.array([7, 8])] for prompt in prompts]
     check(model, tmp_path, prompts, test_kimi.inputs_of(model, tmp_path))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_muse_glimmer_writes_what_it_writes_there_after_images_of_several_sizes(seed, tmp_path):
+    model = test_muse.made(seed, tmp_path)
+    with torch.no_grad():  # so that tokens of media are not written
+        model.get_output_embeddings().weight[test_muse.IMAGE :] = 0
+    model.save_pretrained(tmp_path)
+    unit = test_muse.unit_of(model)
+    prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
+    check(model, tmp_path, prompts, test_muse.inputs_of(model, tmp_path))
 
 
 def test_qwen2_audio_writes_what_it_writes_there_after_clips_of_several_lengths(tmp_path):

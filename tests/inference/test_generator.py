@@ -124,9 +124,10 @@ def changed(config: Config, how: str):
                 llm, layers=4, attention="blockwise", remat=("none", "none", "full", "full")
             )
         case "parallel, without rope":
-            llm = replace(
-                llm, layers=4, parallel_mlp=True, window=5, windowed=(0, 1, 3), unrotated=(2,)
-            )
+            gated = {"attention_gate": True, "separate_gate": True, "qk_norm": "unscaled"}
+            windows = {"window": 5, "windowed": (0, 1, 3), "unrotated": (2,)}
+            normed = {"embedding_norm": True, "parallel_mlp": True}
+            llm = replace(llm, layers=4, **gated, **windows, **normed)
         case "chunks":
             growing = {"query_growth": 0.5, "query_span": 4, "growing": "unrotated"}
             llm = replace(llm, layers=4, window=5, windowed=(0, 1, 3), unrotated=(2,), **growing)

@@ -259,11 +259,12 @@ def sharing(model: ModelConfig) -> ModelConfig:
 
 
 def normed_outputs(model: ModelConfig) -> ModelConfig:
-    """Its LLM's norms are of outputs, two heads of its vision encoder share keys, whose connector ends in a matrix."""
+    """Its LLM norms outputs, its attention has a gate; two heads of its tower share keys, and tokens have a matrix."""
     vision = replace(model.encoders["vision"], heads=4, width=32, kv_heads=2)
     ending = {"output_width": 20, "output_activation": True}
     vision = replace(vision, connector=replace(vision.connector, **ending))
-    llm = replace(model.llm, pre_norms=False, post_norms=True)
+    gated = {"attention_gate": True, "separate_gate": True}
+    llm = replace(model.llm, pre_norms=False, post_norms=True, **gated)
     return replace(model, llm=llm, encoders=model.encoders | {"vision": vision})
 
 

@@ -461,9 +461,13 @@ def test_norms_of_outputs_and_grouped_keys_of_encoders_have_the_gradients_of_one
     vision = config.model.encoders["vision"]
     grouped = replace(vision, heads=4, width=4 * vision.width, kv_heads=2)
     ending = {"output_width": 20, "output_activation": True}
+    ending |= {"norm": "token_unscaled", "merging": "interleave"}
     grouped = replace(grouped, connector=replace(vision.connector, **ending))
     scaled = {"residual_scale": 0.3, "embedding_scale": 3.0, "scaled_items": True}
-    llm = replace(config.model.llm, pre_norms=False, post_norms=True, **scaled)
+    gated = {"attention_gate": True, "separate_gate": True, "qk_norm": "unscaled"}
+    normed = {"embedding_norm": True, "post_norm_eps": 1e-3, "norm_offset": 1.0}
+    normed |= {"pre_norms": False, "post_norms": True, "plain_head_norm": True}
+    llm = replace(config.model.llm, **scaled, **gated, **normed)
     encoders = config.model.encoders | {"vision": grouped}
     changed = replace(config.model, llm=llm, encoders=encoders)
     assert_same_gradients(replace(config, model=changed), tmp_path, "auto")

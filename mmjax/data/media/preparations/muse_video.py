@@ -22,8 +22,8 @@ def sample(how: MuseVideo, header: VideoHeader, unit: int, token_side: int) -> S
 
 
 def _evenly_spaced(last: int, count: int) -> np.ndarray:
-    """Compute `torch.linspace(0, last, count).long()`: in float32, from both ends to the middle."""
-    step = np.float32(last) / np.float32(max(count - 1, 1))
-    k = np.arange(count, dtype=np.float32)
-    rising, falling = k * step, np.float32(last) - k[::-1] * step
-    return np.where(k < count // 2, rising, falling).astype(np.int64)
+    """Compute `torch.linspace(0, last, count).long()`: from both ends to the middle, rounded to float32 once each."""
+    step = float(np.float32(last) / np.float32(max(count - 1, 1)))
+    k = np.arange(count)
+    spaced = np.where(k < max(count // 2, 1), k * step, last - k[::-1] * step)
+    return spaced.astype(np.float32).astype(np.int64)
