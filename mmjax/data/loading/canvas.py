@@ -1,4 +1,4 @@
-"""Lay an image's slices out on one canvas of positions, its thumbnail stretched over them, as MiniCPM-V 4.7 does."""
+"""Lay an image's slices out on one canvas of positions, the whole image stretched over them, as MiniCPM-V 4.7 does."""
 
 from __future__ import annotations
 
@@ -8,33 +8,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.data.sample import Item, Sample, Text
+from mmjax.data.sample import ArrangedItems, Item, Sample, Text
 
+FIRST_ITEM = -(2**32)  # in the place of a token's id, of item 0; one less: of item 1
 Grid = tuple[int, int, int]  # times, rows and columns of an item's tokens
-NO_ID = np.iinfo(np.int64).min  # in the place of a token's, of items
 
 
 class Crop(NamedTuple):
-    """An image or a slice among a sample's tokens."""
+    """A whole image or a slice, by its tokens' indices."""
 
     begin: int
     end: int
-    rows: int  # of tokens
-    columns: int
+    size: np.ndarray  # rows and columns of tokens
 
-    def grid(self, height: int, width: int) -> np.ndarray:
-        """Return (t, y, x) of each token, int `[n, 3]`, spread over a canvas of this size."""
-        axes = [0], _spread(self.rows, height), _spread(self.columns, width)
-        return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, 3)
-
-
-def _spread(count: int, length: int) -> np.ndarray:
-    # float32 from both ends, as torch.linspace: which way a half is rounded depends on it
-    index = np.arange(count, dtype=np.float32)
-    last = np.float32(length - 1)
-    step = last / np.float32(max(count - 1, 1))
-    places = np.where(index < max(count // 2, 1), step * index, last - step * index[::-1])
-    return np.round(places).astype(int)
+    def inside(self, canvas: np.ndarray) -> np.ndarray:
+        """Return positions of its tokens, spread over so many rows and columns, int `[n, 3]`."""
+        grid = np.meshgrid(0, *map(_spread, self.size, canvas), indexing="ij")
+        return np.stack(grid, axis=-1).reshape(-1, 3)
 
 
 def sample_canvas(
@@ -45,92 +35,99 @@ def sample_canvas(
     lengths: of its segments. grids: of its items; None: it is a clip, whose tokens count as text.
     ValueError where positions are given, or images are shown otherwise than whole.
     """
-    ids = np.full(sum(lengths), NO_ID)
-    branches: dict[int, list[tuple[int, int, Grid | None]]] = {0: []}
-    begin = 0
-    for segment, n in zip(sample.segments, lengths, strict=True):
-        is_text = isinstance(segment, Text)
-        is_whole = is_text or (isinstance(segment, Item) and not segment.part)
-        if segment.start is not None or not is_whole:
-            raise ValueError(
-                "model.llm.canvas_markers gives positions to text and to whole images alone; leave out the positions "
-                "of its segments, and show images with images=slices"
-            )
-        if is_text:
-            ids[begin : begin + n] = segment.tokens
-        branch = branches.setdefault(segment.branch if is_text else 0, branches[0].copy())
-        branch.append((begin, n, None if is_text else grids[segment.number]))
-        begin += n
+    ids = np.concatenate([_ids(*pair) for pair in zip(sample.segments, lengths, strict=True)])
+    branch = np.repeat([getattr(part, "branch", 0) for part in sample.segments], lengths)
     positions = np.zeros((len(ids), 3), int)
     # branch 0 last, so that its own are what others have put before theirs
-    for branch in reversed(branches.values()):
-        crops, end = [], 0
-        for _, n, grid in branch:
-            if grid is not None:
-                crops.append(Crop(end, end + n, *grid[1:]))
-            end += n
-        index = np.concatenate([np.arange(begin, begin + n) for begin, n, _ in branch])
-        positions[index] = canvas_positions(ids[index], crops, markers)
+    for number in sorted(set(branch.tolist()), reverse=True):
+        stream = (branch == 0) | (branch == number)
+        positions[stream] = canvas_positions(ids[stream], grids, markers)
     return positions
 
 
-def canvas_positions(ids: np.ndarray, crops: Sequence[Crop], markers: Sequence[int]) -> np.ndarray:
-    """Return the positions (t, y, x) of a sample's tokens, int `[n, 3]`.
+def _ids(segment: Text | Item | ArrangedItems, length: int) -> np.ndarray:
+    if (
+        segment.start is not None
+        or isinstance(segment, ArrangedItems)
+        or getattr(segment, "part", ())
+    ):
+        raise ValueError(
+            "model.llm.canvas_markers gives positions to text and to whole images alone; leave out the positions of "
+            "its segments, and show images with images=slices"
+        )
+    if isinstance(segment, Text):
+        return segment.tokens
+    return np.full(length, FIRST_ITEM - segment.number)
 
-    ids: int64 `[n]`, NO_ID at items. markers: as in `DecoderConfig.canvas_markers`. An image with
-    2 x 2 slices of 2 x 2 tokens behind three tokens of text, `<image>` the last (rows and columns):
 
-        <image> 1,1   thumbnail 2,2 2,5 5,2 5,5   </image> 6,6
+def canvas_positions(
+    ids: np.ndarray, grids: Sequence[Grid | None], markers: Sequence[int]
+) -> np.ndarray:
+    """Return the positions (t, y, x) of tokens, int `[n, 3]`.
+
+    ids: int `[n]`, `FIRST_ITEM` - k at tokens of item k, whose grid is the k-th. markers: as in
+    `DecoderConfig.canvas_markers`. An image with 2 x 2 slices of 2 x 2 tokens behind three tokens
+    of text, `<image>` the last (rows and columns):
+
+        <image> 1,1   whole 2,2 2,5 5,2 5,5   </image> 6,6
         <slice> 2,2   2,2 2,3 3,2 3,3   </slice> 3,3   <slice> 2,4   2,4 2,5 3,4 3,5   </slice> 3,5
         line break 3,6   <slice> 4,2 ...   text goes on at 7
     """
-    positions = np.arange(len(ids))[:, None].repeat(3, axis=1)
     images: list[list[Crop]] = []
-    for crop in crops:
-        if images and ids[crop.begin - 1] == markers[0]:
-            images[-1].append(crop)
-        else:
-            images.append([crop])
-    touched = {crop.end for crop in crops}
+    for begin in np.flatnonzero(np.diff(ids, prepend=0) * (ids <= FIRST_ITEM)).tolist():
+        if (grid := grids[FIRST_ITEM - ids[begin]]) is not None:
+            size = np.array(grid[1:])
+            crop = Crop(begin, begin + size.prod(), size)
+            if images and ids[begin - 1] == markers[0]:
+                images[-1].append(crop)
+            else:
+                images.append([crop])
+    positions = np.arange(len(ids))[:, None].repeat(3, axis=1)
     done = origin = 0
     for whole, *slices in images:
-        # The token before an image is its `<image>`. Of one that begins the sample that is, as in
-        # transformers, the sample's last, which is written again below.
-        start = whole.begin - (whole.begin not in touched)
-        text = max(start - done, 0)
-        positions[done : done + text] = origin + np.arange(text)[:, None]
-        origin += text
-        done = (slices or [whole])[-1].end
+        # The token before an image is its `<image>`, unless it is another image's. Of an image that
+        # begins the sample it is the last there, as in transformers, which is written again below.
+        before = ids[whole.begin - 1 : whole.begin]
+        start = whole.begin - (not (before <= FIRST_ITEM).any())
+        text = np.arange(max(start - done, 0))
+        positions[done : done + len(text)] = origin + text[:, None]
+        origin += len(text)
+        table = slices or [whole]
+        done = table[-1].end
         while done < len(ids) and ids[done] in markers:
             done += 1
-        first, columns, rows = _table(slices or [whole])
-        height, width = rows * first.rows, columns * first.columns
+        columns = _columns(table)
+        size = table[0].size
+        canvas = size * (len(table) // columns, columns)
         positions[start:done] = origin
         positions[start, 1:] = max(origin - 1, 0)
-        if whole.end < done:
-            positions[whole.end, 1:] = origin + height, origin + width
-        positions[whole.begin : whole.end] = origin + whole.grid(height, width)
+        positions[whole.begin : whole.end] = origin + whole.inside(canvas)
+        positions[whole.end : done][:1, 1:] = origin + canvas
         for number, crop in enumerate(slices):
-            row, column = divmod(number, columns)
-            corner = np.array([0, row * first.rows, column * first.columns])
-            grid = origin + corner + crop.grid(crop.rows, crop.columns)
-            positions[crop.begin - 1, 1:] = grid[0, 1:]
-            if crop.end < done:
-                positions[crop.end, 1:] = grid[-1, 1:]
-            positions[crop.begin : crop.end] = grid
+            corner = origin + size * divmod(number, columns)
+            positions[crop.begin - 1, 1:] = corner
+            positions[crop.begin : crop.end] = crop.inside(crop.size) + np.array([origin, *corner])
+            positions[crop.end : done][:1, 1:] = corner + crop.size - 1
         for number, (crop, following) in enumerate(pairwise(slices)):
-            bottom = (number // columns + 1) * first.rows - 1
-            between = positions[crop.end + 1 : following.begin - 1]
-            between[:, 1:] = origin + bottom, origin + width
-        origin += max(height, width) + 1
+            edge = (number // columns + 1) * size[0] - 1, canvas[1]
+            positions[crop.end + 1 : following.begin - 1, 1:] = origin + np.array(edge)
+        origin += canvas.max() + 1
     positions[done:] = origin + np.arange(len(ids) - done)[:, None]
     return positions
 
 
-def _table(slices: Sequence[Crop]) -> tuple[Crop, int, int]:
-    """Return the first slice, and how many there are along a row and a column; a line break ends a row."""
+def _columns(slices: Sequence[Crop]) -> int:
+    """Count the slices of a row, behind which stands a line break."""
     gaps = (following.begin - crop.end for crop, following in pairwise(slices))
     columns = next((n for n, gap in enumerate(gaps, start=1) if gap > 2), len(slices))
-    if len(slices) % columns:
-        columns = len(slices)
-    return slices[0], columns, len(slices) // columns
+    return len(slices) if len(slices) % columns else columns
+
+
+def _spread(count: int, length: int) -> np.ndarray:
+    """Return places for so many tokens from 0 to `length` - 1, rounded as those of torch.linspace."""
+    # float32 from both ends: which way a half is rounded depends on it
+    index = np.arange(count, dtype=np.float32)
+    last = np.float32(length - 1)
+    step = last / np.float32(max(count - 1, 1))
+    places = np.where(index < max(count // 2, 1), step * index, last - step * index[::-1])
+    return places.round().astype(int)

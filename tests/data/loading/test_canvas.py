@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from mmjax.data.loading.canvas import NO_ID, Crop, canvas_positions, sample_canvas
+from mmjax.data.loading.canvas import FIRST_ITEM, Grid, canvas_positions, sample_canvas
 from mmjax.data.sample import ArrangedItems, Item, Sample, Text, TokenLayout
 
 IMAGE = 9  # what transformers has at the tokens of images
@@ -56,16 +58,15 @@ def at_random(rng: np.random.Generator) -> Parts:
     return [*parts, list(rng.choice([*MARKERS, 7, 7], rng.integers(0, 6)))]
 
 
-def tokens_and_crops(parts: Parts) -> tuple[np.ndarray, list[Crop]]:
-    ids, crops = [], []
+def ids_and_grids(parts: Parts) -> tuple[np.ndarray, list[Grid]]:
+    ids, grids = [], []
     for part in parts:
         if isinstance(part, tuple):
-            rows, columns = map(int, part)
-            crops.append(Crop(len(ids), len(ids) + rows * columns, rows, columns))
-            ids += [NO_ID] * (rows * columns)
+            ids += [FIRST_ITEM - len(grids)] * math.prod(map(int, part))
+            grids.append((1, *part))
         else:
             ids += part
-    return np.array(ids, np.int64), crops
+    return np.array(ids, np.int64), grids
 
 
 @pytest.mark.parametrize("draw", [like_a_processor, at_random])
@@ -77,30 +78,30 @@ def test_positions_are_those_of_transformers_whatever_stands_between_images(mode
         markers = [-1 if rng.random() < 0.05 else marker for marker in MARKERS]
         for name, marker in zip(NAMES, markers, strict=True):
             setattr(model.config, name, None if marker == -1 else marker)
-        ids, crops = tokens_and_crops(draw(rng))
-        is_image = torch.tensor(ids == NO_ID)
-        sizes = torch.tensor([(merge * crop.rows, merge * crop.columns) for crop in crops])
+        ids, grids = ids_and_grids(draw(rng))
+        is_image = torch.tensor(ids <= FIRST_ITEM)
+        sizes = merge * torch.tensor(np.array(grids)[:, 1:])
         there, _ = model.get_rope_index(
             torch.where(is_image, IMAGE, torch.tensor(ids))[None],
             is_image[None].int(),
             sizes,
             downsample_mode=mode,
         )
-        np.testing.assert_array_equal(canvas_positions(ids, crops, markers), there[:, 0].T)
+        np.testing.assert_array_equal(canvas_positions(ids, grids, markers), there[:, 0].T)
 
 
-def test_a_thumbnail_is_spread_over_its_canvas_as_torch_rounds():
-    for count in range(1, 41):
-        for length in range(1, 131):
-            there = torch.linspace(0, length - 1, count).round().long()
-            _, rows, columns = Crop(0, count, count, 1).grid(length, 7).T
-            np.testing.assert_array_equal(rows, there, str((count, length)))
-            assert not columns.any()
+def test_an_image_is_spread_over_the_canvas_of_its_slices_as_torch_rounds():
+    for rows in range(1, 41):
+        for height in range(1, 131):
+            parts: Parts = [[BEGIN], (rows, 1), [END, SLICE], (height, 1), [SLICE_END]]
+            _, y, _ = canvas_positions(*ids_and_grids(parts), MARKERS)[1 : rows + 1].T
+            there = torch.linspace(0, height - 1, rows).round().long()
+            np.testing.assert_array_equal(y, there, str((rows, height)))
 
 
 def test_images_that_touch_stand_behind_each_other():
-    ids, crops = tokens_and_crops([[7], (2, 2), (1, 3), [7]])
-    _, y, x = canvas_positions(ids, crops, MARKERS).T
+    parts: Parts = [[7], (2, 2), (1, 3), [7]]
+    _, y, x = canvas_positions(*ids_and_grids(parts), MARKERS).T
     assert y.tolist() == [0, *(0, 0, 1, 1), *(3, 3, 3), 7]
     assert x.tolist() == [0, *(0, 1, 0, 1), *(3, 4, 5), 7]
 
@@ -126,8 +127,7 @@ def test_each_branch_has_the_positions_that_it_has_alone_behind_the_prompt():
     positions = sample_canvas(sample, lengths, grids, MARKERS)
     prompt: Parts = [[7, BEGIN], (3, 2), [END, SLICE], (2, 4)]
     for answer, span in (([SLICE_END, BREAK, 7], slice(18, 21)), ([8, 8, 7], slice(21, 24))):
-        ids, crops = tokens_and_crops([*prompt, answer])
-        alone = canvas_positions(ids, crops, MARKERS)
+        alone = canvas_positions(*ids_and_grids([*prompt, answer]), MARKERS)
         np.testing.assert_array_equal(positions[span], alone[18:])
         np.testing.assert_array_equal(positions[:18], alone[:18])
 
