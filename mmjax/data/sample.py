@@ -258,7 +258,8 @@ class Source(Protocol):
     Samples that cannot be used raise BadSample from the first two, media that cannot be decoded
     BadMedia from `item`. Where `sample` takes long, a source may have `outline` too: the sample
     with any tokens, but as many, and any weights of its texts, but the same first token that is
-    trained on. The length index counts what is attended by it.
+    trained on. The length index counts what is attended by it. With `item_hash(index, number)`, a
+    hash of what an item is decoded from, an item that is encoded once is decoded once.
     """
 
     def __len__(self) -> int: ...

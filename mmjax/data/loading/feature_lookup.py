@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,16 +41,30 @@ class FeatureLookup:
         return np.zeros((rows, positions, layout.width), layout.dtype)
 
     def write(
-        self, values: np.ndarray, encoder: str, row: int, start: int, item: ItemInput
-    ) -> None:
-        """Write an item's output into the values of rows, or note that it is missing. start: of its inputs."""
+        self,
+        values: np.ndarray,
+        encoder: str,
+        row: int,
+        start: int,
+        key: bytes | None,
+        prepare: Callable[[], ItemInput],
+    ) -> ItemInput | None:
+        """Write an item's output into the values of rows, or note that it is missing.
+
+        start: of its inputs. key: a hash of what the item is prepared from, which is then only
+        prepared where its output is missing; None: the key is a hash of the item. Returns the item
+        where it was prepared.
+        """
         start //= self.encoders[encoder].output_stride
-        key = item_key(item)
+        item = prepare() if key is None else None
+        key = item_key(item) if key is None else key
         features = self.readers[encoder].read(key)
         if features is None:
+            item = item or prepare()
             self.missing.append(MissingItem(encoder, self.microbatch, row, start, key, item))
         else:
             values[row, start : start + len(features)] = features
+        return item
 
 
 def item_key(item: ItemInput) -> bytes:

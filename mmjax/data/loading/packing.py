@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from mmjax.data.loading.text_rows import (
     row_view,
     write_sample,
 )
-from mmjax.data.media.patches import ItemInput, item_input, token_grid
+from mmjax.data.media.patches import ItemInput, ItemPlaces, item_input, item_places, token_grid
 from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.sample import Item, Sample, SampleLengths, Text
 from mmjax.errors import UserError
@@ -42,6 +43,8 @@ class Reader:
     with_place: Callable[[int, object], str]
     # converts what `item` returns to its part of a batch's row
     convert: Callable[[Encoder | Generator, np.ndarray], ItemInput] = item_input
+    # hashes what an item is decoded from; None: only its content tells it
+    item_hash: Callable[[int, int], bytes | None] = lambda sample, number: None
 
 
 def pack_microbatch(
@@ -291,26 +294,38 @@ def _pack_items(
         owner[row, span] = sample
         offset[row, span] = preceding[part] + np.arange(length)
         with _reading(reader, sample, unreadable, f"item {number} ({encoder})"):
-            decoded = reader.item(sample, number)
-            value, place, valid = reader.convert(layout.modules[encoder], decoded)
-            if len(value) != length:
-                raise ValueError(
-                    f"it has {len(value)} positions where its source's facts() promised {length}"
-                )
-            if value.dtype != np.uint8 and not np.isfinite(value).all():
-                raise ValueError(
-                    "it holds NaN or Inf; mend the file or leave the sample out of its source"
-                )
+            config = layout.modules[encoder]
+            prepare = partial(_prepare_item, reader, config, sample, number, length)
             if stored is None:
-                values[row, span] = value
+                prepared = prepare()
+                values[row, span] = prepared.values
             else:
-                stored.write(values, encoder, row, span.start, ItemInput(value, place, valid))
-            coordinates[row, span] = place
-            item[row, span] = np.where(valid, in_row[row], PADDING)
+                key = reader.item_hash(sample, number)
+                prepared = stored.write(values, encoder, row, span.start, key, prepare)
+            if prepared is None:
+                places = item_places(config, reader.facts(sample).items[number][1])
+            else:
+                places = ItemPlaces(prepared.coordinates, prepared.valid)
+            coordinates[row, span] = places.coordinates
+            item[row, span] = np.where(places.valid, in_row[row], PADDING)
         # of what could not be read too: an image's number is its place among the conditions
         in_row[row] += 1
     kind = ItemBatch if stored is None else EncodedItems
     return kind(values, item, coordinates, owner, offset)
+
+
+def _prepare_item(
+    reader: Reader, module: Encoder | Generator, sample: int, number: int, length: int
+) -> ItemInput:
+    """Decode an item and convert it to its part of a row. Raises ValueError where it is not what was promised."""
+    item = reader.convert(module, reader.item(sample, number))
+    if len(item.values) != length:
+        raise ValueError(
+            f"it has {len(item.values)} positions where its source's facts() promised {length}"
+        )
+    if item.values.dtype != np.uint8 and not np.isfinite(item.values).all():
+        raise ValueError("it holds NaN or Inf; mend the file or leave the sample out of its source")
+    return item
 
 
 def _before_in_sample(plan: MicrobatchPlan, module: int, sample_of: np.ndarray) -> np.ndarray:

@@ -384,6 +384,10 @@ def reader_of(sources: Mapping[str, Source], index: LengthIndex) -> Reader:
         source, i = locate(sample)
         return source.item(i, number)
 
+    def item_hash(sample: int, number: int) -> bytes | None:
+        source, i = locate(sample)
+        return source.item_hash(i, number) if hasattr(source, "item_hash") else None
+
     def placed(sample: int, reason: object) -> str:
         return with_place(*locate(sample), reason)
 
@@ -394,4 +398,5 @@ def reader_of(sources: Mapping[str, Source], index: LengthIndex) -> Reader:
         source_of=index.source_of,
         name=index.name,
         with_place=placed,
+        item_hash=item_hash,
     )

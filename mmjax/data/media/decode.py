@@ -7,6 +7,7 @@ clips: `decode_clips`; videos: `video`.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import threading
@@ -14,6 +15,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import cache
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -77,6 +80,15 @@ class SampledVideo(NamedTuple):
     times: tuple[int, ...] = ()  # rotary positions of the temporal patches along t
     # that is written before the first temporal patch, between two, and behind the last
     texts: tuple[str, ...] = ()
+
+
+@cache
+def decoder_versions() -> tuple[str, ...]:
+    """Return the versions of what decodes and prepares media: libraries, and a hash of the code here."""
+    code = hashlib.blake2b(digest_size=16)
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        code.update(path.read_bytes())
+    return Image.__version__, soundfile.__version__, np.__version__, code.hexdigest()
 
 
 def filled(indices: np.ndarray, unit: int) -> np.ndarray:

@@ -75,6 +75,19 @@ def item_input(module: Encoder | Generator, array: np.ndarray) -> ItemInput:
     raise TypeError(f"{type(module).__name__} takes no items")
 
 
+class ItemPlaces(NamedTuple):
+    """Hold where the positions of one item are, as in `ItemInput`."""
+
+    coordinates: np.ndarray
+    valid: np.ndarray
+
+
+@functools.singledispatch
+def item_places(encoder: Encoder, size: tuple[int, ...]) -> ItemPlaces:
+    """Compute where the positions of an item of `size` are, as `item_input` does from its content."""
+    raise TypeError(f"{type(encoder).__name__} encodes no items")
+
+
 def _check_extent(size: tuple[int, ...]) -> None:
     if any(extent < 1 for extent in size):
         raise ValueError(f"an item of size {size} is empty")
@@ -244,17 +257,32 @@ def _(encoder: VisionConfig, array: np.ndarray) -> ItemInput:
     frames = frames[:, : rows * encoder.patch, : columns * encoder.patch]
     # In a patch: frame, row, column, channel.
     merges = encoder.connector.merge, encoder.inner_merge
-    parts = [to_patches(frame, encoder.patch, *merges) for frame in frames]
+    parts = [patchify(frame, encoder.patch, *merges) for frame in frames]
     # A still image is repeated where the batch has room for the frames of videos.
     repeats = encoder.patch_values // (len(frames) * encoder.patch**2 * encoder.channels)
     if repeats * len(frames) * encoder.patch**2 * encoder.channels != encoder.patch_values:
         raise ValueError(
             f"it has {len(frames)} frames; the encoder takes {encoder.frames} of a video at a time"
         )
-    item = parts[0]._replace(
-        values=np.concatenate([part.values for part in parts] * repeats, axis=1)
+    values = np.concatenate(parts * repeats, axis=1)
+    coordinates, valid = item_places(encoder, frames.shape[1:3])
+    own = np.zeros((len(valid) - len(values), values.shape[1]), np.uint8)
+    return ItemInput(np.concatenate([values, own]) if len(own) else values, coordinates, valid)
+
+
+@item_places.register
+def _(encoder: VisionConfig, size: tuple[int, ...]) -> ItemPlaces:
+    rows, columns = patch_grid(encoder, size[-2:])
+    coordinates, valid = merge_order(rows, columns, encoder.connector.merge, encoder.inner_merge)
+    if not encoder.class_token:
+        return ItemPlaces(coordinates, valid)
+    # Windows with the class token, the registers and padding: in row -1, and in columns -1, -2, ..
+    number = np.arange(encoder.hidden_tokens * encoder.connector.merge**2, dtype=np.int32)
+    places = np.stack([np.zeros_like(number), np.full_like(number, -1), -1 - number], axis=1)
+    return ItemPlaces(
+        np.concatenate([coordinates, places]),
+        np.concatenate([valid, number < encoder.own_tokens]),
     )
-    return _with_own_tokens(item, encoder) if encoder.class_token else item
 
 
 def to_patches(image: np.ndarray, patch: int, merge: int, inner: int = 1) -> ItemInput:
@@ -292,15 +320,6 @@ def patchify(image: np.ndarray, patch: int, merge: int, inner: int = 1) -> np.nd
         0, 4, 1, 5, 2, 6, 3, 7, 8
     )
     return windows.reshape(-1, patch * patch * channels)
-
-
-def _with_own_tokens(item: ItemInput, encoder: VisionConfig) -> ItemInput:
-    """Append windows with the class token, the registers and padding: in row -1, and in columns -1, -2, .."""
-    number = np.arange(encoder.hidden_tokens * encoder.connector.merge**2, dtype=np.int32)
-    values = np.concatenate([item.values, np.zeros((len(number), item.values.shape[1]), np.uint8)])
-    places = np.stack([np.zeros_like(number), np.full_like(number, -1), -1 - number], axis=1)
-    coordinates = np.concatenate([item.coordinates, places])
-    return ItemInput(values, coordinates, np.concatenate([item.valid, number < encoder.own_tokens]))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -344,19 +363,26 @@ def _(encoder: AudioConfig, size: tuple[int, ...]) -> ItemSize:
 @item_input.register
 def _(encoder: AudioConfig, array: np.ndarray) -> ItemInput:
     frames = log_mel_frames(encoder, array)
-    positions = item_size(encoder, array.shape).positions
-    size = clip_size(encoder, len(array))
-    columns = frame_columns(encoder, size.input_frames)
-    values = np.zeros((positions, encoder.mels), np.float32)
+    places = item_places(encoder, array.shape)
+    columns = frame_columns(encoder, clip_size(encoder, len(array)).input_frames)
+    values = np.zeros((len(places.valid), encoder.mels), np.float32)
     values[columns[: len(frames)]] = frames
+    return ItemInput(values, *places)
+
+
+@item_places.register
+def _(encoder: AudioConfig, size: tuple[int, ...]) -> ItemPlaces:
+    positions = item_size(encoder, size).positions
+    clip = clip_size(encoder, size[0])
+    columns = frame_columns(encoder, clip.input_frames)
     valid = np.zeros(positions, bool)
     valid[columns] = True
     coordinates = np.zeros((positions, 3), np.int32)
     coordinates[:, TIME] = np.arange(positions)
     # Row -1 marks frames that the convolutions read but that make no position of the layers.
     coordinates[:, ROW] = -1
-    coordinates[columns[: size.frames], ROW] = 0
-    return ItemInput(values, coordinates, valid)
+    coordinates[columns[: clip.frames], ROW] = 0
+    return ItemPlaces(coordinates, valid)
 
 
 def shown_tokens(encoder: AudioConfig, pieces: Sequence[int]) -> np.ndarray | None:

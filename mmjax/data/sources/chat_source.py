@@ -348,6 +348,9 @@ class ChatSource:
             )
         return item
 
+    def item_hash(self, index: int, number: int) -> bytes | None:
+        return self._media.item_hash(index, number)
+
     def question(self, index: int) -> Question:
         """Return the conversation up to its last answer, and that answer. Raises BadSample where it ends otherwise."""
         conversation = self.conversations.conversation(index)

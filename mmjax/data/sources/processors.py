@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mmjax.config import AudioConfig, MediaLimits, Qwen2Video, VisionConfig
-from mmjax.data.media.decode import Probe, VideoHeader
+from mmjax.data.media.decode import Probe, VideoHeader, decoder_versions
 from mmjax.data.media.decode_clips import ClipHeader, resampled_length
 from mmjax.data.media.decode_images import decode_image, read_image_size
 from mmjax.data.media.image_transforms import BeforeEncoder, prepare_image, prepared_sizes
@@ -46,7 +47,7 @@ from mmjax.data.sample import (
     TokenLayout,
 )
 from mmjax.data.sources.sound import Sound, interleave_sound
-from mmjax.data.storage.files import FileRef
+from mmjax.data.storage.files import FileRef, InlineBytes
 from mmjax.data.storage.media_files import FrameFiles
 from mmjax.data.text.conversation_tokens import OfMedia
 from mmjax.errors import BadMedia, UserError
@@ -54,6 +55,8 @@ from mmjax.errors import BadMedia, UserError
 CACHED_SIZES = 1 << 16  # media whose items' sizes are cached
 # decoded media that are cached, so that an image is decoded once for all its tiles
 CACHED_MEDIA = 4
+
+HASH_BYTES = 16
 
 # encoder callbacks by the names that the config gives them
 Functions = Mapping[str, Callable[..., Any]]
@@ -184,6 +187,11 @@ class MediaProcessors:
             )
         return name
 
+    def has_callback(self, name: str) -> bool:
+        """Tell whether a function of the user's prepares the images of an encoder."""
+        eyes = self._eyes.get(name)
+        return eyes is not None and bool(eyes.encoder.callbacks.before_encoder)
+
     @property
     def sound(self) -> str:
         """Return the encoder of the videos' sound; empty where it is not read."""
@@ -313,6 +321,7 @@ class SampleMedia:
         self._sizes = sizes
         self._file = file
         self._decoded = lru_cache(maxsize=CACHED_MEDIA)(self._decode)
+        self._read = lru_cache(maxsize=CACHED_MEDIA)(self._read_file)
 
     def items(self, sample: int) -> list[MediaItems]:
         """Compute the items of every medium of a sample. Raises BadMedia."""
@@ -356,22 +365,58 @@ class SampleMedia:
 
     def item(self, sample: int, number: int) -> np.ndarray:
         """Decode one item. Raises IndexError where the sample has no such item, BadMedia where it cannot be decoded."""
+        place = self._locate(sample, number)
+        return self._decoded(sample, place.medium)[place.number]
+
+    def item_hash(self, sample: int, number: int) -> bytes | None:
+        """Hash the file of an item's medium with what its encoder's config does not say of how it is prepared.
+
+        None for a video, of whose file only a part is read, and for an encoder with a callback.
+        """
+        place = self._locate(sample, number)
+        kinds = self._kinds(sample)
+        name, size = place.items.items[place.number]
+        if kinds[place.medium] == "video" or self._processors.has_callback(name):
+            return None
+        limits = self._processors.limits
+        prepared = (decoder_versions(), kinds.count("image"), limits, place.number, size)
+        digest = hashlib.blake2b(self._read(sample, place.medium).content, digest_size=HASH_BYTES)
+        digest.update(repr(prepared).encode())
+        return digest.digest()
+
+    def _locate(self, sample: int, number: int) -> _Place:
         # Items are numbered through all media: of media with 3 and 2 items, item 4 is item 1 of
         # medium 1.
         first = 0
         for medium, items in enumerate(self.items(sample)):
             if number < first + len(items.items):
-                return self._decoded(sample, medium)[number - first]
+                return _Place(medium, items, number - first)
             first += len(items.items)
         raise IndexError(f"sample {sample} has no item {number}")
 
+    def _kinds(self, sample: int) -> list[str]:
+        return [kind for kind, _ in self._sizes(sample) if kind != SOUND]
+
+    def _read_file(self, sample: int, medium: int) -> InlineBytes:
+        return InlineBytes(self._file(sample, medium).read())
+
     def _decode(self, sample: int, medium: int) -> tuple[np.ndarray, ...]:
-        kinds = [kind for kind, _ in self._sizes(sample) if kind != SOUND]
+        kinds = self._kinds(sample)
+        kind = kinds[medium]
         file = self._file(sample, medium)
+        content = file if kind == "video" else self._read(sample, medium)
         try:
-            return self._processors.decoded(kinds[medium], file, kinds.count("image"))
+            return self._processors.decoded(kind, content, kinds.count("image"))
         except BadMedia as error:
             raise BadMedia(f"{file.name}: {error}") from None
+
+
+class _Place(NamedTuple):
+    """Name where an item of a sample is: its medium, that medium's items, and its number among them."""
+
+    medium: int
+    items: MediaItems
+    number: int
 
 
 def _with_own_sound(sizes: MediaSizes) -> list[tuple[Medium, tuple[int, ...]]]:

@@ -40,6 +40,7 @@ from mmjax.config import (
 )
 from mmjax.config.data import FileSource
 from mmjax.config.loading import apply_overrides, from_json, to_json
+from mmjax.data.loading.feature_lookup import FeatureLookup
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import StepLoader, reader_of
 from mmjax.data.loading.text_rows import BatchLayout
@@ -52,6 +53,7 @@ from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import BadSample, Item, Text, with_place
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.opening import check_records, look_again, open_sources, records_of
+from mmjax.data.storage.feature_store import FeatureLayout, FeatureReader, write_shard
 from mmjax.errors import BadMedia, UserError
 from mmjax.hf.families import from_hf
 
@@ -153,6 +155,57 @@ def test_only_the_answer_and_its_end_train(made):
         trained = text.target[mine].tolist()
         assert source.decode(trained) == source.question(i).answer
         assert trained[-1] in source.chat.tokenizer.ends
+
+
+def test_an_image_whose_output_is_stored_is_read_and_not_decoded(checkpoint, tmp_path):
+    """One that was replaced is decoded again."""
+    save_questions(tmp_path, 4)
+    config = config_of(checkpoint, tmp_path)
+    eyes = replace(
+        config.model.encoders["vision"], images=PanAndScan((16, 16), min_crop=12, min_ratio=1.0)
+    )
+    config = replace(config, model=replace(config.model, encoders={"vision": eyes}))
+    layout = FeatureLayout(eyes.output_width, np.dtype(np.float32))
+
+    def load():
+        """The rows of all samples, what is not stored of them, and how many images were decoded."""
+        sources = open_sources(config, "train", tmp_path)
+        index = build_index(sources, config.model.encoders)
+        planner, _ = make_planner(index, config, [1.0])
+        (plan,) = planner.placer.place(Group(np.arange(4), None))
+        stored = FeatureLookup(
+            config.model.encoders, {"vision": FeatureReader(tmp_path / "stored", layout)}, 0
+        )
+        batch = pack_microbatch(
+            plan, BatchLayout.of(config.model), reader_of(sources, index), stored=stored
+        )
+        return batch.items["vision"], stored.missing, sources["chat"]._media._decoded.cache_info()
+
+    first, missing, decoded = load()
+    images = sorted((tmp_path / "images").iterdir())
+    assert decoded.misses == len(images)
+    assert len({item.key for item in missing}) == len(missing) > len(images)  # crops
+    stride = eyes.output_stride
+    outputs = {
+        item.key: np.full((len(item.item.values) // stride, layout.width), k + 1, np.float32)
+        for k, item in enumerate(missing)
+    }
+    write_shard(tmp_path / "stored" / "shard", outputs)
+    again, missing_again, decoded = load()
+    assert (missing_again, decoded.misses) == ([], 0)
+    for old, new in zip(first[1:], again[1:], strict=True):
+        np.testing.assert_array_equal(old, new)
+    for item in missing:
+        span = slice(item.start, item.start + len(outputs[item.key]))
+        np.testing.assert_array_equal(again.values[item.row, span], outputs[item.key])
+
+    with Image.open(images[0]) as image:
+        other = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    other.save(images[0])
+    _, missing, decoded = load()
+    assert decoded.misses == 1
+    assert missing
+    assert not {item.key for item in missing} & outputs.keys()
 
 
 def test_a_question_is_its_sample_up_to_the_answer(made):
