@@ -389,9 +389,12 @@ INERT_IN = {
     "paligemma": {"hidden_size", "vocab_size"},
     # The second is read of a dynamic RoPE, which Gemma 3 says by type of layer.
     "gemma3_text": {"attn_logit_softcapping", "max_position_embeddings"},
-    "gemma4_text": {"max_position_embeddings"},
+    # The class around them has the word on the tables: true, unless it says otherwise.
+    **{
+        kind: {"max_position_embeddings", "tie_word_embeddings"}
+        for kind in ("gemma4_text", "gemma4_unified_text")
+    },
     "gemma4_vision": {"attention_bias", "max_position_embeddings"},
-    "gemma4_unified_text": {"max_position_embeddings"},
     "qwen3_vl_moe_text": {"tie_word_embeddings"},
     "qwen2_5_omni_text": {"tie_word_embeddings"},
     "qwen2_5_omni_audio_encoder": {"max_source_positions"},
