@@ -279,6 +279,9 @@ class DecoderConfig(TowerFacts):
     # channel pairs rotated by (t, y, x); empty: all by one position
     rope_sections: tuple[int, ...] = ()
     rope_interleaved: bool = False  # interleaves the pairs of the sections
+    # ids of the tokens around images and slices by which these lie on a canvas (MiniCPM-V 4.7), that
+    # which begins a slice first; -1: there is none; empty: each image has rows and columns of its own
+    canvas_markers: tuple[int, ...] = ()
     rotary_width: int = 0  # channels per head that RoPE turns, the first ones; 0: all
     # queries at position p are multiplied by 1 + query_growth * log(1 + floor(p / query_span))
     query_growth: NonNegativeFloat = 0.0
@@ -532,6 +535,11 @@ class DecoderConfig(TowerFacts):
         check(
             not self.chunked or not self.rope_sections,
             f"{where}.chunked: chunks are of tokens, which positions with rope_sections do not count; leave one out",
+        )
+        check(
+            bool(self.rope_sections) or not self.canvas_markers,
+            f"{where}.canvas_markers={listed(self.canvas_markers)}: a canvas has rows and columns, and rope_sections "
+            "is empty; leave it out",
         )
         check(
             not self.chunked or self.items == "causal",

@@ -113,6 +113,10 @@ class ModelConfig:
             if encoder.modality == "image":
                 videos = f"{where}.encoders.{name}.videos"
                 encoder.videos.check_sound(videos, encoder.frames, clips, has_time)
+                check(
+                    not (encoder.takes_videos and self.llm.canvas_markers),
+                    f"{videos}: model.llm.canvas_markers has places for images alone; leave videos out",
+                )
         check(
             bool(self.lora) or not set(module_names(self)) <= frozen_modules(self),
             f"{where}: every module is frozen; set frozen=false on one, such as {where}.llm",

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mmjax.config import AsIs, ConnectorConfig, ModelConfig, Slices
+from mmjax.config import AsIs, ConnectorConfig, DecoderConfig, ModelConfig, Slices
 from mmjax.errors import UserError
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, linears, norm
 from mmjax.hf.llava import text_of, whole_layout
+from mmjax.hf.qwen_vl import in_sections
 from mmjax.hf.vision import find_tower, kind_of, vision_of, with_images
 
-FAMILIES = ("minicpmv4_6", "minicpm_ocr")
+CANVAS = "minicpmv4_7"  # whose slices have positions on a canvas
+FAMILIES = ("minicpmv4_6", CANVAS, "minicpm_ocr")
+CANVAS_TEXTS = ("qwen3_5_text", "qwen3_5_moe_text")
+SECTIONS = (11, 11, 10)
 EPS = 1e-6  # of the merger's norm, written in no config
 MERGERS = ("model.merger.", "merger.")
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a config of one of `FAMILIES` says. Raises UserError for what is missing or not supported."""
-    # Of text and images alike all three coordinates of a position are one number.
-    llm = replace(text_of(fields), rope_sections=(), rope_interleaved=False)
+    llm = _llm(fields)
     fields.allow_only("merger_times", 1)
     fields.allow_only("downsample_mode", "16x", "4x")
     vision = fields.inner("vision_config")
@@ -45,6 +48,17 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     if isinstance(how, Slices):
         how = replace(how, **_texts(folder, bool(how.begin)))
     return ModelConfig(llm, {"vision": replace(tower, images=how)})
+
+
+def _llm(fields: Fields) -> DecoderConfig:
+    if fields.get("model_type", str) != CANVAS:
+        # Of text and images alike all three coordinates of a position are one number.
+        return replace(text_of(fields), rope_sections=(), rope_interleaved=False)
+    text = fields.inner("text_config")
+    text.allow_only("model_type", *CANVAS_TEXTS)
+    llm = in_sections(text_of(fields), text.where, SECTIONS, True)
+    names = ("slice_start", "slice_end", "image_start", "image_end", "newline")
+    return replace(llm, canvas_markers=tuple(fields.get(f"{name}_id", int, -1) for name in names))
 
 
 def _texts(folder: HfFolder, numbered: bool) -> dict[str, str]:

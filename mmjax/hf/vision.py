@@ -474,7 +474,7 @@ TOWERS_BY_KIND = {
         Tower(_idefics3, "embeddings.position_embedding.weight", clip_parts),
     ),
     **dict.fromkeys(
-        ("minicpmv4_6_vision", "minicpm_ocr_vision"),
+        ("minicpmv4_6_vision", "minicpmv4_7_vision", "minicpm_ocr_vision"),
         Tower(_idefics3, "embeddings.position_embedding.weight", minicpm_parts),
     ),
     "pixtral": Tower(_pixtral, "patch_conv.weight", pixtral_parts),

@@ -95,6 +95,7 @@ WHOLE = (
         "video_llama_3",
         "video_llava",
         "minicpmv4_6",
+        "minicpmv4_7",
         "minicpm_ocr",
         "ernie4_5",
         "lighton_ocr",

@@ -379,8 +379,12 @@ INERT_IN = {
     },
     "video_llava": {"video_seq_length"},  # of videos
     "minicpmv4_6": {"drop_vision_last_layer", "image_size"},  # which its class does not read
+    "minicpmv4_7": {"image_size"},
     # the class around it has the word on it
-    **{kind: {"insert_layer_id"} for kind in ("minicpmv4_6_vision", "minicpm_ocr_vision")},
+    **{
+        kind: {"insert_layer_id"}
+        for kind in ("minicpmv4_6_vision", "minicpmv4_7_vision", "minicpm_ocr_vision")
+    },
     "whisper": OF_DECODER,
     "paligemma": {"hidden_size", "vocab_size"},
     # The second is read of a dynamic RoPE, which Gemma 3 says by type of layer.

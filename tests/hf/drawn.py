@@ -1362,10 +1362,20 @@ def video_llama_3(
 def minicpm(
     rng: np.random.Generator, family: str, vocab: int = 97, **own: Any
 ) -> transformers.PreTrainedConfig:
-    """MiniCPM-V 4.6 and -OCR: a SigLIP with a merger behind one of its layers, around a Qwen3.5 or another text."""
-    text = (
-        any_decoder(rng, vocab) if pick(rng, False, True) else decoder(rng, "qwen3_5_text", vocab)
-    )
+    """MiniCPM-V and -OCR: a SigLIP with a merger behind one of its layers, around a Qwen3.5 or another text."""
+    if family == "minicpmv4_7":
+        draw = pick(rng, qwen3_5_text, qwen3_5_moe_text)
+        fields = draw(rng, sections=True)
+        kinds = ("linear_attention", "full_attention")
+        fields["layer_types"] = [pick(rng, *kinds) for _ in range(fields["num_hidden_layers"])]
+        fields["layer_types"][-1] = "full_attention"  # without it positions would not matter
+        text = DECODERS[draw.__name__](**fields)
+    else:
+        text = (
+            any_decoder(rng, vocab)
+            if pick(rng, False, True)
+            else decoder(rng, "qwen3_5_text", vocab)
+        )
     heads, patch = pick(rng, 1, 2, 3), between(rng, 2, 5)
     layers = between(rng, 1, 6)
     vision = {
@@ -1385,7 +1395,11 @@ def minicpm(
         "downsample_mode": pick(rng, "16x", "16x", "16x", "4x"),
         "tie_word_embeddings": text.tie_word_embeddings,
     }
-    kind = {"minicpmv4_6": "MiniCPMV4_6", "minicpm_ocr": "MiniCPMOcr"}[family]
+    kind = {
+        "minicpmv4_6": "MiniCPMV4_6",
+        "minicpmv4_7": "MiniCPMV4_7",
+        "minicpm_ocr": "MiniCPMOcr",
+    }[family]
     return getattr(transformers, f"{kind}Config")(**given | own)
 
 

@@ -89,7 +89,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "paddleocr_vl": lambda: drawn.paddleocr_vl(rng(), image_token_id=5),
     "video_llama_3": lambda: drawn.video_llama_3(rng(), 64, image_token_id=5),
     **{name: lambda name=name: drawn.minicpm(rng(), name, 64, image_token_id=5, video_token_id=6)
-       for name in ("minicpmv4_6", "minicpm_ocr")},
+       for name in ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr")},
     "lfm2_vl": lambda: drawn.lfm2_vl(rng(), image_token_id=5),
     "llama4": lambda: drawn.llama4(rng(), image_token_index=5),
     "janus": lambda: drawn.janus(rng(), image_token_id=5),

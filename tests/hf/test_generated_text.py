@@ -107,6 +107,11 @@ def check(
     assert len({a.tokens for a in here}) > 1
 
 
+def text_last(prompts: Sequence[Sequence[Part]]) -> list[Sequence[Part]]:
+    """End prompts with text: behind a final image transformers' own loop takes the first token for more of it."""
+    return [prompt if is_text(prompt[-1]) else [*prompt, np.array([7, 8])] for prompt in prompts]
+
+
 def token_ids(prompt: Sequence[Part]) -> dict[str, Any]:
     return {"input_ids": torch.tensor(np.concatenate(prompt))[None].long()}
 
@@ -375,10 +380,15 @@ def test_video_llama_writes_what_it_writes_there_after_images_of_several_sizes(t
 
 
 @pytest.mark.exhaustive
-def test_minicpm_writes_what_it_writes_there_after_images_of_several_sizes(tmp_path):
-    model = test_minicpm.made(3, tmp_path)
+@pytest.mark.parametrize("family", ["minicpmv4_6", "minicpmv4_7"])
+def test_minicpm_writes_what_it_writes_there_after_images_of_several_sizes(family, tmp_path):
+    model = test_minicpm.made(3, tmp_path, family)
     unit = test_minicpm.unit_of(tmp_path)
     prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
+    if family == "minicpmv4_7":
+        sliced = test_minicpm.sliced_samples(unit, 1)  # which end with a slice at times
+        prompts += [[*parts, np.append(last, [7, 8])] for *parts, last in sliced]
+        prompts = text_last(prompts)
     check(model, tmp_path, prompts, test_minicpm.inputs_of(model, tmp_path))
 
 
@@ -421,9 +431,7 @@ def test_qwen_vl_and_its_like_write_what_they_write_there_after_images_of_severa
     vision = model.config.vision_config
     unit = vision.patch_size * vision.spatial_merge_size
     prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
-    # Of what follows a final image, transformers' own loop takes the first token for more of it.
-    prompts = [prompt if is_text(prompt[-1]) else [*prompt, np.array([7, 8])] for prompt in prompts]
-    check(model, tmp_path, prompts, inputs_of(model, tmp_path))
+    check(model, tmp_path, text_last(prompts), inputs_of(model, tmp_path))
 
 
 @pytest.mark.exhaustive
@@ -432,8 +440,7 @@ def test_paddleocr_vl_writes_what_it_writes_there_after_images_of_several_sizes(
     vision = model.config.vision_config
     unit = vision.patch_size * vision.spatial_merge_size
     prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
-    prompts = [prompt if is_text(prompt[-1]) else [*prompt, np.array([7, 8])] for prompt in prompts]
-    check(model, tmp_path, prompts, test_paddleocr.inputs_of(model, tmp_path))
+    check(model, tmp_path, text_last(prompts), test_paddleocr.inputs_of(model, tmp_path))
 
 
 @pytest.mark.exhaustive
@@ -465,8 +472,7 @@ def test_kimi_writes_what_it_writes_there_after_images_of_several_sizes(tmp_path
     model = test_kimi.made(1, tmp_path)
     vision = model.config.vision_config
     unit = vision.patch_size * vision.merge_kernel_size[0]
-    prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
-    prompts = [prompt if is_text(prompt[-1]) else [*prompt, np.array([7, 8])] for prompt in prompts]
+    prompts = text_last(samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1))
     check(model, tmp_path, prompts, test_kimi.inputs_of(model, tmp_path))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import drawn
 import numpy as np
 import pytest
+import torch
 from checkpoints import byte_level, save
 from PIL import Image
 from pillow_processors import Lfm2VlImageProcessor, Llama4ImageProcessor
@@ -22,6 +24,9 @@ from transformers import (
     Lfm2VlProcessor,
     Llama4Processor,
     MiniCPMV4_6Processor,
+    MiniCPMV4_7Config,
+    MiniCPMV4_7Model,
+    MiniCPMV4_7Processor,
     SmolVLMProcessor,
 )
 from transformers.models.janus.image_processing_pil_janus import JanusImageProcessorPil
@@ -39,7 +44,8 @@ from mmjax.config import (
     SplitTiles,
     VisionConfig,
 )
-from mmjax.data.media.patches import item_size
+from mmjax.data.loading.canvas import sample_canvas
+from mmjax.data.media.patches import item_size, token_grid
 from mmjax.data.sample import Item, Text
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.opening import open_conversations
@@ -251,8 +257,9 @@ def test_januss_images_and_texts_begin_and_end_as_its_processor_writes_them(
 
 
 @pytest.mark.parametrize("options", [{}, {"use_image_id": False, "downsample_mode": "4x"}])
+@pytest.mark.parametrize("processor", [MiniCPMV4_6Processor, MiniCPMV4_7Processor])
 def test_minicpms_images_are_numbered_and_sliced_as_its_processor_writes_them(
-    options: dict, tmp_path: Path
+    processor: type, options: dict, tmp_path: Path
 ) -> None:
     named = dict(zip(MINICPM_NAMES, MINICPM, strict=False))
     template = JANUS_TEMPLATE.replace("<image_placeholder>", MINICPM[0])
@@ -260,12 +267,16 @@ def test_minicpms_images_are_numbered_and_sliced_as_its_processor_writes_them(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, extra_special_tokens=named)
     own = {"patch_size": 2, "scale_resolution": 20, "max_slice_nums": 6, **options}
     images = MiniCPMV4_6ImageProcessorPil(**own)
-    config = drawn.minicpm(
-        np.random.default_rng(0), "minicpmv4_6", image_token_id=0, video_token_id=1
-    ).to_dict()
-    config["vision_config"]["patch_size"] = 2
-    config["downsample_mode"] = own.get("downsample_mode", "16x")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    mode = own.get("downsample_mode", "16x")
+    family = processor.__name__.removesuffix("Processor").lower()
+    ids = {"image_token_id": 0, "video_token_id": 1}
+    if family == "minicpmv4_7":
+        texts = {f"{name.removesuffix('_token')}_id": named[name] for name in MINICPM_NAMES[2:6]}
+        for name, text in (*texts.items(), ("newline_id", "\n")):
+            (ids[name],) = tokenizer(text, add_special_tokens=False)["input_ids"]
+    config = drawn.minicpm(np.random.default_rng(0), family, downsample_mode=mode, **ids)
+    config.vision_config.patch_size = 2
+    config.save_pretrained(tmp_path)
     images.save_pretrained(tmp_path)
     talk = conversation(tmp_path)
     encoder = from_hf(tmp_path).encoders["vision"]
@@ -275,9 +286,7 @@ def test_minicpms_images_are_numbered_and_sliced_as_its_processor_writes_them(
     there = SimpleNamespace(**named, slice_mode=True)
     made = images(pictures)
     divisor = {"image_token_divisor": encoder.token_side**2}
-    written = [
-        MiniCPMV4_6Processor.replace_image_token(there, made, n, **divisor) for n in range(3)
-    ]
+    written = [processor.replace_image_token(there, made, n, **divisor) for n in range(3)]
     if own.get("use_image_id", True):
         written = MiniCPMV4_6Processor._prepend_local_ids(there, [text], written, MINICPM[0])
     for one in written:
@@ -288,7 +297,26 @@ def test_minicpms_images_are_numbered_and_sliced_as_its_processor_writes_them(
     facts = source.facts(0)
     assert facts.text_tokens + sum(item_size(encoder, s).tokens for _, s in facts.items) == len(ids)
     assert len(facts.items) > 9
+    if family == "minicpmv4_7":
+        check_canvas(tmp_path, source, wanted, tokenizer.convert_tokens_to_ids(MINICPM[0]), made)
     assert tokenizer.decode(np.array(ids)[weights > 0]) == "A cat.<eos>Two dogs.<eos>"
+
+
+def check_canvas(folder: Path, source: ChatSource, ids: list[int], image: int, made: dict) -> None:
+    """Compare positions of a sample with those that the folder's model has there of the same tokens."""
+    model = from_hf(folder)
+    facts, sample = source.facts(0), source.sample(0)
+    grids = [token_grid(model.encoders["vision"], size) for _, size in facts.items]
+    lengths = [
+        len(segment.tokens) if isinstance(segment, Text) else math.prod(grids[segment.number])
+        for segment in sample.segments
+    ]
+    with torch.device("meta"):
+        there = MiniCPMV4_7Model(MiniCPMV4_7Config.from_pretrained(folder))
+    tokens, sizes = torch.tensor([ids]), torch.as_tensor(np.array(made["target_sizes"]))
+    positions, _ = there.get_rope_index(tokens, (tokens == image).int(), sizes)
+    here = sample_canvas(sample, lengths, grids, model.llm.canvas_markers)
+    np.testing.assert_array_equal(here, positions[:, 0].T)
 
 
 @pytest.mark.parametrize("special", [True, False])

@@ -18,13 +18,24 @@ from mmjax.hf.families import from_hf
 
 WHOLE = {
     "minicpmv4_6": transformers.MiniCPMV4_6ForConditionalGeneration,
+    "minicpmv4_7": transformers.MiniCPMV4_7ForConditionalGeneration,
     "minicpm_ocr": transformers.MiniCPMOcrForConditionalGeneration,
+}
+# Tokens of the texts around images and slices, behind those that samples draw.
+BEGIN, END, SLICE, SLICE_END, BREAK = range(92, 97)
+MARKERS = {
+    "image_start_id": BEGIN,
+    "image_end_id": END,
+    "slice_start_id": SLICE,
+    "slice_end_id": SLICE_END,
+    "newline_id": BREAK,
 }
 
 
 def made(seed, folder, family="minicpmv4_6", **own):
     """A random model in a folder."""
     tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    tokens |= MARKERS if family == "minicpmv4_7" else {}
     config = drawn.minicpm(np.random.default_rng(seed), family, **tokens, **own)
     model = random_whole(config, WHOLE[family])
     model.save_pretrained(folder)
@@ -53,9 +64,54 @@ def inputs_of(model, folder):
             pixels = np.concatenate(patches, axis=-1)[None]
             given["pixel_values"] = torch.tensor(pixels, dtype=torch.float32)
             given["target_sizes"] = torch.tensor(grids, dtype=torch.int32)
+            if model.config.model_type == "minicpmv4_7":
+                given["mm_token_type_ids"] = (given["input_ids"] == IMAGE).int()
         return given
 
     return inputs
+
+
+def sliced_samples(unit, seed):
+    """Images in slices: one in a text, some without a token between them that is no marker, and at a sample's end."""
+    rng = np.random.default_rng(seed)
+    text = lambda least, most: rng.integers(1, 89, rng.integers(least, most + 1))  # noqa: E731
+
+    def crop(rows, columns):
+        return rng.integers(0, 256, (rows * unit, columns * unit, 3)).astype(np.uint8)
+
+    def image():
+        """Tokens and crops of an image, with up to 3 x 3 slices."""
+        grid, size = rng.integers(1, 4, 2), rng.integers(1, 4, 2)
+        slices = range(np.prod(grid) if rng.integers(4) else 0)
+        parts = [[BEGIN], crop(*rng.integers(1, 5, 2)), [END]]
+        for number in slices:
+            if number and number % grid[1] == 0:
+                parts.append([BREAK])
+            parts += [[SLICE], crop(*size), [SLICE_END]]
+        return parts
+
+    lone = text(1, 3), crop(2, 3), text(1, 1), crop(3, 1)  # without markers
+    samples = [
+        [text(2, 5), *image(), text(1, 4), *image(), text(2, 3)],
+        [*image(), *image(), [BREAK], *image(), text(2, 4)],
+        [text(7, 7)],
+        [crop(2, 2), [END, BREAK, BREAK], text(1, 3), *image()],
+        [*lone, [BREAK], text(0, 2), *image(), text(2, 2)],
+    ]
+    return [list(joined(parts)) for parts in samples]
+
+
+def joined(parts):
+    """Parts of a sample with neighbouring stretches of tokens as one."""
+    tokens = []
+    for part in parts:
+        if np.ndim(part) == 3:
+            yield from [np.array(tokens, int)] if tokens else []
+            tokens = []
+            yield part
+        else:
+            tokens += list(part)
+    yield from [np.array(tokens, int)] if tokens else []
 
 
 def unit_of(folder):
@@ -73,13 +129,38 @@ def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
     check_samples(model, tmp_path, samples, theirs(inputs_of(model, tmp_path)))
 
 
+@pytest.mark.default_cases("0")
+@pytest.mark.parametrize("seed", range(12))
+def test_slices_lie_on_a_canvas_as_transformers_places_them(seed, tmp_path):
+    model = made(seed, tmp_path, "minicpmv4_7")
+    samples = sliced_samples(unit_of(tmp_path), seed)
+    inputs = inputs_of(model, tmp_path)
+    text = check_samples(model, tmp_path, samples, theirs(inputs)).text
+    for number, parts in enumerate(samples):
+        given = inputs(parts)
+        here = text.position[0][text.owner[0] == number]
+        names = ("mm_token_type_ids", "target_sizes")
+        if names[0] not in given:
+            np.testing.assert_array_equal(here, np.arange(len(here))[:, None].repeat(3, 1))
+            continue
+        there, _ = model.model.get_rope_index(
+            given["input_ids"], **{name: given[name] for name in names}
+        )
+        np.testing.assert_array_equal(here, there[:, 0].T)
+
+
 @pytest.mark.exhaustive
-def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
+@pytest.mark.parametrize("family", ["minicpmv4_6", "minicpmv4_7"])
+def test_ten_steps_of_adamw_have_the_losses_that_torch_has(family, tmp_path):
     rng = np.random.default_rng(0)
     text = drawn.decoder(rng, "qwen3_5_text", **SMOOTH, tie_word_embeddings=True)
-    model = made(1, tmp_path, text_config=text, downsample_mode="16x")
+    if family == "minicpmv4_7":
+        text.rope_parameters |= {"rope_type": "default", "mrope_section": [1, 1, 0]}
+    model = made(1, tmp_path, family, text_config=text, downsample_mode="16x")
     unit = unit_of(tmp_path)
     samples = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
+    if family == "minicpmv4_7":
+        samples = sliced_samples(unit, 0)
     check_ten_steps(model, tmp_path, samples, theirs(inputs_of(model, tmp_path)))
 
 
@@ -91,10 +172,15 @@ def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
         ("", {"downsample_mode": "64x"}, "downsample_mode='64x' is not supported"),
         ("", {"insert_layer_id": 9}, "insert_layer_id=9 is none of the tower's . layers"),
         ("vision_config", {"window_kernel_size": [4, 4]}, "window_kernel_size=.* is not supported"),
+        (
+            "text_config",
+            {"model_type": "qwen3"},
+            "text_config: model_type='qwen3' is not supported",
+        ),
     ],
 )
 def test_what_would_be_another_model_is_refused(part, own, message, tmp_path):
-    config = drawn.minicpm(np.random.default_rng(0), "minicpmv4_6").to_dict()
+    config = drawn.minicpm(np.random.default_rng(0), "minicpmv4_7").to_dict()
     (config[part] if part else config).update(own)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):

@@ -12,6 +12,7 @@ import numpy as np
 
 from mmjax.batch import FIRST_BRANCH_BIT, PADDING, TIME, TOKEN_FIELDS, TextBatch, WeightedSlots
 from mmjax.config import Config, CrossEntropy, Encoder, Generator, LossConfig, ModelConfig
+from mmjax.data.loading.canvas import sample_canvas
 from mmjax.data.plan.attended_pairs import MaskRules, prefix_tokens
 from mmjax.data.sample import (
     CORNERS,
@@ -38,6 +39,7 @@ class BatchLayout:
     in_order: bool = False  # layers read a sample's tokens one after the other
     branches: bool = False  # samples may have branches
     axes: int = 0  # of a position: (t, y, x) for an LLM with rotary sections; 0 = it is one number
+    canvas_markers: tuple[int, ...] = ()  # DecoderConfig.canvas_markers
     loss: LossConfig = CrossEntropy()  # which says what a sample's branches must be
 
     @classmethod
@@ -59,6 +61,7 @@ class BatchLayout:
             in_order=model.llm.reads_in_order,
             branches=branches or loss.is_branched,
             axes=len(model.llm.rope_sections),
+            canvas_markers=model.llm.canvas_markers,
             loss=loss,
         )
 
@@ -160,9 +163,9 @@ def write_sample(
     A position goes on from where its branch is; a new branch begins where branch 0 is. Where
     positions have axes, an image's are its rows and columns, and what follows goes on behind the
     longer of both (Qwen2-VL). A video's temporal patches have the same rows and columns, and times
-    of their own, behind which text goes on as its `text_after` says. A token is the target of the
-    one before it in its own branch; items stand in branch 0, so an item's last token predicts the
-    text after it there.
+    of their own, behind which text goes on as its `text_after` says. With `canvas_markers` all
+    positions are those of `sample_canvas`. A token is the target of the one before it in its own
+    branch; items stand in branch 0, so an item's last token predicts the text after it there.
 
     With `items` "prefix" all that precedes the first trained token is one span, which attends both
     ways (PaliGemma).
@@ -203,6 +206,9 @@ def write_sample(
         offset += n
         if n:
             last[branch] = offset - 1
+    if layout.canvas_markers:
+        grids = [place.grid for place in places]
+        row.position[:] = sample_canvas(sample, lengths, grids, layout.canvas_markers)
     if layout.items == "prefix":
         row.span[: prefix_tokens(sample, lengths)] = first_span + 1
 

@@ -43,7 +43,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 }
             case "paddleocrvl":
                 return {"image": Placeholder(named.get("image_token", "<|IMAGE_PLACEHOLDER|>"))}
-            case "lightonocr" | "videollama3" | "minicpmv46" | "minicpmocr":
+            case "lightonocr" | "videollama3" | "minicpmv46" | "minicpmv47" | "minicpmocr":
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>"))}
             case "llama4":
                 return {"image": Placeholder(named.get("image_token", "<|image|>"), "<|patch|>")}
