@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from mmjax.disk import read_json_lines
 from mmjax.errors import UserError, exit_process, run_command
 
 LINES = 40  # of a failed process's log
-XLA_POOL = "tf_XLAEigen\n"  # name of the threads that run XLA's programs
 SHORT = ("schedule.warmup=0", "training.evaluate_every=0", "training.checkpoint_every=0")
 
 
@@ -53,19 +52,6 @@ def pinned(cores: Collection[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, cores_of_thread)
-
-
-def compute_seconds() -> float:
-    """Return the CPU seconds of this process's threads that compute: of all but those of its connections, which poll.
-
-    Where threads cannot be told apart (only Linux lists them), of all threads.
-    """
-    seconds = 0.0
-    for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError):  # it has ended
-            if thread.name == str(os.getpid()) or (thread / "comm").read_text() == XLA_POOL:
-                seconds += int((thread / "schedstat").read_text().split()[0]) / 1e9
-    return seconds or time.process_time()
 
 
 def end_with_error(code: int, lines: Sequence[str], ended: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from mmjax.autotune.memory_plan import apply_memory_plan
 from mmjax.autotune.rehearsal import rehearse
 from mmjax.benchmarks.corpora import divided
 from mmjax.benchmarks.harness import Options, option
-from mmjax.benchmarks.processes import compute_seconds, run_worker, run_workers
+from mmjax.benchmarks.processes import run_worker, run_workers
 from mmjax.benchmarks.synthetic_run import Trainer
 from mmjax.config import (
     AudioConfig,
@@ -149,7 +150,7 @@ def measure(task: Task) -> dict[str, Any]:
     config = apply_memory_plan(task.forecast.config, plan.policies, plan.loss_chunks)
     reader = made_samples(index, config.model)
     if task.rehearses:
-        rehearsal = rehearse(task.forecast, reader, jax.devices()[0], 1, None, compute_seconds)
+        rehearsal = rehearse(task.forecast, reader, jax.devices()[0], 1, None, time.process_time)
         # In units, processes have a tower each, in this order.
         of_units = [seconds for name in UNITS for seconds in rehearsal.by_rank[name]]
         return {"seconds": of_units if config.units else rehearsal.of_all.tolist()}
@@ -170,7 +171,7 @@ def measure(task: Task) -> dict[str, Any]:
         for n, m in enumerate(step.microbatches)
     ]
     trainer = Trainer.start(config, executor)
-    executor.passes.clock = compute_seconds
+    executor.passes.clock = time.process_time
     executor.passes.synchronous = True
     seconds = []
     for number in range(task.rounds + 1):
