@@ -215,10 +215,7 @@ class PaddedResize(ImageKind):
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> PaddedResize:
-        if not fields.flag("do_resize"):
-            raise fields.refused(
-                "do_resize", "images that are not whole tokens cannot be patched; set it to true"
-            )
+        fields.check_resizes()
         size = fields.value("size")
         sides = {size.get("max_height"), size.get("max_width")} if isinstance(size, dict) else set()
         if len(sides) != 1 or not is_count(side := sides.pop()):
@@ -261,10 +258,7 @@ class CappedGrid(ImageKind):
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> CappedGrid:
-        if not fields.flag("do_resize"):
-            raise fields.refused(
-                "do_resize", "images that are not whole tokens cannot be patched; set it to true"
-            )
+        fields.check_resizes()
         return cls(
             patch=fields.count("patch_size"),
             merge=fields.count("merge_size"),
@@ -294,10 +288,7 @@ class PixtralResize(ImageKind):
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> PixtralResize:
-        if not fields.flag("do_resize"):
-            raise fields.refused(
-                "do_resize", "images that are not whole tokens cannot be patched; set it to true"
-            )
+        fields.check_resizes()
         if fields.flag("do_center_crop"):
             raise fields.refused("do_center_crop", "images are not cropped; set it to false")
         if edge := fields.longest_edge("size"):

@@ -37,6 +37,13 @@ class ProcessorFields:
         """Make the error for the value of a field."""
         return UserError(f"{self.where}: {name}={self.value(name)!r}: {remedy}")
 
+    def check_resizes(self) -> None:
+        """Raise UserError where images keep sizes that are no whole tokens."""
+        if not self.flag("do_resize"):
+            raise self.refused(
+                "do_resize", "images that are not whole tokens cannot be patched; set it to true"
+            )
+
     def flag(self, name: str) -> bool:
         """Read a truth value; a missing one is false."""
         value = self.value(name, null=False)
